@@ -1,0 +1,39 @@
+# Every target sets up the environment it needs: a fresh clone needs nothing but python3 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format proto bench clean help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+demo: $(READY)  ## three replica groups train, one is killed, one is stopped; about 2 minutes
+	$(BIN)/python examples/demo.py
+
+test: lint  ## everything that CI checks: lint, format, types, tests
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
+	$(BIN)/python tools/generate_wire.py
+
+bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
+	$(BIN)/python -m benchmarks.run
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) build ./*.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output

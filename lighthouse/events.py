@@ -1,0 +1,139 @@
+"""Structured records of what happened: one form for logs, the demo, metrics and tests.
+
+A record has a kind, the time, who speaks, and fields of its kind. It is written once, by the
+Manager or by the lighthouse, and read by everything else: the text logger prints one line per
+record, `TORCHFT_EVENT_FILE` collects them as JSON lines, and any callable can subscribe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
+
+Field = str | int | float | bool | None | list[str]
+
+LEVELS: Mapping[str, int] = MappingProxyType(
+    {
+        "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
+        "register": logging.INFO,  # a replica group opened its session
+        "leave": logging.INFO,  # a replica group left in good order: reason
+        "loss": logging.WARNING,  # a member died or fell silent: member, reason
+        "abort": logging.WARNING,  # the process group was aborted: reason
+        "error": logging.WARNING,  # the step will not be committed: reason
+        "heal": logging.INFO,  # state was fetched: source, bytes, seconds
+        "heal_sent": logging.INFO,  # state is offered to healing members: members
+        "commit": logging.DEBUG,  # the vote on a step: committed, participants
+        "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
+        "connected": logging.INFO,  # the lighthouse is back: address
+        "shutdown": logging.INFO,  # reason
+    }
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened. `time` is seconds since the Unix epoch."""
+
+    kind: str
+    source: str  # "manager" or "lighthouse"
+    time: float
+    replica_id: str = ""
+    group_rank: int = 0
+    step: int = -1
+    quorum_id: int = -1
+    fields: Mapping[str, Field] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line of JSON; the fields of the kind stand beside the common ones."""
+        common = {k: v for k, v in vars(self).items() if k != "fields"}
+        return json.dumps({**common, **self.fields}, separators=(",", ":"))
+
+    def to_text(self) -> str:
+        """One line for people."""
+        who = f"[{self.replica_id or self.source}/{self.group_rank} step {self.step} quorum {self.quorum_id}]"
+        details = " ".join(f"{k}={_text(v)}" for k, v in self.fields.items())
+        return f"{who} {self.kind} {details}".rstrip()
+
+
+def _text(value: Field) -> str:
+    if isinstance(value, list):
+        return "[" + " ".join(value) + "]"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventLog:
+    """Where one component writes its records.
+
+    Subscribers are called on the thread on which the event happened and must be quick. An error
+    in one is logged and goes no further: telling must not break what is told about.
+    """
+
+    def __init__(self, source: str, logger: logging.Logger) -> None:
+        self._source = source
+        self._logger = logger
+        self._subscribers: list[Subscriber] = []
+        if path := os.environ.get(EVENT_FILE_ENV):
+            self._subscribers.append(JsonLinesFile(Path(path)))
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with every record from now on."""
+        self._subscribers.append(subscriber)
+
+    def emit(
+        self,
+        kind: str,
+        *,
+        replica_id: str = "",
+        group_rank: int = 0,
+        step: int = -1,
+        quorum_id: int = -1,
+        **fields: Field,
+    ) -> None:
+        """Write one record; `kind` is a key of `LEVELS`."""
+        level = LEVELS[kind]
+        if not self._subscribers and not self._logger.isEnabledFor(level):
+            return
+        event = Event(kind, self._source, time.time(), replica_id, group_rank, step, quorum_id, fields)
+        self._logger.log(level, "%s", event.to_text(), extra={"event": event})
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception:
+                self._logger.exception("an event subscriber failed on %s", event.kind)
+
+
+class JsonLinesFile:
+    """A subscriber that appends each record to a file, readable while it grows.
+
+    Lines of several processes may share the file: each is one `write` to a descriptor opened for
+    appending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            os.write(self._descriptor, (event.to_json() + "\n").encode())
+
+
+def read_events(path: Path) -> Iterator[dict[str, object]]:
+    """The records in a file so far, oldest first; a line still being written is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

@@ -1,0 +1,225 @@
+"""The one module that makes channels, servers and listeners.
+
+Whoever needs to speak over the network asks here, so that credentials can be added in one place
+and the liveness settings are the same everywhere.
+
+Liveness is HTTP/2 keepalive: PINGs sent and answered by gRPC's native threads. No Python runs on
+either side, so a trainer that holds the GIL for seconds is not called dead, and a stopped process
+or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms`.
+
+All asyncio work of this process runs on one thread (`coordination_loop`): gRPC's asyncio stack
+shares a single completion queue per process and is not at ease with several event loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from lighthouse.errors import AddressError, BindError
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port. `str()` gives host:port, with brackets around an IPv6 host."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """As torchft writes it: http://host:port."""
+        return f"http://{self}"
+
+
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})/?"
+)
+
+
+def parse_address(text: str, what: str = "address") -> Address:
+    """Read `host:port`, `[v6]:port` or `http://host:port`.
+
+    Raises:
+        AddressError: the text has another form; the message shows it and names `what`.
+    """
+    match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or int(match["port"]) > 65535:
+        raise AddressError(f"{what} {text!r} is not host:port (examples: 127.0.0.1:29510, [::1]:29510)")
+    return Address(match["v6"] or match["host"], int(match["port"]))
+
+
+def local_host_towards(host: str, port: int = 9) -> str:
+    """The local IP address from which `host` is reached; loopback for a loopback host.
+
+    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
+
+    Raises:
+        AddressError: the name does not resolve or there is no route.
+    """
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise AddressError(
+            f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """When a silent connection is probed, and when a probe counts as unanswered (milliseconds)."""
+
+    time_ms: int = 500
+    timeout_ms: int = 500
+
+    def options(self) -> list[tuple[str, int]]:
+        """gRPC channel arguments; `ping_timeout_ms` is the one that is obeyed (default 60 s)."""
+        return [
+            ("grpc.keepalive_time_ms", self.time_ms),
+            ("grpc.keepalive_timeout_ms", self.timeout_ms),
+            ("grpc.http2.ping_timeout_ms", self.timeout_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+
+
+DEFAULT_KEEPALIVE = Keepalive()
+
+_MESSAGE_LIMITS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
+
+_SERVER_OPTIONS = [
+    # Without this two servers share a port in silence, each with half of the clients.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10),
+    *_MESSAGE_LIMITS,
+]
+
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    *_MESSAGE_LIMITS,
+]
+
+
+def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
+    """A blocking channel; connects lazily, reconnects by itself."""
+    return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
+
+
+def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
+    """An asyncio channel; call it on the loop that will use it."""
+    return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
+
+
+def make_aio_server(
+    bind: Address,
+    handlers: Sequence[grpc.GenericRpcHandler[Any, Any]],
+    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+) -> tuple[grpc.aio.Server, Address]:
+    """An asyncio server, bound but not started, and the address with the port that it got.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+    server = grpc.aio.server(options=[*_SERVER_OPTIONS, *keepalive.options()])
+    server.add_generic_rpc_handlers(tuple(handlers))
+    try:
+        port = server.add_insecure_port(str(bind))
+    except RuntimeError as error:
+        raise bind_error(bind, error) from error
+    if port == 0:
+        raise bind_error(bind, None)
+    return server, Address(bind.host, port)
+
+
+def listen_tcp(bind: Address) -> socket.socket:
+    """A listening TCP socket for an HTTP server; port 0 takes a free one.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+    family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+    try:
+        return socket.create_server((bind.host, bind.port), family=family)
+    except OSError as error:
+        raise bind_error(bind, error) from error
+
+
+def bind_error(bind: Address, cause: Exception | None) -> BindError:
+    """The error for a server that cannot listen at `bind`, with the system's reason where one can be had."""
+    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else _why_unbindable(bind)
+    return BindError(
+        f"cannot listen on {bind}: {reason}; choose another address, or port 0 for any free port"
+    )
+
+
+def _why_unbindable(bind: Address) -> str:
+    """gRPC does not say why; the system does when asked for the same address."""
+    try:
+        family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((bind.host, bind.port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return "address in use"
+
+
+class LoopThread:
+    """An asyncio loop on a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run on the loop and wait for the result; never call it from the loop's own thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+_loop_thread: LoopThread | None = None
+_loop_thread_lock = threading.Lock()
+
+
+def coordination_loop() -> LoopThread:
+    """The loop thread that every asyncio server and client of this process shares."""
+    global _loop_thread  # noqa: PLW0603 - one per process is the point
+    with _loop_thread_lock:
+        if _loop_thread is None:
+            _loop_thread = LoopThread("torchft-coordination")
+        return _loop_thread

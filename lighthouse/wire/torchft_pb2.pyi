@@ -1,0 +1,258 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class QuorumMember(_message.Message):
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "commit_quorum_id")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str
+    commit_failures: int
+    commit_quorum_id: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ...) -> None: ...
+
+class Quorum(_message.Message):
+    __slots__ = ("quorum_id", "participants", "created")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
+    created: _timestamp_pb2.Timestamp
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class LighthouseQuorumRequest(_message.Message):
+    __slots__ = ("requester",)
+    REQUESTER_FIELD_NUMBER: _ClassVar[int]
+    requester: QuorumMember
+    def __init__(self, requester: _Optional[_Union[QuorumMember, _Mapping]] = ...) -> None: ...
+
+class LighthouseQuorumResponse(_message.Message):
+    __slots__ = ("quorum",)
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    quorum: Quorum
+    def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ...) -> None: ...
+
+class LighthouseHeartbeatRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class LighthouseHeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("register", "join", "leave")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    join: QuorumMember
+    leave: Leave
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    address: str
+    store_address: str
+    world_size: int
+    last_quorum_id: int
+    last_quorum_replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("registered", "quorum", "member_lost", "config_changed")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    registered: JobConfig
+    quorum: Quorum
+    member_lost: MemberLost
+    config_changed: JobConfig
+    def __init__(self, registered: _Optional[_Union[JobConfig, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., config_changed: _Optional[_Union[JobConfig, _Mapping]] = ...) -> None: ...
+
+class JobConfig(_message.Message):
+    __slots__ = ("min_replicas", "join_timeout_ms")
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    min_replicas: int
+    join_timeout_ms: int
+    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class MemberLost(_message.Message):
+    __slots__ = ("quorum_id", "replica_id", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    replica_id: str
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ManagerQuorumRequest(_message.Message):
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "commit_quorum_id")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    step: int
+    checkpoint_metadata: str
+    shrink_only: bool
+    init_sync: bool
+    commit_failures: int
+    commit_quorum_id: int
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ...) -> None: ...
+
+class ManagerQuorumResponse(_message.Message):
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int
+    recover_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
+    store_address: str
+    max_step: int
+    max_replica_rank: int
+    max_world_size: int
+    replica_rank: int
+    replica_world_size: int
+    heal: bool
+    commit_failures: int
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CheckpointMetadataRequest(_message.Message):
+    __slots__ = ("rank",)
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+
+class CheckpointMetadataResponse(_message.Message):
+    __slots__ = ("checkpoint_metadata",)
+    CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_metadata: str
+    def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
+
+class ShouldCommitRequest(_message.Message):
+    __slots__ = ("should_commit", "group_rank", "step")
+    SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    should_commit: bool
+    group_rank: int
+    step: int
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ShouldCommitResponse(_message.Message):
+    __slots__ = ("should_commit", "step")
+    SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    should_commit: bool
+    step: int
+    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ...) -> None: ...
+
+class KillRequest(_message.Message):
+    __slots__ = ("msg",)
+    MSG_FIELD_NUMBER: _ClassVar[int]
+    msg: str
+    def __init__(self, msg: _Optional[str] = ...) -> None: ...
+
+class KillResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankSessionRequest(_message.Message):
+    __slots__ = ("register", "join", "vote", "leave")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    register: RankRegister
+    join: ManagerQuorumRequest
+    vote: ShouldCommitRequest
+    leave: Leave
+    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class RankRegister(_message.Message):
+    __slots__ = ("group_rank",)
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
+
+class RankSessionResponse(_message.Message):
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
+    registered: RankRegistered
+    quorum: ManagerQuorumResponse
+    member_lost: MemberLost
+    vote: ShouldCommitResponse
+    group_lost: GroupLost
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ...) -> None: ...
+
+class RankRegistered(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class GroupLost(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
