@@ -1,0 +1,124 @@
+"""What a quorum means for one rank of one replica group. Pure: the same quorum, the same answer.
+
+Every replica group computes this for itself from the member list that the lighthouse sends to all,
+so the rules must be a function of that list alone. They are torchft's, with one addition: replicas
+are up to date when both their step and the quorum in which they committed it are the newest.
+A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
+the next one; the two states differ although their steps are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class QuorumMemberLike(Protocol):
+    """A member as it stands in a quorum; the wire message and the core's value type both fit."""
+
+    @property
+    def replica_id(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def store_address(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def commit_failures(self) -> int: ...
+    @property
+    def commit_quorum_id(self) -> int: ...
+
+
+class NotAMemberError(ValueError):
+    """The replica asked about is not in the quorum."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumResult:
+    """One rank's view of a quorum; names and meaning as in torchft's ManagerQuorumResponse.
+
+    Attributes:
+        replica_rank: position among all members, also this rank's rank in the process group.
+        replica_world_size: number of members.
+        max_replica_rank: position among the up-to-date members; None for one that heals.
+        max_world_size: number of up-to-date members.
+        max_step: step of the up-to-date members.
+        heal: this member must fetch state from `recover_src_manager_address`.
+        recover_dst_replica_ranks: members that fetch their state from this one.
+        store_address: host:port of the store for the process group's rendezvous.
+    """
+
+    quorum_id: int
+    replica_rank: int
+    replica_world_size: int
+    recover_src_manager_address: str
+    recover_src_replica_rank: int | None
+    recover_dst_replica_ranks: tuple[int, ...]
+    store_address: str
+    max_step: int
+    max_replica_rank: int | None
+    max_world_size: int
+    heal: bool
+    commit_failures: int
+    replica_ids: tuple[str, ...]
+    healing_replica_ids: tuple[str, ...] = ()
+
+
+def assign(
+    quorum_id: int,
+    participants: Sequence[QuorumMemberLike],
+    replica_id: str,
+    group_rank: int,
+    init_sync: bool,
+) -> QuorumResult:
+    """The part of `group_rank` of replica group `replica_id` in a quorum.
+
+    Args:
+        init_sync: at step 0, when no state is newer than another, all heal from the first member.
+
+    Raises:
+        NotAMemberError: the quorum does not contain `replica_id`.
+    """
+    members = sorted(participants, key=lambda member: member.replica_id)
+    replica_ids = tuple(member.replica_id for member in members)
+    if replica_id not in replica_ids:
+        raise NotAMemberError(f"replica {replica_id} is not in quorum {quorum_id}: {', '.join(replica_ids)}")
+    replica_rank = replica_ids.index(replica_id)
+
+    newest = max(_version(member) for member in members)
+    up_to_date = [rank for rank, member in enumerate(members) if _version(member) == newest]
+    primary = up_to_date[group_rank % len(up_to_date)]
+    if init_sync and newest[0] == 0:
+        sources, healing = [primary], [rank for rank in range(len(members)) if rank != primary]
+    else:
+        sources, healing = up_to_date, sorted(set(range(len(members))) - set(up_to_date))
+
+    source_of = _pair(healing, sources, group_rank)
+    source = source_of.get(replica_rank)
+    return QuorumResult(
+        quorum_id=quorum_id,
+        replica_rank=replica_rank,
+        replica_world_size=len(members),
+        recover_src_manager_address="" if source is None else members[source].address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=tuple(dst for dst, src in source_of.items() if src == replica_rank),
+        store_address=members[primary].store_address,
+        max_step=newest[0],
+        max_replica_rank=up_to_date.index(replica_rank) if replica_rank in up_to_date else None,
+        max_world_size=len(up_to_date),
+        heal=source is not None,
+        commit_failures=max(member.commit_failures for member in members),
+        replica_ids=replica_ids,
+        healing_replica_ids=tuple(replica_ids[rank] for rank in healing),
+    )
+
+
+def _version(member: QuorumMemberLike) -> tuple[int, int]:
+    return member.step, member.commit_quorum_id
+
+
+def _pair(healing: Sequence[int], sources: Sequence[int], group_rank: int) -> dict[int, int]:
+    """Spread the healing members over the sources; ranks of one group begin at different sources."""
+    return {rank: sources[(i + group_rank) % len(sources)] for i, rank in enumerate(healing)}
