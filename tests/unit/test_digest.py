@@ -1,0 +1,117 @@
+"""The digest tells states apart bit by bit and refuses what it cannot read."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_like.digest import state_digest
+
+
+def trained_state() -> dict[str, object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    return {"model": model.state_dict(), "optim": optim.state_dict()}
+
+
+def test_equal_states_have_equal_digests() -> None:
+    assert state_digest(trained_state()) == state_digest(trained_state())
+
+
+def test_digest_is_the_sha256_of_tags_lengths_and_bytes() -> None:
+    state = {"w": torch.tensor([1, 2], dtype=torch.int16), "betas": (0.5, None)}
+    written = (
+        b"dict:2\n"
+        b"str:5\nbetas" + b"tuple:2\n" + b"float:8\n" + struct.pack("<d", 0.5) + b"none:0\n"
+        b"str:1\nw" + b"tensor torch.int16 [2]:4\n" + struct.pack("<hh", 1, 2)
+    )
+    assert state_digest(state) == hashlib.sha256(written).hexdigest()
+
+
+def test_order_of_a_dict_does_not_count() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    assert state_digest({"a": one, "b": two}) == state_digest({"b": two, "a": one})
+
+
+def test_strides_and_grad_do_not_count() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    transposed = values.t().contiguous().t()
+    assert transposed.stride() != values.stride()
+    assert state_digest({"w": nn.Parameter(transposed)}) == state_digest({"w": values})
+
+
+def test_one_flipped_bit_of_one_optimizer_moment_changes_the_digest() -> None:
+    before, after = trained_state(), trained_state()
+    moment = after["optim"]["state"][0]["exp_avg"]  # type: ignore[index]
+    moment.view(torch.int32)[0, 0] ^= 1
+    assert state_digest(before) != state_digest(after)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(0), torch.zeros(0, 3)),
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (1, "1"),
+        ("1", b"1"),
+        (None, ""),
+        ([1], (1,)),
+        ([[1], 2], [[1, 2]]),
+        ({1: 2}, {"1": 2}),
+        ({"a": {"b": 1}}, {"a": {}, "b": 1}),
+        ("a:1\nb", ["a", "b"]),
+    ],
+)
+def test_different_values_have_different_digests(left: object, right: object) -> None:
+    assert state_digest({"x": left}) != state_digest({"x": right})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.complex64, torch.uint8]
+)
+def test_every_dense_dtype_is_read_to_the_last_element(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, dtype=dtype)
+    changed = zeros.clone()
+    changed[2] = 1
+    assert state_digest({"x": zeros}) != state_digest({"x": changed})
+
+
+def test_scalar_tensors_and_conjugate_views_are_read() -> None:
+    value = torch.tensor([1 + 2j])
+    assert state_digest({"x": value.conj()}) == state_digest({"x": torch.tensor([1 - 2j])})
+    assert state_digest({"x": torch.tensor(1.0)}) != state_digest({"x": torch.tensor(2.0)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        object,
+        set,
+        lambda: torch.zeros(2, 2).to_sparse(),
+        lambda: torch.zeros(2, device="meta"),
+        lambda: {("tuple",): 1},
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"state\['outer'\]\[0\]"):
+        state_digest({"outer": [make()]})
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    loop: dict[str, object] = {}
+    loop["again"] = loop
+    with pytest.raises(ValueError, match="64 deep"):
+        state_digest(loop)
