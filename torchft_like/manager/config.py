@@ -1,0 +1,177 @@
+"""What a Manager was told: arguments first, then the environment, then defaults.
+
+The environment is read here and nowhere else, and only through the mapping that is passed in.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lighthouse.net import Address, local_host_towards, parse_address
+from torchft_like.errors import ConfigError
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ManagerArguments:
+    """The arguments of `Manager` that the environment can also give; None means not given."""
+
+    timeout: timedelta | float | None = None
+    quorum_timeout: timedelta | float | None = None
+    connect_timeout: timedelta | float | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    store_addr: str | None = None
+    store_port: int | None = None
+    lighthouse_addr: str | None = None
+    replica_id: str | None = None
+    port: int | None = None
+    hostname: str | None = None
+    quorum_retries: int | None = None
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """Resolved and validated settings of one Manager.
+
+    Attributes:
+        timeout_s: bound on a collective (None: the process group's own), a vote, a state transfer.
+        quorum_timeout_s: bound on waiting for a quorum, lighthouse outages included.
+        connect_timeout_s: bound on the first contact with lighthouse and ManagerServer.
+        lighthouse: None on ranks other than 0, which never speak to it.
+        store: the replica group's TCPStore; None when rank 0 shall make one.
+        host: what this process binds to and advertises.
+        replica_id: the user's name for the group, made unique for this incarnation.
+        incarnation: what distinguishes this start of the group from earlier ones on the same store.
+    """
+
+    timeout_s: float
+    timeout_given: bool
+    quorum_timeout_s: float
+    connect_timeout_s: float
+    group_rank: int
+    group_world_size: int
+    lighthouse: Address | None
+    store: Address | None
+    store_is_agents: bool
+    host: str
+    port: int
+    replica_id: str
+    quorum_retries: int
+    incarnation: str
+
+
+def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerConfig:
+    """Settle every setting.
+
+    Raises:
+        ConfigError: a value is missing or not of its type; names the argument and the variable.
+        AddressError: an address is malformed.
+    """
+    given = _Settings(environ)
+    rank = given.integer(arguments.rank, "rank", "RANK", default=0)
+    world_size = given.integer(arguments.world_size, "world_size", "WORLD_SIZE", default=1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank (RANK) is {rank}: it must be at least 0 and below world_size (WORLD_SIZE), {world_size}")
+    lighthouse = _lighthouse(arguments, environ) if rank == 0 else None
+    store = _store(arguments, given, world_size)
+    return ManagerConfig(
+        timeout_s=given.seconds(arguments.timeout, "timeout", "TORCHFT_TIMEOUT_SEC"),
+        timeout_given=arguments.timeout is not None or "TORCHFT_TIMEOUT_SEC" in environ,
+        quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"),
+        connect_timeout_s=given.seconds(arguments.connect_timeout, "connect_timeout", "TORCHFT_CONNECT_TIMEOUT_SEC"),
+        group_rank=rank,
+        group_world_size=world_size,
+        lighthouse=lighthouse,
+        store=store,
+        store_is_agents=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        host=_host(arguments.hostname, lighthouse, store),
+        port=given.integer(arguments.port, "port", "TORCHFT_MANAGER_PORT", default=0),
+        replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
+        quorum_retries=given.integer(
+            arguments.quorum_retries, "quorum_retries", "TORCHFT_QUORUM_RETRIES", default=0
+        ),
+        incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
+    )
+
+
+def seconds_of(value: timedelta | float, name: str) -> float:
+    """A duration in seconds.
+
+    Raises:
+        ConfigError: it is not a positive, finite number.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not math.isfinite(seconds) or seconds <= 0:
+        raise ConfigError(f"{name} is {value!r}: it must be a positive number of seconds or a timedelta")
+    return float(seconds)
+
+
+def _lighthouse(arguments: ManagerArguments, environ: Mapping[str, str]) -> Address:
+    text = arguments.lighthouse_addr or environ.get("TORCHFT_LIGHTHOUSE")
+    if not text:
+        raise ConfigError(
+            "no lighthouse: pass lighthouse_addr or set TORCHFT_LIGHTHOUSE to the address that "
+            "`python -m lighthouse` prints, such as http://127.0.0.1:29510"
+        )
+    return parse_address(text, "lighthouse_addr (TORCHFT_LIGHTHOUSE)")
+
+
+def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Address | None:
+    host = arguments.store_addr or given.environ.get("MASTER_ADDR")
+    has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
+    if host and has_port:
+        return Address(host, given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0))
+    if world_size > 1:
+        raise ConfigError(
+            "a replica group of several ranks needs a store that all of them reach: pass store_addr and "
+            "store_port, or set MASTER_ADDR and MASTER_PORT (torchrun does)"
+        )
+    return None
+
+
+def _host(hostname: str | None, lighthouse: Address | None, store: Address | None) -> str:
+    """Given, or else the interface that leads to the lighthouse: loopback for a loopback lighthouse."""
+    if hostname:
+        return hostname
+    towards = lighthouse or store
+    return local_host_towards(towards.host if towards else "127.0.0.1")
+
+
+class _Settings:
+    """Looks a setting up in argument, environment and default, in this order."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+
+    def integer(self, argument: int | None, name: str, variable: str, default: int) -> int:
+        if argument is not None:
+            if not isinstance(argument, int) or isinstance(argument, bool):
+                raise ConfigError(f"{name} is {argument!r}: it must be a whole number")
+            return argument
+        text = self.environ.get(variable)
+        if text is None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(f"the environment variable {variable} is {text!r}: it must be a whole number") from None
+
+    def seconds(self, argument: timedelta | float | None, name: str, variable: str) -> float:
+        if argument is not None:
+            return seconds_of(argument, name)
+        text = self.environ.get(variable)
+        if text is None:
+            return DEFAULT_TIMEOUT_S
+        try:
+            return seconds_of(float(text), f"the environment variable {variable}")
+        except ValueError:
+            raise ConfigError(
+                f"the environment variable {variable} is {text!r}: it must be a positive number of seconds"
+            ) from None

@@ -1,0 +1,163 @@
+"""The replica group as one voice: pure core of the ManagerServer.
+
+Ranks ask for a quorum and vote on steps; the lighthouse knows only the group. This core gathers
+the ranks' joins into one, turns the lighthouse's quorum into one result per rank, and their votes
+into one verdict. Events in, effects out; it knows nothing of gRPC, threads or clocks.
+
+Invariants:
+
+* A join is open from the moment the last rank has joined until a quorum with this group answers
+  it; it is told to the lighthouse again after every reconnect.
+* A verdict is given once every rank has voted on the same step, and it is the same for all.
+* Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign
+
+
+@dataclass(frozen=True)
+class RankJoin:
+    """One rank's request for a quorum."""
+
+    group_rank: int
+    step: int
+    checkpoint_metadata: str
+    shrink_only: bool = False
+    init_sync: bool = True
+    commit_failures: int = 0
+    commit_quorum_id: int = 0
+
+
+@dataclass(frozen=True)
+class GroupJoin:
+    """Effect: tell the lighthouse that the whole group waits for a quorum."""
+
+    step: int
+    shrink_only: bool
+    commit_failures: int
+    commit_quorum_id: int
+
+
+@dataclass(frozen=True)
+class RankQuorum:
+    """Effect: answer a rank's join."""
+
+    group_rank: int
+    result: QuorumResult
+
+
+@dataclass(frozen=True)
+class RankVerdict:
+    """Effect: answer a rank's vote."""
+
+    group_rank: int
+    step: int
+    committed: bool
+
+
+@dataclass(frozen=True)
+class LossNotice:
+    """Effect: tell every rank that a member of the current quorum is gone."""
+
+    quorum_id: int
+    replica_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupLostNotice:
+    """Effect: tell every rank, and leave the lighthouse without a word."""
+
+    reason: str
+
+
+Effect = GroupJoin | RankQuorum | RankVerdict | LossNotice | GroupLostNotice
+
+
+@dataclass
+class ReplicaGroup:
+    """State of one replica group of `world_size` ranks."""
+
+    replica_id: str
+    world_size: int
+    lost_reason: str | None = None
+    last_quorum_id: int = 0
+    last_quorum_replica_ids: tuple[str, ...] = ()
+    _joins: dict[int, RankJoin] = field(default_factory=dict)
+    _open_join: GroupJoin | None = None
+    _votes: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    _metadata: dict[int, str] = field(default_factory=dict)
+
+    def rank_joined(self, join: RankJoin) -> list[Effect]:
+        """A rank asks for a quorum; the last one to ask makes the group's join."""
+        if self.lost_reason is not None:
+            return [GroupLostNotice(self.lost_reason)]
+        self._joins[join.group_rank] = join
+        self._metadata[join.group_rank] = join.checkpoint_metadata
+        if len(self._joins) < self.world_size:
+            return []
+        joins = self._joins.values()
+        first = self._joins[min(self._joins)]
+        self._open_join = GroupJoin(
+            step=first.step,
+            shrink_only=any(j.shrink_only for j in joins),
+            commit_failures=max(j.commit_failures for j in joins),
+            commit_quorum_id=first.commit_quorum_id,
+        )
+        return [self._open_join]
+
+    def rank_withdrew(self, group_rank: int) -> None:
+        """A rank gave up waiting for a quorum; the group's join is open until it is replaced."""
+        self._joins.pop(group_rank, None)
+
+    def lighthouse_connected(self) -> list[Effect]:
+        """A session with the lighthouse is open, and it knows nothing of what was said before."""
+        return [] if self._open_join is None else [self._open_join]
+
+    def quorum_formed(self, quorum_id: int, participants: Sequence[QuorumMemberLike]) -> list[Effect]:
+        """The lighthouse announces a quorum."""
+        replica_ids = tuple(sorted(member.replica_id for member in participants))
+        if self._open_join is None or self.replica_id not in replica_ids:
+            return []
+        joins, self._joins, self._open_join = self._joins, {}, None
+        self._votes = {}
+        self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
+        return [
+            RankQuorum(rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
+            for rank, join in sorted(joins.items())
+        ]
+
+    def member_lost(self, quorum_id: int, replica_id: str, reason: str) -> list[Effect]:
+        """The lighthouse says that a member of a quorum is gone."""
+        if quorum_id != self.last_quorum_id:
+            return []
+        return [LossNotice(quorum_id, replica_id, reason)]
+
+    def rank_voted(self, group_rank: int, step: int, should_commit: bool) -> list[Effect]:
+        """A rank is done with a step."""
+        if self.lost_reason is not None:
+            return [GroupLostNotice(self.lost_reason)]
+        self._votes[group_rank] = (step, should_commit)
+        if len(self._votes) < self.world_size:
+            return []
+        votes, self._votes = self._votes, {}
+        same_step = len({step for step, _ in votes.values()}) == 1
+        committed = same_step and all(yes for _, yes in votes.values())
+        return [RankVerdict(rank, voted, committed) for rank, (voted, _) in sorted(votes.items())]
+
+    def rank_lost(self, group_rank: int, reason: str) -> list[Effect]:
+        """A rank's process is gone: its share of the model is too."""
+        if self.lost_reason is not None:
+            return []
+        self.lost_reason = f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}"
+        self._joins, self._open_join, self._votes = {}, None, {}
+        return [GroupLostNotice(self.lost_reason)]
+
+    def checkpoint_metadata(self, group_rank: int) -> str | None:
+        """Where that rank's state can be fetched, as it said when it last joined."""
+        return self._metadata.get(group_rank)
