@@ -77,14 +77,20 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
     rank = given.integer(arguments.rank, "rank", "RANK", default=0)
     world_size = given.integer(arguments.world_size, "world_size", "WORLD_SIZE", default=1)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank (RANK) is {rank}: it must be at least 0 and below world_size (WORLD_SIZE), {world_size}")
+        raise ConfigError(
+            f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
+        )
     lighthouse = _lighthouse(arguments, environ) if rank == 0 else None
     store = _store(arguments, given, world_size)
     return ManagerConfig(
         timeout_s=given.seconds(arguments.timeout, "timeout", "TORCHFT_TIMEOUT_SEC"),
         timeout_given=arguments.timeout is not None or "TORCHFT_TIMEOUT_SEC" in environ,
-        quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"),
-        connect_timeout_s=given.seconds(arguments.connect_timeout, "connect_timeout", "TORCHFT_CONNECT_TIMEOUT_SEC"),
+        quorum_timeout_s=given.seconds(
+            arguments.quorum_timeout, "quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"
+        ),
+        connect_timeout_s=given.seconds(
+            arguments.connect_timeout, "connect_timeout", "TORCHFT_CONNECT_TIMEOUT_SEC"
+        ),
         group_rank=rank,
         group_world_size=world_size,
         lighthouse=lighthouse,
@@ -161,7 +167,9 @@ class _Settings:
         try:
             return int(text)
         except ValueError:
-            raise ConfigError(f"the environment variable {variable} is {text!r}: it must be a whole number") from None
+            raise ConfigError(
+                f"the environment variable {variable} is {text!r}: it must be a whole number"
+            ) from None
 
     def seconds(self, argument: timedelta | float | None, name: str, variable: str) -> float:
         if argument is not None:

@@ -1,0 +1,199 @@
+"""The line between one rank and its ManagerServer, seen from the rank.
+
+Rank 0 shares a process with the ManagerServer and calls it directly; the other ranks keep a
+session open. Both speak the same few words (`RankLink`) and are told the same few things
+(`RankListener`), always on the coordination loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from lighthouse import wire
+from lighthouse.net import Address, LoopThread, coordination_loop, make_aio_channel
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.errors import ConnectError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.group import LossNotice, RankJoin
+
+CONNECT_RETRY_S = 0.05
+LEAVE_ANSWER_S = 0.5
+
+
+class RankListener(Protocol):
+    """What a rank is told. Called on the coordination loop: be quick, never block."""
+
+    def quorum(self, result: QuorumResult) -> None:
+        """The quorum that was asked for."""
+
+    def verdict(self, step: int, committed: bool) -> None:
+        """The group's decision on a step."""
+
+    def member_lost(self, notice: LossNotice) -> None:
+        """A member of the current quorum is gone."""
+
+    def group_lost(self, reason: str) -> None:
+        """This replica group has lost a rank; it cannot go on."""
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        """Rank 0 only: the lighthouse is away, and being looked for."""
+
+    def lighthouse_connected(self) -> None:
+        """Rank 0 only: the lighthouse listens."""
+
+
+class RankLink(Protocol):
+    """What a rank says. Callable from any thread but the coordination loop's."""
+
+    def join(self, join: RankJoin) -> None:
+        """Ask for a quorum."""
+
+    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
+        """Vote on a step."""
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and hang up."""
+
+    def close(self) -> None:
+        """Hang up without a word: to the others this rank has died."""
+
+
+class SessionLink:
+    """The line of a rank that is not in the ManagerServer's process.
+
+    Raises:
+        ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
+    """
+
+    def __init__(
+        self, address: Address, group_rank: int, listener: RankListener, connect_timeout_s: float
+    ) -> None:
+        self._address = address
+        self._group_rank = group_rank
+        self._listener = listener
+        self._loop: LoopThread = coordination_loop()
+        self._closing = False
+        self._registered = asyncio.Event()
+        self._outgoing: asyncio.Queue[pb.RankSessionRequest | None] = asyncio.Queue()
+        self._task = self._loop.run(self._start(connect_timeout_s))
+
+    def join(self, join: RankJoin) -> None:
+        self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**vars(join))))
+
+    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
+        vote = pb.ShouldCommitRequest(group_rank=group_rank, step=step, should_commit=should_commit)
+        self._send(pb.RankSessionRequest(vote=vote))
+
+    def leave(self, reason: str) -> None:
+        self._closing = True
+        self._send(pb.RankSessionRequest(leave=pb.Leave(reason=reason)))
+        self._send(None)
+        self._loop.run(self._end(LEAVE_ANSWER_S))
+
+    def close(self) -> None:
+        self._closing = True
+        self._loop.run(self._end(0.0))
+
+    def _send(self, request: pb.RankSessionRequest | None) -> None:
+        self._loop.loop.call_soon_threadsafe(self._outgoing.put_nowait, request)
+
+    async def _start(self, connect_timeout_s: float) -> asyncio.Task[None]:
+        """Open the session, again and again until it is accepted: the server may still be starting."""
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                while True:
+                    task = asyncio.create_task(self._run())
+                    registered = asyncio.create_task(self._registered.wait())
+                    await asyncio.wait([task, registered], return_when=asyncio.FIRST_COMPLETED)
+                    registered.cancel()
+                    if self._registered.is_set():
+                        return task
+                    await asyncio.sleep(CONNECT_RETRY_S)
+        except TimeoutError:
+            task.cancel()
+            raise ConnectError(
+                f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
+                f"{connect_timeout_s:g} s; check that rank 0 of this replica group is running and that "
+                "its host is reachable from here"
+            ) from None
+
+    async def _run(self) -> None:
+        channel = make_aio_channel(self._address)
+        reason = "its ManagerServer ended the session"
+        try:
+            open_session = channel.stream_stream(
+                wire.RANK_SESSION,
+                request_serializer=pb.RankSessionRequest.SerializeToString,
+                response_deserializer=pb.RankSessionResponse.FromString,
+            )
+            responses: AsyncIterable[pb.RankSessionResponse] = open_session(self._requests())
+            async for response in responses:
+                self._dispatch(response)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+        finally:
+            await channel.close(None)
+        if self._registered.is_set() and not self._closing:
+            self._listener.group_lost(f"rank 0 (ManagerServer at {self._address}) is gone: {reason}")
+
+    async def _requests(self) -> AsyncIterator[pb.RankSessionRequest]:
+        yield pb.RankSessionRequest(register=pb.RankRegister(group_rank=self._group_rank))
+        await self._registered.wait()
+        while (request := await self._outgoing.get()) is not None:
+            yield request
+
+    def _dispatch(self, response: pb.RankSessionResponse) -> None:
+        match response.WhichOneof("response"):
+            case "registered":
+                self._registered.set()
+            case "quorum":
+                self._listener.quorum(quorum_result_from_wire(response.quorum))
+            case "verdict" | "vote":
+                self._listener.verdict(response.vote.step, response.vote.should_commit)
+            case "member_lost":
+                lost = response.member_lost
+                self._listener.member_lost(LossNotice(lost.quorum_id, lost.replica_id, lost.reason))
+            case "group_lost":
+                self._closing = True
+                self._listener.group_lost(response.group_lost.reason)
+
+    async def _end(self, answer_s: float) -> None:
+        if answer_s:
+            await asyncio.wait([self._task], timeout=answer_s)
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
+    """The value type of a wire message."""
+    source = response.recover_src_replica_rank if response.HasField("recover_src_replica_rank") else None
+    max_rank = response.max_replica_rank if response.HasField("max_replica_rank") else None
+    return QuorumResult(
+        quorum_id=response.quorum_id,
+        replica_rank=response.replica_rank,
+        replica_world_size=response.replica_world_size,
+        recover_src_manager_address=response.recover_src_manager_address,
+        recover_src_replica_rank=source,
+        recover_dst_replica_ranks=tuple(response.recover_dst_replica_ranks),
+        store_address=response.store_address,
+        max_step=response.max_step,
+        max_replica_rank=max_rank,
+        max_world_size=response.max_world_size,
+        heal=response.heal,
+        commit_failures=response.commit_failures,
+        replica_ids=tuple(response.replica_ids),
+        healing_replica_ids=tuple(response.healing_replica_ids),
+    )
+
+
+def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
+    """The wire message of a value; None fields stay unset."""
+    fields = {name: getattr(result, name) for name in QuorumResult.__slots__}
+    return pb.ManagerQuorumResponse(**{k: v for k, v in fields.items() if v is not None})

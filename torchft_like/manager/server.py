@@ -1,0 +1,272 @@
+"""The ManagerServer: the shell around the replica group's core.
+
+It lives in the process of rank 0, on the coordination loop, which owns all of its state. Towards
+the lighthouse it keeps a `LighthouseLink`; towards the ranks it serves sessions, torchft's unary
+calls, and direct calls for the rank in its own process. What any of them says goes through
+`ReplicaGroup`, and the effects that come back are carried out here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+from lighthouse.net import (
+    Address,
+    coordination_loop,
+    make_aio_server,
+    parse_address,
+)
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.errors import ConnectError
+from torchft_like.manager.config import seconds_of
+from torchft_like.manager.group import (
+    Effect,
+    GroupJoin,
+    GroupLostNotice,
+    LossNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    ReplicaGroup,
+)
+from torchft_like.manager.lighthouse_link import LighthouseLink
+from torchft_like.manager.rank_link import RankListener
+from torchft_like.manager.service import manager_service
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 0.2
+KILL_EXIT_CODE = 1
+
+
+class ManagerServer:
+    """Serves one replica group and speaks for it to the lighthouse; torchft's constructor.
+
+    Args:
+        replica_id: unique for this incarnation of the group.
+        lighthouse_addr: `http://host:port` of the lighthouse.
+        hostname: host that other replica groups reach this server at.
+        bind: `host:port` to listen on; port 0 takes a free one.
+        store_addr: `host:port` of the group's TCPStore.
+        world_size: ranks in the group.
+        heartbeat_interval: only for a lighthouse without sessions (torchft's own).
+        connect_timeout: bound on the first contact with the lighthouse.
+
+    Raises:
+        AddressError, BindError: an address is malformed or cannot be listened on.
+        ConnectError: the lighthouse did not answer within `connect_timeout`.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        lighthouse_addr: str,
+        hostname: str,
+        bind: str,
+        store_addr: str,
+        world_size: int,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        connect_timeout: timedelta = timedelta(seconds=60),
+        quorum_retries: int = 0,
+    ) -> None:
+        self._replica_id = replica_id
+        self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
+        self._store_addr = store_addr
+        self._hostname = hostname
+        self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
+        self._group = ReplicaGroup(replica_id, world_size)
+        self._ranks: dict[int, RankListener] = {}
+        self._loop = coordination_loop()
+        self._is_shut_down = False
+        self._loop.run(
+            self._start(parse_address(bind, "bind"), seconds_of(connect_timeout, "connect_timeout"))
+        )
+
+    def address(self) -> str:
+        """`http://host:port` that other replica groups and ranks use."""
+        return self._address.url
+
+    def shutdown(self) -> None:
+        """Leave the lighthouse in good order and stop serving. Safe to call again."""
+        self.leave("shutdown")
+
+    def leave(self, reason: str) -> None:
+        """Leave in good order: nobody's step is disturbed."""
+        self._stop_once(reason)
+
+    def close(self) -> None:
+        """Hang up without a word: to everybody else this replica group has died."""
+        self._stop_once(None)
+
+    def attach_local_rank(self, group_rank: int, listener: RankListener) -> LocalLink:
+        """Connect the rank that lives in this process."""
+        link = LocalLink(self)
+        self._loop.run(self._attach(group_rank, listener))
+        return link
+
+    # ------------------------------------------------- called on the loop, by ranks
+
+    def rank_attached(self, group_rank: int, listener: RankListener) -> None:
+        """A rank can be told things from now on; a newer line replaces an older one."""
+        self._ranks[group_rank] = listener
+
+    def rank_joined(self, join: RankJoin) -> None:
+        """A rank asks for a quorum."""
+        self._perform(self._group.rank_joined(join))
+
+    def rank_withdrew(self, group_rank: int) -> None:
+        """A rank no longer waits for a quorum."""
+        self._group.rank_withdrew(group_rank)
+
+    def rank_voted(self, group_rank: int, step: int, should_commit: bool) -> None:
+        """A rank votes on a step."""
+        self._perform(self._group.rank_voted(group_rank, step, should_commit))
+
+    def rank_left(self, group_rank: int, reason: str) -> None:
+        """A rank left in good order; without it the group cannot go on, so it leaves as a whole."""
+        self._ranks.pop(group_rank, None)
+        asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - ends with the link
+
+    def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
+        """A rank's line ended without a word; ignored for a line that was replaced."""
+        if self._ranks.get(group_rank) is listener:
+            del self._ranks[group_rank]
+            self._perform(self._group.rank_lost(group_rank, reason))
+
+    def checkpoint_metadata(self, group_rank: int) -> str | None:
+        """Where that rank's state can be fetched."""
+        return self._group.checkpoint_metadata(group_rank)
+
+    def kill(self, message: str) -> None:
+        """End this process at once, as torchft's Kill does."""
+        logger.critical("replica group %s is killed by request: %s", self._replica_id, message)
+        self._loop.loop.call_later(0.05, os._exit, KILL_EXIT_CODE)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self._group.world_size
+
+    @property
+    def replica_id(self) -> str:
+        """The group's name, unique for this incarnation."""
+        return self._replica_id
+
+    # ------------------------------------------------- called by the lighthouse link
+
+    def registration(self) -> pb.Register:
+        return pb.Register(
+            replica_id=self._replica_id,
+            address=self._address.url,
+            store_address=self._store_addr,
+            world_size=self._group.world_size,
+            last_quorum_id=self._group.last_quorum_id,
+            last_quorum_replica_ids=self._group.last_quorum_replica_ids,
+        )
+
+    def lighthouse_connected(self) -> None:
+        self._perform(self._group.lighthouse_connected())
+        for rank in self._ranks.values():
+            rank.lighthouse_connected()
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        for rank in self._ranks.values():
+            rank.lighthouse_disconnected(reason)
+
+    def quorum_formed(self, quorum: pb.Quorum) -> None:
+        self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants))
+
+    def member_lost(self, lost: pb.MemberLost) -> None:
+        self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason))
+
+    # ------------------------------------------------------------------- effects
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._perform_one(effect)
+
+    def _perform_one(self, effect: Effect) -> None:
+        match effect:
+            case GroupJoin():
+                self._link.join(self._member(effect))
+            case RankQuorum(group_rank, result) if group_rank in self._ranks:
+                self._ranks[group_rank].quorum(result)
+            case RankVerdict(group_rank, step, committed) if group_rank in self._ranks:
+                self._ranks[group_rank].verdict(step, committed)
+            case LossNotice():
+                for rank in list(self._ranks.values()):
+                    rank.member_lost(effect)
+            case GroupLostNotice(reason):
+                asyncio.ensure_future(self._link.close())  # noqa: RUF006 - ends with the link
+                for rank in list(self._ranks.values()):
+                    rank.group_lost(reason)
+            case _:
+                logger.debug("nobody is there for %s", effect)
+
+    def _member(self, join: GroupJoin) -> pb.QuorumMember:
+        return pb.QuorumMember(
+            replica_id=self._replica_id,
+            address=self._address.url,
+            store_address=self._store_addr,
+            world_size=self._group.world_size,
+            step=join.step,
+            shrink_only=join.shrink_only,
+            commit_failures=join.commit_failures,
+            commit_quorum_id=join.commit_quorum_id,
+        )
+
+    # -------------------------------------------------------------- start and stop
+
+    async def _start(self, bind: Address, connect_timeout_s: float) -> None:
+        self._server, bound = make_aio_server(bind, [manager_service(self)])
+        self._address = Address(self._hostname, bound.port)
+        await self._server.start()
+        self._link = LighthouseLink(self._lighthouse, self, self._heartbeat_interval_s)
+        if await self._link.wait_connected(connect_timeout_s):
+            return
+        reason = self._link.last_error
+        await self._stop(None)
+        raise ConnectError(
+            f"no lighthouse answered at {self._lighthouse} within {connect_timeout_s:g} s ({reason}); check "
+            "that `python -m lighthouse` is running there, that lighthouse_addr (TORCHFT_LIGHTHOUSE) is its "
+            "address, and that no firewall is between"
+        )
+
+    async def _attach(self, group_rank: int, listener: RankListener) -> None:
+        self.rank_attached(group_rank, listener)
+
+    def _stop_once(self, reason: str | None) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._loop.run(self._stop(reason))
+
+    async def _stop(self, reason: str | None) -> None:
+        if reason is None:
+            await self._link.close()
+        else:
+            await self._link.leave(reason)
+        await self._server.stop(STOP_GRACE_S)
+
+
+class LocalLink:
+    """The line of the rank that shares the ManagerServer's process; closing it closes the server."""
+
+    def __init__(self, server: ManagerServer) -> None:
+        self._server = server
+        self._call = coordination_loop().loop.call_soon_threadsafe
+
+    def join(self, join: RankJoin) -> None:
+        self._call(self._server.rank_joined, join)
+
+    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
+        self._call(self._server.rank_voted, group_rank, step, should_commit)
+
+    def leave(self, reason: str) -> None:
+        self._server.leave(reason)
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,217 @@
+"""The gRPC face of the ManagerServer: sessions of ranks, and torchft's unary calls.
+
+Each handler turns messages into calls of the server's methods and waits for what comes back
+through a `RankListener`. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.group import LossNotice, RankJoin
+from torchft_like.manager.rank_link import quorum_result_to_wire
+
+if TYPE_CHECKING:
+    from torchft_like.manager.server import ManagerServer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
+    """The handlers of service torchft.ManagerService."""
+    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    handlers = _Handlers(server)
+    return grpc.method_handlers_generic_handler(
+        "torchft.ManagerService",
+        {
+            "Quorum": unary(
+                handlers.quorum,
+                pb.ManagerQuorumRequest.FromString,
+                pb.ManagerQuorumResponse.SerializeToString,
+            ),
+            "CheckpointMetadata": unary(
+                handlers.checkpoint_metadata,
+                pb.CheckpointMetadataRequest.FromString,
+                pb.CheckpointMetadataResponse.SerializeToString,
+            ),
+            "ShouldCommit": unary(
+                handlers.should_commit,
+                pb.ShouldCommitRequest.FromString,
+                pb.ShouldCommitResponse.SerializeToString,
+            ),
+            "Kill": unary(handlers.kill, pb.KillRequest.FromString, pb.KillResponse.SerializeToString),
+            "Session": stream(
+                handlers.session, pb.RankSessionRequest.FromString, pb.RankSessionResponse.SerializeToString
+            ),
+        },
+    )
+
+
+class _Handlers:
+    def __init__(self, server: ManagerServer) -> None:
+        self._server = server
+
+    async def session(
+        self, requests: AsyncIterator[pb.RankSessionRequest], context: Context
+    ) -> AsyncIterator[pb.RankSessionResponse]:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("request") != "register":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a rank's session begins with `register`")
+            return
+        group_rank = first.register.group_rank
+        await self._check_rank(group_rank, context)
+        line = _SessionLine()
+        self._server.rank_attached(group_rank, line)
+        yield pb.RankSessionResponse(registered=pb.RankRegistered(replica_id=self._server.replica_id))
+        reader = asyncio.create_task(self._read(requests, group_rank, line))
+        try:
+            while (response := await line.responses.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+            self._server.rank_lost(group_rank, line, "its session ended")
+
+    async def _read(
+        self, requests: AsyncIterator[pb.RankSessionRequest], group_rank: int, line: _SessionLine
+    ) -> None:
+        async for request in requests:
+            match request.WhichOneof("request"):
+                case "join":
+                    self._server.rank_joined(rank_join(request.join, group_rank))
+                case "vote":
+                    vote = request.vote
+                    self._server.rank_voted(group_rank, vote.step, vote.should_commit)
+                case "leave":
+                    self._server.rank_left(group_rank, request.leave.reason)
+        line.responses.put_nowait(None)
+
+    async def quorum(self, request: pb.ManagerQuorumRequest, context: Context) -> pb.ManagerQuorumResponse:
+        await self._check_rank(request.group_rank, context)
+        call = _UnaryCall()
+        self._server.rank_attached(request.group_rank, call)
+        self._server.rank_joined(rank_join(request, request.group_rank))
+        try:
+            return quorum_result_to_wire(await call.result)
+        except _GroupLostError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+            raise
+        except asyncio.CancelledError:
+            self._server.rank_withdrew(request.group_rank)
+            raise
+
+    async def should_commit(
+        self, request: pb.ShouldCommitRequest, context: Context
+    ) -> pb.ShouldCommitResponse:
+        await self._check_rank(request.group_rank, context)
+        call = _UnaryCall()
+        self._server.rank_attached(request.group_rank, call)
+        self._server.rank_voted(request.group_rank, request.step, request.should_commit)
+        try:
+            return pb.ShouldCommitResponse(should_commit=await call.committed, step=request.step)
+        except _GroupLostError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+            raise
+
+    async def checkpoint_metadata(
+        self, request: pb.CheckpointMetadataRequest, context: Context
+    ) -> pb.CheckpointMetadataResponse:
+        metadata = self._server.checkpoint_metadata(request.rank)
+        if metadata is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"rank {request.rank} of {self._server.replica_id} has not joined yet",
+            )
+        return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata or "")
+
+    async def kill(self, request: pb.KillRequest, context: Context) -> pb.KillResponse:
+        self._server.kill(request.msg)
+        return pb.KillResponse()
+
+    async def _check_rank(self, group_rank: int, context: Context) -> None:
+        if not 0 <= group_rank < self._server.world_size:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"group rank {group_rank} is not in [0, {self._server.world_size})",
+            )
+
+
+def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
+    """The value type of a wire message; the session, not the message, says which rank speaks."""
+    return RankJoin(
+        group_rank=group_rank,
+        step=request.step,
+        checkpoint_metadata=request.checkpoint_metadata,
+        shrink_only=request.shrink_only,
+        init_sync=request.init_sync,
+        commit_failures=request.commit_failures,
+        commit_quorum_id=request.commit_quorum_id,
+    )
+
+
+class _SessionLine:
+    """A `RankListener` that puts what the rank is told on its stream."""
+
+    def __init__(self) -> None:
+        self.responses: asyncio.Queue[pb.RankSessionResponse | None] = asyncio.Queue()
+
+    def quorum(self, result: QuorumResult) -> None:
+        self.responses.put_nowait(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
+
+    def verdict(self, step: int, committed: bool) -> None:
+        vote = pb.ShouldCommitResponse(should_commit=committed, step=step)
+        self.responses.put_nowait(pb.RankSessionResponse(vote=vote))
+
+    def member_lost(self, notice: LossNotice) -> None:
+        self.responses.put_nowait(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
+
+    def group_lost(self, reason: str) -> None:
+        self.responses.put_nowait(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        """Only rank 0 tells of it."""
+
+    def lighthouse_connected(self) -> None:
+        """Only rank 0 tells of it."""
+
+
+class _GroupLostError(Exception):
+    """A unary call cannot be answered any more."""
+
+
+class _UnaryCall:
+    """A `RankListener` that waits for one answer."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[QuorumResult] = loop.create_future()
+        self.committed: asyncio.Future[bool] = loop.create_future()
+
+    def quorum(self, result: QuorumResult) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def verdict(self, step: int, committed: bool) -> None:
+        if not self.committed.done():
+            self.committed.set_result(committed)
+
+    def member_lost(self, notice: LossNotice) -> None:
+        """A unary caller cannot be told."""
+
+    def group_lost(self, reason: str) -> None:
+        for future in (self.result, self.committed):
+            if not future.done():
+                future.set_exception(_GroupLostError(reason))
+                future.exception()  # nobody may be waiting for the other one
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        """Only rank 0 tells of it."""
+
+    def lighthouse_connected(self) -> None:
+        """Only rank 0 tells of it."""
