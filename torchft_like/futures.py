@@ -1,0 +1,214 @@
+"""Bounds on how long to wait for futures, blocks of code and accelerator streams.
+
+All of them are entries in one heap, served by one daemon thread that sleeps until the next one is
+due; it starts with the first timeout. An entry that is cancelled lets go of its callback at once,
+so that a long timeout on a short operation holds nothing.
+
+Callbacks run on the timer thread: they must be quick, because the other timeouts wait for them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch.futures import Future
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
+    """A future that completes as `fut` does, or with a TimeoutError once `timeout` has passed.
+
+    `fut` itself is not cancelled, for torch futures cannot be; what it brings later is dropped.
+    """
+    timed: Future[T] = Future()
+    once = _Once()
+
+    def expire() -> None:
+        if once.claim():
+            _fail(timed, _timeout_error(timeout))
+
+    def complete(done: Future[T]) -> None:
+        timer.cancel()
+        if once.claim():
+            _copy_outcome(done, timed)
+
+    timer = _TIMERS.call_later(timeout.total_seconds(), expire)
+    fut.add_done_callback(complete)
+    return timed
+
+
+def future_wait(fut: Future[T], timeout: timedelta) -> T:
+    """The result of `fut`, waited for on this thread.
+
+    Raises:
+        TimeoutError: `fut` is not complete after `timeout`.
+        Exception: whatever `fut` completed with.
+    """
+    completed = threading.Event()
+    fut.add_done_callback(lambda _: completed.set())
+    if not completed.wait(timeout.total_seconds()):
+        raise _timeout_error(timeout)
+    return fut.wait()
+
+
+@contextmanager
+def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
+    """Call `callback`, once, if the block is still running after `timeout`.
+
+    The block is not interrupted: the callback does what ends it, such as aborting a group.
+    """
+    timer = _TIMERS.call_later(timeout.total_seconds(), callback)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+    """Call `callback`, once, if the work queued so far on the current stream is not done by `timeout`.
+
+    Without an accelerator operations are complete when they return: there is nothing to wait for
+    and the callback is never called.
+    """
+    if not torch.accelerator.is_available():
+        return
+    _finished_events.clear()
+    event = torch.Event()
+    event.record()
+
+    def check() -> None:
+        if not event.query():
+            callback()
+        _finished_events.append(event)
+
+    _TIMERS.call_later(timeout.total_seconds(), check)
+
+
+# Destroying an event may block while the device queue is full. The next caller of `stream_timeout`
+# does it, who uses the device anyway, and not the timer thread, on which everybody depends.
+_finished_events: deque[torch.Event] = deque()
+
+
+class Timer:
+    """One callback that is due at `deadline` (seconds of the monotonic clock), unless cancelled."""
+
+    def __init__(self, deadline: float, callback: Callable[[], None]) -> None:
+        self.deadline = deadline
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Let go of the callback; it may already be running or done."""
+        self._callback = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nothing is left to call."""
+        return self._callback is None
+
+    def fire(self) -> None:
+        """Call the callback the first time; an error in it is logged, for nobody is there to catch it."""
+        callback, self._callback = self._callback, None
+        if callback is None:
+            return
+        try:
+            callback()
+        except Exception:
+            _logger.exception("the callback of a timeout failed")
+
+
+class TimerThread:
+    """The heap of timers and the thread that serves it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._sequence = itertools.count()
+        self._swept_size = _SWEEP_SIZE_MIN
+        self._thread: threading.Thread | None = None
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` on the timer thread in `delay_s` seconds."""
+        timer = Timer(time.monotonic() + delay_s, callback)
+        with self._changed:
+            self._start()
+            self._sweep()
+            heapq.heappush(self._heap, (timer.deadline, next(self._sequence), timer))
+            if self._heap[0][2] is timer:
+                self._changed.notify()
+        return timer
+
+    def __len__(self) -> int:
+        """How many entries the heap holds, cancelled ones that are not swept yet among them."""
+        with self._changed:
+            return len(self._heap)
+
+    def _sweep(self) -> None:
+        """Drop cancelled entries whenever the heap has doubled: constant cost per entry."""
+        if len(self._heap) < self._swept_size:
+            return
+        self._heap = [entry for entry in self._heap if not entry[2].cancelled]
+        heapq.heapify(self._heap)
+        self._swept_size = max(_SWEEP_SIZE_MIN, 2 * len(self._heap))
+
+    def _start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._heap.clear()  # in a forked child: these are the parent's
+        self._thread = threading.Thread(target=self._run, name="torchft-timer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._next_due().fire()
+
+    def _next_due(self) -> Timer:
+        with self._changed:
+            while True:
+                wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait_s is not None and wait_s <= 0:
+                    return heapq.heappop(self._heap)[2]
+                self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+
+
+_SWEEP_SIZE_MIN = 64
+_TIMERS = TimerThread()
+
+
+class _Once:
+    """Who comes first: `claim` is true for one caller."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
+
+def _copy_outcome(source: Future[T], target: Future[T]) -> None:
+    try:
+        result = source.wait()
+    except Exception as error:  # noqa: BLE001 - whatever it was, it goes on to who waits
+        _fail(target, error)
+    else:
+        target.set_result(result)
+
+
+def _fail(target: Future[T], error: Exception) -> None:
+    target.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
+
+
+def _timeout_error(timeout: timedelta) -> TimeoutError:
+    return TimeoutError(f"future did not complete within {timeout.total_seconds():g} s")
