@@ -1,0 +1,347 @@
+"""A real job on this machine for the failure tests: a lighthouse daemon and replica groups of processes.
+
+The harness starts, signals, restarts and reads; it makes nothing happen inside the processes (the
+faults that need an exact place are the worker's own, see `faults`). A test waits for what the
+processes have written down, never for time to pass. When the `with` block ends well the
+invariants are checked over everything that was written; however it ends, no process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch.distributed as dist
+
+from tests.integration.invariants import Commit, Heal, History, Process, progress, violations
+from tests.integration.journal import JournalReader, Record
+from tests.integration.options import WorkerOptions
+
+ROOT = Path(__file__).parents[2]
+LOOPBACK = "127.0.0.1"
+
+# Far above what anything here takes, far below the workers' operation timeout.
+LIMIT_S = 40.0
+POLL_S = 0.02
+OWN_VARIABLES = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)")
+
+
+class Daemon:
+    """A process that leads a session of its own, with a log; ended with all that it has started."""
+
+    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+        self.log = log
+        self.may_end = False
+        inherited = {key: value for key, value in os.environ.items() if not OWN_VARIABLES.fullmatch(key)}
+        environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.poll()
+
+    @property
+    def is_stopped(self) -> bool:
+        return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+
+    def session(self) -> list[int]:
+        """Ids of all living processes of its session, itself included."""
+        return [pid for pid in psutil.pids() if _session_of(pid) == self._process.pid]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process that was started. After a deadly one it may end."""
+        if number not in (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1):
+            self.may_end = True
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def end(self) -> None:
+        """Kill the whole session, stopped processes too, and wait for its leader."""
+        self.may_end = True
+        for pid in self.session():
+            _kill(pid)
+        self._process.wait()
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Rank(Daemon):
+    """A worker process and what it writes."""
+
+    def __init__(
+        self, label: str, folder: Path, options: WorkerOptions, variables: Mapping[str, str]
+    ) -> None:
+        journal, events = folder / f"{label}.journal", folder / f"{label}.events"
+        self._journal, self._events = JournalReader(journal), JournalReader(events)
+        options = replace(options, journal=str(journal))
+        command = [sys.executable, "-m", "tests.integration.worker", options.to_json()]
+        variables = {"OMP_NUM_THREADS": "1", **variables, "TORCHFT_EVENT_FILE": str(events)}
+        super().__init__(command, folder / f"{label}.log", variables)
+        self.may_end = any(fault.startswith("kill@") for fault in options.faults)
+
+    def commits(self) -> list[Commit]:
+        return [_commit(record) for record in self._journal.records("commit")]
+
+    def faults(self) -> list[Record]:
+        """The planned faults that have struck."""
+        return self._journal.records("fault")
+
+    def events(self, kind: str | None = None) -> list[Record]:
+        """The Manager's event records."""
+        return self._events.records(kind)
+
+
+class Group:
+    """One incarnation of a replica group; `restart` in a test is a second `Cluster.start` of the name."""
+
+    def __init__(self, name: str, ranks: list[Rank], store: dist.TCPStore | None) -> None:
+        self.name = name
+        self.ranks = ranks
+        self._store = store
+
+    @property
+    def replica_id(self) -> str | None:
+        """As of its last event; None before the first."""
+        return next((str(e["replica_id"]) for e in reversed(self.ranks[0].events()) if e["replica_id"]), None)
+
+    @property
+    def processes(self) -> list[Process]:
+        return [(str(self.replica_id), rank) for rank in range(len(self.ranks))]
+
+    @property
+    def step(self) -> int:
+        """The last step that every rank has committed."""
+        return min(max((c.step for c in rank.commits()), default=0) for rank in self.ranks)
+
+    def events(self, kind: str | None = None, since: float = 0.0) -> list[Record]:
+        """Event records of all ranks after the time `since`."""
+        return [event for rank in self.ranks for event in rank.events(kind) if event["time"] > since]
+
+    def faults(self) -> list[Record]:
+        return [fault for rank in self.ranks for fault in rank.faults()]
+
+    def failures(self, since: float = 0.0) -> list[Record]:
+        """Errors, aborts, and attempts at a step that were not committed."""
+        votes = [event for event in self.events("commit", since) if not event["committed"]]
+        return votes + self.events("error", since) + self.events("abort", since)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank."""
+        for rank in self.ranks:
+            rank.signal(number)
+
+    def kill(self) -> None:
+        """End every rank, and the store on the same host."""
+        self.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.kill()
+        self._store = None
+
+    def has_ended(self) -> bool:
+        return all(rank.exit_code is not None for rank in self.ranks)
+
+
+class Cluster:
+    """A lighthouse and the replica groups under it.
+
+    Args:
+        folder: for logs, journals and event files.
+        min_replicas: of the lighthouse.
+        join_timeout_ms: of the lighthouse; by default too long to be what a recovery comes from.
+    """
+
+    def __init__(self, folder: Path, *, min_replicas: int = 1, join_timeout_ms: int = 120_000) -> None:
+        self._folder = folder
+        self._options = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
+        self._daemons: list[Daemon] = []
+        self._indices: dict[str, int] = {}
+        self.groups: list[Group] = []
+        self.lighthouse_address = f"http://{LOOPBACK}:0"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start_lighthouse()
+        except BaseException:
+            self._end_all()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.check()
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for daemon in self._daemons:
+            daemon.end()
+
+    # ------------------------------------------------------------ starting
+
+    def start_lighthouse(self) -> None:
+        """Start the lighthouse; the second one listens where the first one did."""
+        bind = self.lighthouse_address.removeprefix("http://")
+        log = self._folder / f"lighthouse.{len(self._daemons)}.log"
+        events = log.with_suffix(".events")
+        command = [sys.executable, "-m", "lighthouse", "--bind", bind, *self._options]
+        self.lighthouse = Daemon(command, log, {"TORCHFT_EVENT_FILE": str(events)})
+        self.lighthouse_events = JournalReader(events)
+        self._daemons.append(self.lighthouse)
+        listening = re.compile(r"^lighthouse listening on (http://\S+)\n", re.MULTILINE)
+        self.wait_until(lambda: listening.search(self.lighthouse.log_text()), "the lighthouse listens")
+        self.lighthouse_address = listening.findall(self.lighthouse.log_text())[0]
+
+    def start(self, name: str, *, size: int = 1, options: WorkerOptions | None = None) -> Group:
+        """Start a replica group of `size` ranks, as torchrun would; a name may be started again."""
+        index = self._indices.setdefault(name, len(self._indices))
+        options = replace(options or WorkerOptions(), name=name, index=index)
+        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if size > 1 else None
+        ranks = [
+            Rank(
+                f"{name}{len(self.groups)}.{rank}", self._folder, options, self._variables(rank, size, store)
+            )
+            for rank in range(size)
+        ]
+        self._daemons += ranks
+        self.groups.append(Group(name, ranks, store))
+        return self.groups[-1]
+
+    def start_all(self, names: str, *, size: int = 1, options: WorkerOptions | None = None) -> list[Group]:
+        """Start a group for every letter and wait until all of them train together."""
+        groups = [self.start(name, size=size, options=options) for name in names]
+        self.wait_for_quorum_of(*groups)
+        return groups
+
+    def _variables(self, rank: int, size: int, store: dist.TCPStore | None) -> dict[str, str]:
+        variables = {
+            "TORCHFT_LIGHTHOUSE": self.lighthouse_address,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+        }
+        if store is not None:
+            variables |= {
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+        return variables
+
+    # ------------------------------------------------------------- waiting
+
+    def wait_until(self, predicate: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait for something that the processes do.
+
+        Raises:
+            AssertionError: it did not come, or a process ended that had no reason to; with the logs.
+        """
+        deadline = time.monotonic() + limit_s
+        while not predicate():
+            self._fail_if("waiting for: " + what)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {limit_s:.0f} s: {what}\n{self._tails()}")
+            time.sleep(POLL_S)
+
+    def wait_for_quorum_of(self, *groups: Group, steps: int = 3) -> None:
+        """Wait until these groups, and no other, commit `steps` steps together from now on."""
+        since = time.time()
+
+        def train_together() -> bool:
+            members = {str(group.replica_id) for group in groups}
+            together = [c for g in groups for r in g.ranks for c in r.commits() if c.members == members]
+            processes = [process for group in groups for process in group.processes]
+            return not any(progress(History(tuple(together)), since, processes, steps))
+
+        self.wait_until(train_together, f"{', '.join(g.name for g in groups)} commit {steps} steps together")
+
+    def wait_for_event(self, group: Group, kind: str, since: float = 0.0) -> Record:
+        """Wait for an event record of a group and return the first one."""
+        self.wait_until(lambda: group.events(kind, since), f"{group.name} writes a {kind} event")
+        return group.events(kind, since)[0]
+
+    def wait_for_fault(self, group: Group) -> float:
+        """Wait until the group's planned fault has struck; returns when."""
+        self.wait_until(group.faults, f"the fault of {group.name} strikes")
+        return float(group.faults()[0]["time"])
+
+    def wait_for_end(self, *groups: Group) -> None:
+        """Wait until all ranks have ended."""
+        for rank in (rank for group in groups for rank in group.ranks):
+            rank.may_end = True
+        names = ", ".join(group.name for group in groups)
+        self.wait_until(lambda: all(group.has_ended() for group in groups), f"{names} end")
+
+    # ------------------------------------------------------------ checking
+
+    def history(self) -> History:
+        """What all ranks of all incarnations have written down so far."""
+        ranks = [rank for group in self.groups for rank in group.ranks]
+        heals = [_heal(record) for rank in ranks for record in rank.events("heal")]
+        return History(tuple(commit for rank in ranks for commit in rank.commits()), tuple(heals))
+
+    def check(self) -> None:
+        """The invariants hold, and no process has ended that had no reason to.
+
+        Raises:
+            AssertionError: with every violation, and the logs.
+        """
+        found = violations(self.history())
+        if found:
+            raise AssertionError("\n".join([*found[:20], self._tails()]))
+        self._fail_if("at the end")
+
+    def _fail_if(self, when: str) -> None:
+        for daemon in self._daemons:
+            if daemon.exit_code is not None and not daemon.may_end:
+                raise AssertionError(
+                    f"{daemon.log.name} ended with {daemon.exit_code}, {when}\n{self._tails()}"
+                )
+
+    def _tails(self) -> str:
+        return "\n".join(_tail(path) for path in sorted(self._folder.iterdir()) if path.is_file())
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    text = path.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"--- {path.name}", *(line[:300] for line in text)])
+
+
+def _commit(record: Record) -> Commit:
+    fields = {key: value for key, value in record.items() if key not in ("kind", "members")}
+    return Commit(members=frozenset(record["members"]), **fields)
+
+
+def _heal(record: Record) -> Heal:
+    return Heal(record["time"], record["replica_id"], record["group_rank"])
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,220 @@
+"""What must hold for every run of a job, checked on its logs alone.
+
+The history of a run is what the processes wrote down: one `Commit` per committed step of every
+rank, and one `Heal` per state that a rank fetched. Nothing here knows how quorums are formed,
+which transport moved the bytes or which faults were injected; a checker that shares nothing with
+the code under test cannot share its mistakes.
+
+Each invariant is a function from a history to its violations, one sentence each, under the name
+that the design gives it. `violations` applies all that need no more than the history; `progress`
+also needs to know from when on which processes have to commit steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from types import MappingProxyType
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+Process = tuple[str, int]  # replica id and group rank
+Place = tuple[int, int, int]  # step, quorum id and group rank
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One committed step of one rank.
+
+    `ledger` shows who really took part: beside the gradients every replica adds `2**index` to a
+    sum, and `2**index * (step - 1)` to another, through the same collectives. The set bits name
+    the contributors, and the second sum tells whether all of them were at the same step.
+    """
+
+    time: float  # seconds since the Unix epoch
+    replica_id: str
+    group_rank: int
+    step: int  # after the commit
+    quorum_id: int
+    members: frozenset[str]  # replica ids of the quorum
+    participants: int  # as the Manager counts them
+    participating: bool  # as the Manager says of this replica
+    index: int
+    ledger: int
+    ledger_steps: int
+    digest: str  # of all parameters after the step
+
+    @property
+    def process(self) -> Process:
+        return self.replica_id, self.group_rank
+
+    @property
+    def place(self) -> Place:
+        return self.step, self.quorum_id, self.group_rank
+
+    def __str__(self) -> str:
+        return f"{self.replica_id}/{self.group_rank} step {self.step} quorum {self.quorum_id}"
+
+
+@dataclass(frozen=True)
+class Heal:
+    """One rank took over a peer's state."""
+
+    time: float  # seconds since the Unix epoch
+    replica_id: str
+    group_rank: int
+
+    @property
+    def process(self) -> Process:
+        return self.replica_id, self.group_rank
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that was written down; the commits of one process stand in the order it made them."""
+
+    commits: tuple[Commit, ...]
+    heals: tuple[Heal, ...] = ()
+
+    def by_process(self) -> Mapping[Process, list[Commit]]:
+        return _grouped(self.commits, lambda commit: commit.process)
+
+    def by_place(self) -> Mapping[Place, list[Commit]]:
+        return _grouped(self.commits, lambda commit: commit.place)
+
+
+Violations = Iterator[str]
+
+
+def violations(history: History) -> list[str]:
+    """Every violation in the history, each with the name of its invariant in front."""
+    return [f"{name}: {text}" for name, check in INVARIANTS.items() for text in check(history)]
+
+
+def agreement(history: History) -> Violations:
+    """Replicas that commit a step in the same quorum hold bit-identical parameters after it."""
+    for commits in history.by_place().values():
+        for other in commits[1:]:
+            if other.digest != commits[0].digest:
+                yield f"{commits[0]} has digest {commits[0].digest}, but {other} has {other.digest}"
+
+
+def one_quorum_per_step(history: History) -> Violations:
+    """No step is committed by two quorums with no member in common."""
+    members: dict[int, dict[int, frozenset[str]]] = defaultdict(dict)
+    for commit in history.commits:
+        members[commit.step][commit.quorum_id] = commit.members
+    for step, quorums in members.items():
+        for (one, these), (other, those) in combinations(quorums.items(), 2):
+            if not these & those:
+                yield f"step {step} was committed by quorums {one} and {other} without a common member"
+
+
+def monotonic(history: History) -> Violations:
+    """Quorum ids only grow, for every process and for the job, and none is used twice."""
+    yield from _ids_grow_for_each_process(history)
+    yield from _ids_are_used_once(history)
+    yield from _later_steps_have_later_quorums(history)
+
+
+def no_regress(history: History) -> Violations:
+    """No process, and no quorum, goes back behind a step that it has committed."""
+    for commits in history.by_process().values():
+        for before, after in pairwise(commits):
+            if after.step <= before.step:
+                yield f"{before} was followed by step {after.step}"
+    for quorum_id, commits in _grouped(history.commits, lambda commit: commit.quorum_id).items():
+        first = min(commits, key=lambda commit: commit.step)
+        for commit in history.commits:
+            past = commit.quorum_id < quorum_id and commit.replica_id in first.members
+            if past and commit.step >= first.step:
+                yield f"{commit} was forgotten by quorum {quorum_id}, which committed step {first.step} again"
+
+
+def heal_is_clean(history: History) -> Violations:
+    """Whoever skips steps has healed, equals the others from then on and added nothing before."""
+    healed = {process: [heal.time for heal in heals] for process, heals in _heals(history).items()}
+    by_place = history.by_place()
+    for process, commits in history.by_process().items():
+        for before, commit in zip([None, *commits], commits, strict=False):
+            start = before.time if before else float("-inf")
+            has_healed = any(start <= time <= commit.time for time in healed.get(process, ()))
+            if has_healed:
+                yield from _differences(commit, by_place[commit.place])
+            elif commit.step != (before.step if before else 0) + 1:
+                yield f"{commit} skipped steps and has not healed"
+
+
+def no_zombie(history: History) -> Violations:
+    """Every sum holds one contribution of each participant, for this step, and nothing else.
+
+    In the very first step all but one take over a peer's initial state: they count, and add nothing.
+    """
+    for commit in history.commits:
+        contributors = commit.ledger.bit_count()
+        if contributors > commit.participants or (contributors < commit.participants and commit.step > 1):
+            yield f"{commit} has {commit.participants} participants, but its sums hold {commit.ledger:b}"
+        if commit.ledger_steps != commit.ledger * (commit.step - 1):
+            yield f"{commit} holds a contribution that was made for another step"
+        if bool(commit.ledger >> commit.index & 1) != commit.participating:
+            yield f"{commit} takes part: {commit.participating}, but its sums hold {commit.ledger:b}"
+
+
+def progress(history: History, since: float, processes: Iterable[Process], steps: int) -> Violations:
+    """Each of the processes commits at least `steps` steps after the time `since`."""
+    done = Counter(commit.process for commit in history.commits if commit.time > since)
+    for process in processes:
+        if done[process] < steps:
+            yield f"{process[0]}/{process[1]} committed {done[process]} of {steps} steps"
+
+
+INVARIANTS: Mapping[str, Callable[[History], Violations]] = MappingProxyType(
+    {
+        check.__name__: check
+        for check in (agreement, one_quorum_per_step, monotonic, no_regress, heal_is_clean, no_zombie)
+    }
+)
+
+
+def _ids_grow_for_each_process(history: History) -> Violations:
+    for commits in history.by_process().values():
+        for before, after in pairwise(commits):
+            if after.quorum_id < before.quorum_id:
+                yield f"{before} was followed by quorum {after.quorum_id}"
+
+
+def _ids_are_used_once(history: History) -> Violations:
+    first: dict[int, Commit] = {}
+    for commit in history.commits:
+        if first.setdefault(commit.quorum_id, commit).members != commit.members:
+            yield f"{first[commit.quorum_id]} and {commit} have the same quorum id and other members"
+
+
+def _later_steps_have_later_quorums(history: History) -> Violations:
+    latest: Commit | None = None
+    for commit in sorted(history.commits, key=lambda commit: (commit.step, commit.quorum_id)):
+        if latest and commit.step > latest.step and commit.quorum_id < latest.quorum_id:
+            yield f"{latest} came before {commit} of an older quorum"
+        latest = max(latest or commit, commit, key=lambda commit: commit.quorum_id)
+
+
+def _differences(healed: Commit, commits: list[Commit]) -> Violations:
+    for other in commits:
+        if other.digest != healed.digest:
+            yield f"{healed} has healed to {healed.digest}, but {other} has {other.digest}"
+        if other.ledger != healed.ledger:
+            yield f"{healed} has healed and counts {healed.ledger:b}, but {other} counts {other.ledger:b}"
+
+
+def _heals(history: History) -> Mapping[Process, list[Heal]]:
+    return _grouped(history.heals, lambda heal: heal.process)
+
+
+def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups

@@ -1,0 +1,50 @@
+"""What a test process writes down, and how a test reads it while it grows.
+
+One record is one line of JSON, written at once to a descriptor opened for appending: a process
+that is killed leaves whole lines behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """Appends records to a file."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Append one record with the time in seconds since the Unix epoch."""
+        record = {"kind": kind, "time": time.time(), **fields}
+        os.write(self._descriptor, (json.dumps(record) + "\n").encode())
+
+
+class JournalReader:
+    """Reads a file of records piece by piece; a line still being written is left for later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._records: list[Record] = []
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        """All records so far, or those of one kind, oldest first."""
+        self._read_more()
+        return [record for record in self._records if kind in (None, record["kind"])]
+
+    def _read_more(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        self._records += [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,47 @@
+"""What a test tells a worker: one object on the harness's side and on the worker's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How one rank trains; the harness fills in the first three.
+
+    Attributes:
+        name: of the replica group.
+        index: position of the group's bit in the ledger (see `invariants.Commit`).
+        journal: path of the file for commits and faults.
+        faults: planned faults as `act@place:n`, or `act@place:n@path` for a fault that strikes
+            only the first process to create the file at `path`.
+        steps: end of the script, as a committed step.
+        pause_s: work outside of the collectives in each step.
+        timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
+        ballast_mb: extra state, so that a heal takes a while.
+        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient.
+    """
+
+    name: str = ""
+    index: int = 0
+    journal: str = ""
+    faults: tuple[str, ...] = ()
+    steps: int = 1_000_000
+    pause_s: float = 0.01
+    timeout_s: float = 120.0
+    quorum_timeout_s: float = 120.0
+    connect_timeout_s: float = 60.0
+    min_replica_size: int = 1
+    use_async_quorum: bool = True
+    world_size_mode: str = "DYNAMIC"
+    ballast_mb: int = 0
+    reduce: str = "ddp"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerOptions:
+        fields = json.loads(text)
+        return cls(**{**fields, "faults": tuple(fields["faults"])})

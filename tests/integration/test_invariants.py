@@ -1,0 +1,116 @@
+"""The checker itself: it accepts a sound history and finds each way in which one can be unsound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.integration.invariants import Commit, Heal, History, progress, violations
+
+NAMES = ("a", "b", "c")
+
+
+def commit(name: str, step: int, quorum_id: int, members: str, **changes: object) -> Commit:
+    """A commit of `name` in a quorum in which everybody takes part and agrees."""
+    ledger = sum(1 << NAMES.index(member) for member in members)
+    sound = Commit(
+        time=float(step),
+        replica_id=name,
+        group_rank=0,
+        step=step,
+        quorum_id=quorum_id,
+        members=frozenset(members),
+        participants=len(members),
+        participating=name in members,
+        index=NAMES.index(name),
+        ledger=ledger,
+        ledger_steps=ledger * (step - 1),
+        digest=f"digest of step {step} in quorum {quorum_id}",
+    )
+    return replace(sound, **changes)  # type: ignore[arg-type]
+
+
+def sound_commits() -> list[Commit]:
+    """a and b train, b dies after step 2, c joins at step 4 and heals."""
+    joins = {"ledger": 0b1, "ledger_steps": 0b1 * 3, "participants": 1}
+    return [
+        commit("a", 1, 1, "ab"),
+        commit("b", 1, 1, "ab"),
+        commit("a", 2, 1, "ab"),
+        commit("b", 2, 1, "ab"),
+        commit("a", 3, 2, "a"),
+        commit("a", 4, 3, "ac", **joins),
+        commit("c", 4, 3, "ac", **joins, participating=False),
+        commit("a", 5, 3, "ac"),
+        commit("c", 5, 3, "ac"),
+    ]
+
+
+C_HEALS = Heal(time=3.5, replica_id="c", group_rank=0)
+
+
+def changed(position: int, **changes: object) -> History:
+    """The sound history with the commit at `position` changed."""
+    commits = sound_commits()
+    commits[position] = replace(commits[position], **changes)  # type: ignore[arg-type]
+    return History(tuple(commits), (C_HEALS,))
+
+
+def with_more(*more: Commit) -> History:
+    return History((*sound_commits(), *more), (C_HEALS,))
+
+
+def test_a_sound_history_has_no_violations() -> None:
+    assert violations(History(tuple(sound_commits()), (C_HEALS,))) == []
+
+
+UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
+    "two replicas differ after the same step": ("agreement", lambda: changed(3, digest="other")),
+    "two quorums without a common member commit a step": (
+        "one_quorum_per_step",
+        lambda: with_more(commit("b", 4, 4, "b")),
+    ),
+    "a replica returns to an older quorum": ("monotonic", lambda: changed(8, quorum_id=1)),
+    "a restarted lighthouse uses an id again": ("monotonic", lambda: with_more(commit("c", 6, 2, "c"))),
+    "a later step is committed by an older quorum": (
+        "monotonic",
+        lambda: with_more(commit("b", 6, 1, "ab")),
+    ),
+    "a process commits a step twice": ("no_regress", lambda: with_more(commit("a", 5, 4, "a"))),
+    "a quorum starts behind one of its members": (
+        "no_regress",
+        lambda: History((commit("a", 1, 1, "a"), commit("a", 2, 1, "a"), commit("b", 1, 2, "ab"))),
+    ),
+    "a joiner commits without healing": ("heal_is_clean", lambda: History(tuple(sound_commits()))),
+    "a joiner healed only after it committed": (
+        "heal_is_clean",
+        lambda: History(tuple(sound_commits()), (replace(C_HEALS, time=4.5),)),
+    ),
+    "a joiner healed to another state": ("heal_is_clean", lambda: changed(6, digest="other")),
+    "a joiner has another sum": ("heal_is_clean", lambda: changed(6, ledger=0b11)),
+    "a joiner adds to the average while it heals": (
+        "no_zombie",
+        lambda: changed(6, ledger=0b101, ledger_steps=0b101 * 3, participants=2),
+    ),
+    "a sum holds a contribution for another step": ("no_zombie", lambda: changed(0, ledger_steps=1)),
+    "a sum lacks a participant": ("no_zombie", lambda: changed(2, ledger=0b1, ledger_steps=0b1)),
+    "a sum holds more than the participants": ("no_zombie", lambda: changed(0, ledger=0b111)),
+}
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_an_unsound_history_is_found(case: str) -> None:
+    invariant, history = UNSOUND[case]
+    assert [text for text in violations(history()) if text.startswith(f"{invariant}:")]
+
+
+def test_progress_counts_only_the_steps_after_the_given_time() -> None:
+    history = History(tuple(sound_commits()), (C_HEALS,))
+    assert list(progress(history, since=3.0, processes=[("a", 0), ("c", 0)], steps=2)) == []
+    assert list(progress(history, since=4.0, processes=[("a", 0), ("c", 0)], steps=2)) == [
+        "a/0 committed 1 of 2 steps",
+        "c/0 committed 1 of 2 steps",
+    ]
+    assert list(progress(history, since=0.0, processes=[("z", 0)], steps=1)) == ["z/0 committed 0 of 1 steps"]

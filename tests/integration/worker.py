@@ -1,0 +1,204 @@
+"""One rank of a replica group, as the failure tests start it: a tiny model, trained by the public API.
+
+The environment is what torchrun would set. What the worker commits it writes into a journal (see
+`invariants.Commit`), and it injects into itself those faults that need an exact place (see `faults`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from lighthouse.events import Event
+from tests.integration.faults import Faults, Relay
+from tests.integration.journal import Journal
+from tests.integration.options import WorkerOptions
+from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.shutdown_signals import stop_on_signals
+
+STATE_BYTES_BEFORE_FAULT = 1024 * 1024
+
+
+def main() -> None:
+    """Train as the options in the only argument say, until the steps are done or SIGTERM comes."""
+    torch.set_num_threads(1)
+    options = WorkerOptions.from_json(sys.argv[1])
+    journal = Journal(options.journal)
+    faults = Faults(options.faults, journal)
+    model = Model(options)
+    with make_manager(options, model, faults) as manager, stop_on_signals() as stop:
+        loop = Loop(options, model, manager, journal, faults)
+        while manager.current_step() < options.steps and not stop.requested:
+            loop.attempt_step()
+
+
+class Model:
+    """A small network, its optimizer and its data; every replica starts with other parameters."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._name = options.name
+        torch.manual_seed(seed_of(options.name, "parameters"))
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, a function of the group's name and the step."""
+        generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
+        return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+
+    def digest(self) -> str:
+        """SHA-256 of all parameters."""
+        digest = hashlib.sha256()
+        for parameter in self.net.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ballast": self._ballast,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Loop:
+    """The training loop's body, and what it writes down."""
+
+    def __init__(
+        self, options: WorkerOptions, model: Model, manager: Manager, journal: Journal, faults: Faults
+    ) -> None:
+        self._options = options
+        self._model = model
+        self._manager = manager
+        self._journal = journal
+        self._faults = faults
+        self._ddp = DistributedDataParallel(manager, model.net) if options.reduce == "ddp" else None
+        self._optimizer = Optimizer(manager, model.optimizer)
+        self._members: dict[int, list[str]] = {}
+        self._vote: Event | None = None
+        manager.events.subscribe(self._on_event)
+        next(model.net.parameters()).register_hook(self._on_last_gradient)
+
+    def attempt_step(self) -> None:
+        """One attempt at a step; a committed one is written down."""
+        self._faults.begin(self._manager.current_step())
+        self._optimizer.zero_grad()
+        time.sleep(self._options.pause_s)
+        self._backward()
+        self._manager.wait_quorum()
+        step = self._manager.current_step()
+        ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._options.index
+        self._manager.allreduce(ledger, reduce_op=ReduceOp.SUM).wait()
+        participating = self._manager.is_participating()
+        self._optimizer.step()
+        if self._manager.current_step() == step + 1:
+            self._write_commit(ledger, participating)
+
+    def _backward(self) -> None:
+        inputs, targets = self._model.batch(self._manager.current_step())
+        net = self._ddp or self._model.net
+        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        if self._ddp is None:
+            for parameter in self._model.net.parameters():
+                self._manager.allreduce(parameter.grad).wait()
+
+    def _on_last_gradient(self, _: Tensor) -> None:
+        """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""
+        self._faults.visit("backward")
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "quorum":
+            members = event.fields["members"]
+            self._members[event.quorum_id] = members if isinstance(members, list) else []
+        if event.kind == "commit":
+            self._vote = event
+
+    def _write_commit(self, ledger: Tensor, participating: bool) -> None:
+        if self._vote is None:
+            raise RuntimeError("a step was committed without a commit event")
+        self._journal.write(
+            "commit",
+            replica_id=self._vote.replica_id,
+            group_rank=self._vote.group_rank,
+            step=self._manager.current_step(),
+            quorum_id=self._vote.quorum_id,
+            members=self._members[self._vote.quorum_id],
+            participants=self._manager.num_participants(),
+            participating=participating,
+            index=self._options.index,
+            ledger=int(ledger[0].item()),
+            ledger_steps=int(ledger[1].item()),
+            digest=self._model.digest(),
+        )
+
+
+class FaultyProcessGroup(ProcessGroupGloo):
+    """Visits `configure` before it meets the others."""
+
+    def __init__(self, faults: Faults, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._faults = faults
+
+    def configure(self, *arguments: Any, **options: Any) -> None:
+        self._faults.visit("configure")
+        super().configure(*arguments, **options)
+
+
+class FaultyTransport(HTTPTransport):
+    """Visits `heal` when the first megabyte of an answer has left this process."""
+
+    def __init__(self, faults: Faults, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._faults = faults
+        self._relay: Relay | None = None
+
+    def metadata(self) -> str:
+        metadata = super().metadata()
+        match = re.search(r"://([^/:]+):(\d+)", metadata)
+        if match is None:
+            raise ValueError(f"no address in {metadata!r}")
+        if self._relay is None:
+            target = match[1], int(match[2])
+            self._relay = Relay(target, STATE_BYTES_BEFORE_FAULT, lambda: self._faults.visit("heal"))
+        return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+
+
+def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manager:
+    """The Manager that the options ask for; the rest comes from the environment."""
+    timeout = timedelta(seconds=options.timeout_s)
+    return Manager(
+        pg=FaultyProcessGroup(faults, timeout),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=options.min_replica_size,
+        use_async_quorum=options.use_async_quorum,
+        timeout=timeout,
+        quorum_timeout=timedelta(seconds=options.quorum_timeout_s),
+        connect_timeout=timedelta(seconds=options.connect_timeout_s),
+        world_size_mode=WorldSizeMode[options.world_size_mode],
+        replica_id=options.name,
+        checkpoint_transport=FaultyTransport(faults, timeout),
+    )
+
+
+def seed_of(*parts: str) -> int:
+    """A seed that is the same in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
+
+
+if __name__ == "__main__":
+    main()
