@@ -1,0 +1,7 @@
+"""`python -m lighthouse`."""
+
+import sys
+
+from lighthouse.cli import main
+
+sys.exit(main())

@@ -1,0 +1,111 @@
+"""The daemon: `python -m lighthouse`, or `torchft-like-lighthouse`.
+
+Takes torchft's flags, with underscores or dashes. Prints one line to standard output, `lighthouse
+listening on http://HOST:PORT`, once it can be reached; event records go to standard error. SIGTERM
+and Ctrl-C end it with status 0; whatever is wrong with its arguments is one line and status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NoReturn
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.errors import ConfigError, CoordinationError
+from lighthouse.net import LOOPBACK, Address, parse_address
+from lighthouse.server import Lighthouse
+
+DEFAULT_PORT = 29510
+
+_HELP = {
+    "min_replicas": "a quorum never has fewer members",
+    "join_timeout_ms": "how long those who joined wait for healthy replicas that did not",
+    "quorum_tick_ms": "accepted for torchft's sake, without effect: nothing ticks here",
+    "heartbeat_timeout_ms": "how long a replica without a session is healthy after its last call",
+    "reconnect_grace_ms": "after a restart, how long members of the last quorum are awaited",
+    "keepalive_time_ms": "a connection silent for so long is probed",
+    "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
+    "replicas_max": "more replicas are refused",
+    "session_queue_max": "messages that may wait for one session's reader",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the daemon until a signal; returns the exit status."""
+    try:
+        bind, config, level = _parse(sys.argv[1:] if arguments is None else arguments)
+        logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+        asyncio.run(_serve(bind, config))
+    except CoordinationError as error:
+        print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks to people
+        return 2
+    return 0
+
+
+async def _serve(bind: Address, config: LighthouseConfig) -> None:
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled.set)
+    lighthouse = await Lighthouse.start(config, bind)
+    try:
+        print(f"lighthouse listening on {lighthouse.address.url}", flush=True)  # noqa: T201
+        await signalled.wait()
+    finally:
+        await lighthouse.stop("signal")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
+    parser = _Parser(
+        prog="lighthouse",
+        allow_abbrev=False,
+        description="Decides who is in the quorum of a fault-tolerant job.",
+    )
+    parser.add_argument(
+        "--bind",
+        default=f"{LOOPBACK}:{DEFAULT_PORT}",
+        metavar="HOST:PORT",
+        help="where to listen; port 0 takes a free one, [::]:29510 every address of this host"
+        " (default: %(default)s)",
+    )
+    defaults = LighthouseConfig()
+    for setting in fields(LighthouseConfig):
+        parser.add_argument(
+            *_spellings(setting.name),
+            dest=setting.name,
+            default=getattr(defaults, setting.name),
+            metavar="N",
+            help=f"{_HELP[setting.name]} (default: %(default)s)",
+        )
+    parser.add_argument(
+        *_spellings("log_level"),
+        default="INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        metavar="LEVEL",
+    )
+    given = parser.parse_args(arguments)
+    settings = {f.name: _number(f.name, getattr(given, f.name)) for f in fields(LighthouseConfig)}
+    return parse_address(given.bind, "--bind"), LighthouseConfig(**settings), given.log_level
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+
+
+def _number(name: str, text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{name} {text!r} is not a whole number") from None

@@ -1,0 +1,64 @@
+"""Between the values of the quorum core and the messages on the wire."""
+
+from __future__ import annotations
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.quorum import Member, MemberLost, Quorum
+from lighthouse.wire import torchft_pb2 as pb
+
+
+def member_from_wire(message: pb.QuorumMember) -> Member:
+    """A replica group as it joined."""
+    return Member(
+        message.replica_id,
+        message.address,
+        message.store_address,
+        message.step,
+        message.world_size,
+        message.shrink_only,
+        message.data,
+        message.commit_failures,
+        message.commit_quorum_id,
+    )
+
+
+def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
+    """`created` is seconds since the Unix epoch."""
+    message = pb.Quorum(quorum_id=quorum.quorum_id)
+    message.created.FromNanoseconds(int(created * 1e9))
+    add = message.participants.add
+    for member in quorum.participants:
+        add(
+            replica_id=member.replica_id,
+            address=member.address,
+            store_address=member.store_address,
+            step=member.step,
+            world_size=member.world_size,
+            shrink_only=member.shrink_only,
+            data=member.data,
+            commit_failures=member.commit_failures,
+            commit_quorum_id=member.commit_quorum_id,
+        )
+    return message
+
+
+def quorum_for_sessions(quorum: pb.Quorum) -> bytes:
+    """The quorum as every session in it gets it."""
+    return pb.SessionResponse(quorum=quorum).SerializeToString()
+
+
+def quorum_for_callers(quorum: pb.Quorum) -> bytes:
+    """The quorum as the answer to every unary call."""
+    return pb.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
+
+
+def registered(config: LighthouseConfig) -> bytes:
+    """The first message down a session."""
+    job = pb.JobConfig(min_replicas=config.min_replicas, join_timeout_ms=config.join_timeout_ms)
+    return pb.SessionResponse(registered=job).SerializeToString()
+
+
+def member_lost(lost: MemberLost) -> bytes:
+    """The alarm that a member of the current quorum is gone."""
+    message = pb.MemberLost(quorum_id=lost.quorum_id, replica_id=lost.replica_id, reason=lost.reason)
+    return pb.SessionResponse(member_lost=message).SerializeToString()

@@ -1,0 +1,83 @@
+"""The settings of a lighthouse: one frozen object, checked when it is made.
+
+Times are whole milliseconds and say so in their names, as on the command line and in torchft. The
+defaults of the first five are torchft's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lighthouse.errors import ConfigError
+
+_DAY_MS = 24 * 60 * 60 * 1000
+
+# Smallest and largest value of each setting.
+_BOUNDS = {
+    "min_replicas": (1, 1_000_000),
+    "join_timeout_ms": (0, _DAY_MS),
+    "quorum_tick_ms": (1, _DAY_MS),
+    "heartbeat_timeout_ms": (1, _DAY_MS),
+    "reconnect_grace_ms": (0, _DAY_MS),
+    "keepalive_time_ms": (10, _DAY_MS),
+    "keepalive_timeout_ms": (10, _DAY_MS),
+    "replicas_max": (1, 1_000_000),
+    "session_queue_max": (1, 1_000_000),
+}
+
+
+@dataclass(frozen=True)
+class LighthouseConfig:
+    """What a lighthouse is told at its start.
+
+    Raises:
+        ConfigError: a value is no whole number or out of its range; the message names the flag.
+    """
+
+    min_replicas: int = 1
+    """A quorum never has fewer members than this."""
+
+    join_timeout_ms: int = 60_000
+    """How long those who joined wait for healthy replicas that did not, counted from the first join
+    of the round. Longer than the longest step, or slow replicas are left behind."""
+
+    quorum_tick_ms: int = 100
+    """Accepted because torchft has it, and without effect: nothing ticks here, a quorum is answered
+    in the instant in which it becomes possible."""
+
+    heartbeat_timeout_ms: int = 5_000
+    """How long a replica that uses the unary calls of torchft's protocol counts as healthy after its
+    last sign of life. Sessions do not need it: see the keepalive settings."""
+
+    reconnect_grace_ms: int = 2_000
+    """After a restart of the lighthouse: how long the members of the last quorum are awaited, from
+    the moment in which the first of them is back. Longer than the clients' reconnect backoff."""
+
+    keepalive_time_ms: int = 500
+    """A connection that was silent for this long is probed with an HTTP/2 PING."""
+
+    keepalive_timeout_ms: int = 500
+    """A PING that is not answered for this long ends the connection, and with it its session."""
+
+    replicas_max: int = 10_000
+    """More replicas than this are refused."""
+
+    session_queue_max: int = 64
+    """Messages that may wait for one session's reader; with one more the session counts as lost."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check(setting.name, getattr(self, setting.name))
+        if self.min_replicas > self.replicas_max:
+            raise ConfigError(
+                f"--min_replicas {self.min_replicas} is more than --replicas_max {self.replicas_max}:"
+                " no quorum could ever form"
+            )
+
+
+def _check(name: str, value: object) -> None:
+    low, high = _BOUNDS[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"--{name} {value!r} is not a whole number")
+    if not low <= value <= high:
+        raise ConfigError(f"--{name} {value} is not between {low} and {high}")

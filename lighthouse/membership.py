@@ -1,0 +1,143 @@
+"""Who is healthy, and by what sign of life.
+
+A replica group is healthy by exactly one of four signs, in this order:
+
+* a *session* is open: the transport's PINGs watch it, no time runs;
+* a unary Quorum *call* is open: its connection is probed in the same way;
+* it was *seen*: a unary call ended or a heartbeat came less than `heartbeat_timeout` ago;
+* it is *expected*: it belonged to the last quorum before this lighthouse was restarted, and others
+  of that quorum are back already.
+
+Whoever has none of them is forgotten: nothing here grows with the number of replicas that ever
+were. Times are seconds on any clock that does not run backwards; the caller passes them in.
+
+What a quorum is, and who has asked for one, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open stream: a number that its shell gave it, and the newest quorum its replica knew of."""
+
+    number: int
+    last_quorum_id: int
+
+
+class Membership:
+    """The healthy replicas. Each operation takes constant time, apart from `expect`."""
+
+    def __init__(self, heartbeat_timeout: float) -> None:
+        self._heartbeat_timeout = heartbeat_timeout
+        self._sessions: dict[str, Session] = {}
+        self._owners: dict[int, str] = {}
+        self._calling: set[str] = set()
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._expected: set[str] = set()
+        self._expected_until = 0.0
+
+    def __len__(self) -> int:
+        """How many are healthy."""
+        return len(self._sessions) + len(self._calling) + len(self._seen) + len(self._expected)
+
+    def __contains__(self, replica_id: str) -> bool:
+        return (
+            replica_id in self._sessions
+            or replica_id in self._calling
+            or replica_id in self._seen
+            or replica_id in self._expected
+        )
+
+    def ids(self) -> list[str]:
+        """The healthy, sorted."""
+        return sorted([*self._sessions, *self._calling, *self._seen, *self._expected])
+
+    def expected_ids(self) -> list[str]:
+        """Those who are awaited after a restart, sorted."""
+        return sorted(self._expected)
+
+    def session_of(self, replica_id: str) -> Session | None:
+        """The open session of a replica."""
+        return self._sessions.get(replica_id)
+
+    def owner_of(self, session: int) -> str | None:
+        """The replica that speaks through a session; None when it ended or a newer one took its place."""
+        return self._owners.get(session)
+
+    def open_session(self, replica_id: str, session: Session) -> int | None:
+        """From now on the replica is healthy by this session; returns the session whose place it takes."""
+        older = self._sessions.get(replica_id)
+        if older is None:
+            self.forget(replica_id)
+        else:
+            del self._owners[older.number]
+        self._sessions[replica_id] = session
+        self._owners[session.number] = replica_id
+        return None if older is None else older.number
+
+    def open_call(self, replica_id: str) -> None:
+        """A unary Quorum call came in."""
+        if replica_id in self._sessions or replica_id in self._calling:
+            return
+        self.forget(replica_id)
+        self._calling.add(replica_id)
+
+    def close_call(self, replica_id: str, now: float) -> None:
+        """The call was answered or withdrawn: a sign of life, as its connection was up until now."""
+        if replica_id in self._calling:
+            self._calling.remove(replica_id)
+            self._seen[replica_id] = now
+
+    def saw(self, replica_id: str, now: float) -> None:
+        """A unary heartbeat came in."""
+        if replica_id in self._seen:
+            self._seen[replica_id] = now
+            self._seen.move_to_end(replica_id)
+        elif replica_id not in self._sessions and replica_id not in self._calling:
+            self._expected.discard(replica_id)
+            self._seen[replica_id] = now
+
+    def expect(self, replica_ids: Iterable[str], until: float) -> None:
+        """Await these, where they are not healthy already, instead of those awaited so far.
+
+        A wait that runs keeps its end: a later report must not prolong it.
+        """
+        if not self._expected:
+            self._expected_until = until
+        self._expected = set()
+        self._expected = {i for i in replica_ids if i not in self}
+
+    def forget(self, replica_id: str) -> None:
+        """The replica is healthy no more."""
+        session = self._sessions.pop(replica_id, None)
+        if session is not None:
+            del self._owners[session.number]
+        self._calling.discard(replica_id)
+        self._seen.pop(replica_id, None)
+        self._expected.discard(replica_id)
+
+    def next_expiry(self) -> float | None:
+        """When the next replica ceases to be healthy if nothing more is heard."""
+        expiries = [self._expected_until] if self._expected else []
+        if self._seen:
+            expiries.append(next(iter(self._seen.values())) + self._heartbeat_timeout)
+        return min(expiries, default=None)
+
+    def expire(self, now: float) -> tuple[list[str], list[str]]:
+        """Forget those whose time is over: (fell silent, expected and not come back)."""
+        silent = []
+        while self._seen:
+            replica_id, seen = next(iter(self._seen.items()))
+            if seen + self._heartbeat_timeout > now:
+                break
+            del self._seen[replica_id]
+            silent.append(replica_id)
+        if not self._expected or now < self._expected_until:
+            return silent, []
+        missed, self._expected = sorted(self._expected), set()
+        return silent, missed

@@ -1,0 +1,449 @@
+"""Who is in the quorum: a pure state machine.
+
+Events and the time at which they happen go in, decisions come out; `next_deadline` says when
+`advance` has to be called if nothing else happens before. The same events always give the same
+decisions. There is no socket, thread, clock or logger in here, and nothing a peer reports makes it
+raise: a late event of a session that has ended is ignored.
+
+Theory of operation. Time is divided into *rounds*. In a round replicas join; the event that makes a
+quorum possible forms it, and the next round begins. A quorum is possible when
+
+1. it would have at least `min_replicas` members, and
+2. either every member of the last quorum has joined (the *fast* quorum), or
+3. more than half of the healthy have joined, and nobody healthy is still to come or the first to
+   join has waited for `join_timeout`.
+
+A quorum takes everybody who has joined, or, if any of them asked to `shrink_only`, those who were in
+the last quorum; the others stay joined for the next round. These are torchft's rules, except for
+this: there the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
+
+A quorum id stands for one set of process groups that are connected to each other. It is kept as long
+as these can be used on, so a new one is given when the members differ, when a participant reports a
+failed commit, and when a member of the last quorum was gone in between, even if it is back: the
+others aborted their groups. Ids only grow, over restarts too: the first is handed in (wall-clock
+milliseconds do), and every id that a replica reports when it registers counts as used up.
+
+A restarted lighthouse remembers nothing, but the replicas do. The newest quorum that any of them
+reports becomes the last quorum, and its members count as healthy until they are back or
+`reconnect_grace` is over, so that the first one back does not form a quorum of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.membership import Membership, Session
+
+NO_QUORUM = -1
+
+# Every survivor of a quorum is told about the first losses in it. By then all of them have aborted,
+# and a thousand that are lost at once must not cost a million messages.
+ALARMS_PER_QUORUM_MAX = 16
+
+_NAMES_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica group as it joined; the fields are those of `QuorumMember` in torchft.proto."""
+
+    replica_id: str
+    address: str = ""
+    store_address: str = ""
+    step: int = 0
+    world_size: int = 1
+    shrink_only: bool = False
+    data: str = ""
+    commit_failures: int = 0
+    commit_quorum_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """The replica groups that train together; participants are sorted by replica id."""
+
+    quorum_id: int
+    participants: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumFormed:
+    """Answer these sessions and these open unary calls (replica ids) with the quorum.
+
+    `new_id` tells whether it has an id of its own; `joined` and `left` are the difference to the
+    members of the last quorum.
+    """
+
+    quorum: Quorum
+    sessions: tuple[int, ...]
+    callers: tuple[str, ...]
+    new_id: bool
+    joined: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """A replica is gone without a leave: tell these sessions, all of them in the quorum with it.
+
+    `quorum_id` is NO_QUORUM, and nobody is to be told, if it was not in the last quorum.
+    """
+
+    quorum_id: int
+    replica_id: str
+    reason: str
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSuperseded:
+    """The replica registered anew: close this older session of it, which speaks for it no more."""
+
+    session: int
+    replica_id: str
+
+
+Decision = QuorumFormed | MemberLost | SessionSuperseded
+
+
+class Verdict(enum.Enum):
+    """The outcome of the rules: why there is no quorum yet, or by which rule there is one."""
+
+    NOBODY = "nobody has joined"
+    TOO_FEW = "fewer than min_replicas"
+    NO_MAJORITY = "no more than half of the healthy have joined"
+    STRAGGLERS = "not all of the healthy have joined"
+    FAST = "every member of the last quorum has joined"
+    COMPLETE = "all of the healthy have joined"
+    LATE = "join_timeout is over"
+
+    @property
+    def forms(self) -> bool:
+        """Whether there is a quorum now."""
+        return self in _FORMING
+
+
+_FORMING = frozenset({Verdict.FAST, Verdict.COMPLETE, Verdict.LATE})
+
+
+@dataclass(slots=True)
+class _Join:
+    """A member's part in this round: since when, and where its answer is awaited."""
+
+    member: Member
+    since: float
+    in_session: bool = False
+    in_call: bool = False
+
+
+class QuorumCore:
+    """The lighthouse without its network. `now` is in seconds and never runs backwards.
+
+    Every event costs constant time until the one that forms a quorum, which sorts its members.
+    """
+
+    def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
+        self._min_replicas = config.min_replicas
+        self._join_timeout = config.join_timeout_ms / 1000
+        self._reconnect_grace = config.reconnect_grace_ms / 1000
+        self._members = Membership(config.heartbeat_timeout_ms / 1000)
+        self._highest_id = first_quorum_id - 1
+
+        self._last_id = NO_QUORUM
+        self._last: frozenset[str] = frozenset()
+        self._departed: set[str] = set()  # of the last quorum: lost, left, or back without it
+        self._alarms = 0
+
+        self._joined: dict[str, _Join] = {}  # in the order of `since`
+        self._missing = 0  # members of the last quorum that have not joined
+        self._shrinking = 0  # joined members that want to shrink only
+
+    # -- sessions
+
+    def register(
+        self, session: int, replica_id: str, last_quorum_id: int, last_ids: Iterable[str], now: float
+    ) -> list[Decision]:
+        """A replica opened a session (a number never used before) and says which quorum it saw last.
+
+        `last_quorum_id` is 0 or less, and `last_ids` empty, for one that has seen none.
+        """
+        decisions = self.advance(now)
+        older = self._members.open_session(replica_id, Session(session, last_quorum_id))
+        if older is not None:
+            decisions.append(SessionSuperseded(older, replica_id))
+            self._answer_no_more(replica_id, session=True)
+        self._learn(last_quorum_id, last_ids, now, decisions)
+        if last_quorum_id != self._last_id:
+            self._depart(replica_id, "came back without the quorum", decisions)
+        self._form(now, decisions)
+        return decisions
+
+    def join(self, session: int, member: Member, now: float) -> list[Decision]:
+        """The replica of this session, and nobody else, asks for the next quorum."""
+        decisions = self.advance(now)
+        if self._members.owner_of(session) == member.replica_id:
+            self._enter(member, now).in_session = True
+            self._form(now, decisions)
+        return decisions
+
+    def leave(self, session: int, now: float) -> list[Decision]:
+        """The replica goes in good order: nobody is alarmed."""
+        decisions = self.advance(now)
+        replica_id = self._members.owner_of(session)
+        if replica_id is not None:
+            self._forget(replica_id)
+            if replica_id in self._last:
+                self._departed.add(replica_id)
+            self._form(now, decisions)
+        return decisions
+
+    def lost(self, session: int, reason: str, now: float) -> list[Decision]:
+        """The session ended without a leave."""
+        decisions = self.advance(now)
+        replica_id = self._members.owner_of(session)
+        if replica_id is not None:
+            self._lose(replica_id, reason, decisions)
+            self._form(now, decisions)
+        return decisions
+
+    # -- unary calls of torchft's protocol
+
+    def call(self, member: Member, now: float) -> list[Decision]:
+        """A unary Quorum call came in: the replica is healthy while it is open, and has joined."""
+        decisions = self.advance(now)
+        self._members.open_call(member.replica_id)
+        self._enter(member, now).in_call = True
+        self._form(now, decisions)
+        return decisions
+
+    def withdraw(self, replica_id: str, now: float) -> list[Decision]:
+        """The last open unary Quorum call of this replica was cancelled by its caller."""
+        decisions = self.advance(now)
+        self._members.close_call(replica_id, now)
+        self._answer_no_more(replica_id, session=False)
+        self._form(now, decisions)
+        return decisions
+
+    def heartbeat(self, replica_id: str, now: float) -> list[Decision]:
+        """A unary Heartbeat came in. It never forms a quorum: one more that is healthy has not joined."""
+        decisions = self.advance(now)
+        self._members.saw(replica_id, now)
+        return decisions
+
+    # -- time
+
+    def advance(self, now: float) -> list[Decision]:
+        """What is due by now; every event does this first. Harmless when nothing is due."""
+        decisions: list[Decision] = []
+        deadline = self.next_deadline()
+        if deadline is None or now < deadline:
+            return decisions
+        silent, missed = self._members.expire(now)
+        for replica_id in silent:
+            self._lose(replica_id, "no heartbeat within heartbeat_timeout", decisions)
+        for replica_id in missed:
+            self._lose(replica_id, "did not come back within reconnect_grace", decisions)
+        self._form(now, decisions)
+        return decisions
+
+    def next_deadline(self) -> float | None:
+        """When `advance` must be called at the latest; None while only events can change anything."""
+        expiry = self._members.next_expiry()
+        if self._verdict(-math.inf) is not Verdict.STRAGGLERS:
+            return expiry
+        return self._late_at() if expiry is None else min(expiry, self._late_at())
+
+    # -- for people
+
+    def __len__(self) -> int:
+        """How many replicas are healthy."""
+        return len(self._members)
+
+    def __contains__(self, replica_id: str) -> bool:
+        """Whether the replica is healthy."""
+        return replica_id in self._members
+
+    def replica_of(self, session: int) -> str | None:
+        """Whom a session speaks for; None when it ended or was superseded."""
+        return self._members.owner_of(session)
+
+    def describe(self, now: float) -> str:
+        """For people: the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
+        joined, awaited = sorted(self._joined), [i for i in self._members.ids() if i not in self._joined]
+        expected = set(self._members.expected_ids())
+        lines = [
+            f"last quorum {self._last_id}: {_names(sorted(self._last))}"
+            if self._last
+            else "no quorum so far",
+            f"gone since: {_names(sorted(self._departed))}" if self._departed else "",
+            f"joined: {_names(joined)}",
+            f"awaited: {_names([i for i in awaited if i not in expected])}",
+            f"expected back after a restart: {_names(sorted(expected))}" if expected else "",
+            self._explain(now),
+        ]
+        return "\n".join(line for line in lines if line)
+
+    def _explain(self, now: float) -> str:
+        verdict, joined, healthy = self._verdict(now), len(self._joined), len(self._members)
+        details = {
+            Verdict.TOO_FEW: f"{self._candidates()} of {self._min_replicas}"
+            + (", as only members of the last quorum count (shrink_only)" if self._is_shrinking() else ""),
+            Verdict.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
+            Verdict.STRAGGLERS: f"{joined} of {healthy}",
+        }
+        why = f"no quorum yet: {verdict.value}"
+        why += f" ({details[verdict]})" if verdict in details else ""
+        if verdict is Verdict.STRAGGLERS:
+            why += f"; they are left behind in {self._late_at() - now:.3f} s"
+        expiry = self._members.next_expiry()
+        if joined < healthy and joined and expiry is not None:
+            why += f"; the next silent one is given up in {expiry - now:.3f} s"
+        return why
+
+    # -- the rules
+
+    def _verdict(self, now: float) -> Verdict:
+        joined, healthy = len(self._joined), len(self._members)
+        if not joined:
+            return Verdict.NOBODY
+        if self._candidates() < self._min_replicas:
+            return Verdict.TOO_FEW
+        if self._last and not self._missing:
+            return Verdict.FAST
+        if joined <= healthy // 2:
+            return Verdict.NO_MAJORITY
+        if joined == healthy:
+            return Verdict.COMPLETE
+        return Verdict.LATE if now >= self._late_at() else Verdict.STRAGGLERS
+
+    def _candidates(self) -> int:
+        """How many members a quorum of those who have joined would have."""
+        return len(self._last) - self._missing if self._is_shrinking() else len(self._joined)
+
+    def _is_shrinking(self) -> bool:
+        return bool(self._shrinking and self._last)
+
+    def _late_at(self) -> float:
+        return next(iter(self._joined.values())).since + self._join_timeout
+
+    def _form(self, now: float, decisions: list[Decision]) -> None:
+        while self._verdict(now) in _FORMING:
+            decisions.append(self._next_quorum(now))
+
+    def _next_quorum(self, now: float) -> QuorumFormed:
+        chosen = self._joined
+        if self._is_shrinking():
+            chosen = {i: join for i, join in chosen.items() if i in self._last}
+        last, last_id = self._last, self._last_id
+        self._adopt(self._next_id(chosen), last if self._is_same(chosen) else frozenset(chosen))
+        self._begin_round(chosen, now)
+        for replica_id, join in chosen.items():
+            if join.in_call:
+                self._members.close_call(replica_id, now)
+        return QuorumFormed(
+            Quorum(self._last_id, tuple(chosen[i].member for i in sorted(chosen))),
+            sessions=self._sessions(i for i, join in chosen.items() if join.in_session),
+            callers=tuple(i for i, join in chosen.items() if join.in_call),
+            new_id=self._last_id != last_id,
+            joined=tuple(sorted(self._last - last)),
+            left=tuple(sorted(last - self._last)),
+        )
+
+    def _next_id(self, chosen: dict[str, _Join]) -> int:
+        failed = any(join.member.commit_failures > 0 for join in chosen.values())
+        if self._is_same(chosen) and not self._departed and not failed:
+            return self._last_id
+        return self._highest_id + 1
+
+    def _is_same(self, chosen: dict[str, _Join]) -> bool:
+        return not self._missing and len(chosen) == len(self._last)
+
+    def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
+        """Those who were not chosen stay joined; the clock of the new round starts for them now."""
+        self._joined = {i: join for i, join in self._joined.items() if i not in chosen}
+        for join in self._joined.values():
+            join.since = now
+        self._shrinking = sum(join.member.shrink_only for join in self._joined.values())
+        self._missing = len(self._last)
+
+    # -- bookkeeping
+
+    def _enter(self, member: Member, now: float) -> _Join:
+        """The replica has joined; if it had before, its news count and its place in time stays."""
+        join = self._joined.get(member.replica_id)
+        if join is None:
+            join = self._joined[member.replica_id] = _Join(member, now)
+            self._missing -= member.replica_id in self._last
+        else:
+            self._shrinking -= join.member.shrink_only
+            join.member = member
+        self._shrinking += member.shrink_only
+        return join
+
+    def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
+        """An answer is awaited no more in the session, or in the call; without both the join is off."""
+        join = self._joined.get(replica_id)
+        if join is None:
+            return
+        join.in_session = join.in_session and not session
+        join.in_call = join.in_call and session
+        if not join.in_session and not join.in_call:
+            self._unjoin(replica_id)
+
+    def _unjoin(self, replica_id: str) -> None:
+        join = self._joined.pop(replica_id, None)
+        if join is not None:
+            self._shrinking -= join.member.shrink_only
+            self._missing += replica_id in self._last
+
+    def _forget(self, replica_id: str) -> None:
+        self._members.forget(replica_id)
+        self._unjoin(replica_id)
+
+    def _lose(self, replica_id: str, reason: str, decisions: list[Decision]) -> None:
+        self._forget(replica_id)
+        if not self._depart(replica_id, reason, decisions):
+            decisions.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
+
+    def _depart(self, replica_id: str, reason: str, decisions: list[Decision]) -> bool:
+        """The replica's part in the last quorum is over; False if it had none, or none any more."""
+        if replica_id not in self._last or replica_id in self._departed:
+            return False
+        self._departed.add(replica_id)
+        self._alarms += 1
+        survivors = self._last - self._departed if self._alarms <= ALARMS_PER_QUORUM_MAX else ()
+        decisions.append(MemberLost(self._last_id, replica_id, reason, self._sessions(survivors)))
+        return True
+
+    def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
+        sessions = (self._members.session_of(i) for i in sorted(replica_ids))
+        return tuple(session.number for session in sessions if session is not None)
+
+    def _learn(self, quorum_id: int, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
+        """A replica reports the last quorum it knows of: news only after this lighthouse was restarted."""
+        self._highest_id = max(self._highest_id, quorum_id)
+        ids = frozenset(ids)
+        if quorum_id <= max(self._last_id, 0) or not ids:
+            return
+        self._adopt(quorum_id, ids)
+        self._missing = len(ids - self._joined.keys())
+        self._members.expect(ids, now + self._reconnect_grace)
+        for replica_id in sorted(ids):
+            session = self._members.session_of(replica_id)
+            if session is not None and session.last_quorum_id != quorum_id:
+                self._depart(replica_id, "came back without the quorum", decisions)
+
+    def _adopt(self, quorum_id: int, ids: frozenset[str]) -> None:
+        self._last_id, self._last = quorum_id, ids
+        self._highest_id = max(self._highest_id, quorum_id)
+        self._departed = set()
+        self._alarms = 0
+
+
+def _names(ids: list[str]) -> str:
+    shown = " ".join(ids[:_NAMES_MAX]) or "nobody"
+    return shown if len(ids) <= _NAMES_MAX else f"{shown} and {len(ids) - _NAMES_MAX} more"

@@ -1,0 +1,317 @@
+"""The lighthouse on the network: gRPC in, the quorum core in the middle, gRPC out.
+
+Everything happens on one asyncio loop and nothing waits in between: an RPC becomes an event of the
+core, the core's decisions become messages, in the same instant. This module decides nothing about
+quorums. It knows about streams that end, callers that hang up and readers that do not read.
+
+A quorum is serialized once for all sessions and once for all unary callers. What it costs to answer
+a thousand replicas is then the copy of the same bytes into a thousand connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from lighthouse import codec
+from lighthouse.config import LighthouseConfig
+from lighthouse.events import EventLog
+from lighthouse.net import Address, Keepalive, make_aio_server
+from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed
+from lighthouse.session import Refusal, ReplicaSession
+from lighthouse.wire import torchft_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, bytes]
+
+_SERVICE = "torchft.LighthouseService"
+_STOP_GRACE_S = 0.5
+_TEXT_MAX = 4096  # of an id or an address
+_QUORUM_ID_MAX = 2**62  # leaves room to count on from
+
+_SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
+_SUPERSEDED = Refusal(grpc.StatusCode.ABORTED, "a newer session of this replica took this one's place")
+_REPLICA_GONE = Refusal(grpc.StatusCode.ABORTED, "the session of this replica ended")
+
+
+class Lighthouse:
+    """A running lighthouse. Use it on the loop that started it.
+
+        lighthouse = await Lighthouse.start(LighthouseConfig(min_replicas=2), parse_address("127.0.0.1:0"))
+        print(lighthouse.address.url)
+        await lighthouse.stop()
+
+    `events` has one record for each quorum with a new id, register, leave, loss and shutdown.
+    """
+
+    def __init__(self, config: LighthouseConfig) -> None:
+        self.config = config
+        self.events = EventLog("lighthouse", logging.getLogger("lighthouse"))
+        self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, ReplicaSession] = {}
+        self._calls: dict[str, set[asyncio.Future[bytes | Refusal]]] = {}
+        self._server: grpc.aio.Server | None = None
+        self._address: Address | None = None
+
+    @classmethod
+    async def start(cls, config: LighthouseConfig, bind: Address) -> Lighthouse:
+        """Serve at `bind`; port 0 takes a free one.
+
+        Raises:
+            BindError: the address is in use or not of this host.
+        """
+        lighthouse = cls(config)
+        keepalive = Keepalive(config.keepalive_time_ms, config.keepalive_timeout_ms)
+        server, address = make_aio_server(bind, [_handlers(lighthouse)], keepalive)
+        lighthouse._server, lighthouse._address = server, address
+        await server.start()
+        return lighthouse
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the port that it got."""
+        if self._address is None:
+            raise RuntimeError("the lighthouse is not running: make it with `await Lighthouse.start(...)`")
+        return self._address
+
+    def describe(self) -> str:
+        """For people: who is in, who is awaited, and why there is no quorum yet."""
+        return self._core.describe(self._loop.time())
+
+    async def stop(self, reason: str = "stopped") -> None:
+        """End every session and call with a status that says so, and close the port. May be repeated."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        self.events.emit("shutdown", reason=reason)
+        for session in list(self._sessions.values()):
+            session.end(_SHUTDOWN)
+        for replica_id in list(self._calls):
+            self._answer(replica_id, _SHUTDOWN)
+        await server.stop(_STOP_GRACE_S)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- RPCs
+
+    async def serve_session(self, _requests: object, context: Context) -> None:
+        """A replica group's session, from its register until it ends in one way or another."""
+        session = await self._open_session(context)
+        reason = "its connection ended: the process died, or no PING was answered"
+        try:
+            reason = await self._serve_session(session, context)
+        except asyncio.CancelledError:
+            if session.ended is None:
+                raise
+            reason = session.ended.text
+        finally:
+            self._close_session(session, reason)
+        if session.ended is not None:
+            await context.abort(session.ended.code, session.ended.text)
+
+    async def serve_quorum(self, request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
+        """torchft's Quorum: joins, and is answered with the quorum."""
+        member = codec.member_from_wire(request.requester)
+        await self._check_replica(member.replica_id, context)
+        answer: asyncio.Future[bytes | Refusal] = self._loop.create_future()
+        calls = self._calls.setdefault(member.replica_id, set())
+        calls.add(answer)
+        self._apply(self._core.call(member, self._loop.time()))
+        try:
+            result = await answer
+        finally:
+            calls.discard(answer)
+            if not calls and self._calls.get(member.replica_id) is calls:
+                del self._calls[member.replica_id]
+                self._apply(self._core.withdraw(member.replica_id, self._loop.time()))
+        if isinstance(result, Refusal):
+            await context.abort(result.code, result.text)
+        return result
+
+    async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest, context: Context) -> bytes:
+        """torchft's Heartbeat."""
+        await self._check_replica(request.replica_id, context)
+        self._apply(self._core.heartbeat(request.replica_id, self._loop.time()))
+        return b""
+
+    # -- sessions
+
+    async def _open_session(self, context: Context) -> ReplicaSession:
+        request = await context.read()
+        kind = request.WhichOneof("request") if isinstance(request, pb.SessionRequest) else None
+        if kind != "register":
+            await _refuse(
+                context, f"the first message of a session must be a register, not {kind or 'empty'}"
+            )
+        register: pb.Register = request.register
+        await self._check_replica(register.replica_id, context)
+        await self._check_report(register, context)
+        session = ReplicaSession(
+            next(self._numbers), register.replica_id, context, self.config.session_queue_max
+        )
+        self._sessions[session.number] = session
+        session.send(codec.registered(self.config))
+        self.events.emit("register", replica_id=session.replica_id)
+        decisions = self._core.register(
+            session.number,
+            register.replica_id,
+            register.last_quorum_id,
+            register.last_quorum_replica_ids,
+            self._loop.time(),
+        )
+        self._apply(decisions)
+        return session
+
+    async def _serve_session(self, session: ReplicaSession, context: Context) -> str:
+        """Until the replica ends its side; returns why, which nobody hears after a leave."""
+        while True:
+            request = await context.read()
+            if not isinstance(request, pb.SessionRequest):
+                return "its connection ended, or it hung up without a leave"
+            kind = request.WhichOneof("request")
+            if kind == "join" and request.join.replica_id == session.replica_id:
+                member = codec.member_from_wire(request.join)
+                self._apply(self._core.join(session.number, member, self._loop.time()))
+            elif kind == "leave":
+                self._leave(session, request.leave.reason)
+                return "left"
+            else:
+                text = f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r}"
+                session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+                return text
+
+    def _close_session(self, session: ReplicaSession, reason: str) -> None:
+        del self._sessions[session.number]
+        session.close()
+        if self._server is not None:
+            self._apply(self._core.lost(session.number, reason, self._loop.time()))
+
+    def _leave(self, session: ReplicaSession, reason: str) -> None:
+        if self._core.replica_of(session.number) is None:
+            return
+        self.events.emit("leave", replica_id=session.replica_id, reason=reason)
+        self._apply(self._core.leave(session.number, self._loop.time()))
+        self._answer(session.replica_id, _REPLICA_GONE)
+
+    async def _check_replica(self, replica_id: str, context: Context) -> None:
+        if not replica_id:
+            await _refuse(context, "replica_id is empty")
+        if len(replica_id) > _TEXT_MAX:
+            await _refuse(context, f"replica_id is longer than {_TEXT_MAX} characters")
+        if len(self._core) >= self.config.replicas_max and replica_id not in self._core:
+            text = f"this lighthouse has its {self.config.replicas_max} replicas (--replicas_max)"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+
+    async def _check_report(self, register: pb.Register, context: Context) -> None:
+        if register.last_quorum_id > _QUORUM_ID_MAX:
+            await _refuse(context, f"last_quorum_id {register.last_quorum_id} is beyond {_QUORUM_ID_MAX}")
+        if len(register.last_quorum_replica_ids) > self.config.replicas_max:
+            await _refuse(
+                context, f"last_quorum_replica_ids has more than {self.config.replicas_max} entries"
+            )
+
+    # -- decisions
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, QuorumFormed):
+                self._announce(decision)
+            elif isinstance(decision, MemberLost):
+                self._alarm(decision)
+            else:
+                self._end(decision.session, _SUPERSEDED)
+        self._arm()
+
+    def _announce(self, formed: QuorumFormed) -> None:
+        quorum = codec.quorum_to_wire(formed.quorum, time.time())
+        if formed.sessions:
+            message = codec.quorum_for_sessions(quorum)
+            for number in formed.sessions:
+                self._send(number, message)
+        if formed.callers:
+            answer = codec.quorum_for_callers(quorum)
+            for replica_id in formed.callers:
+                self._answer(replica_id, answer)
+        if formed.new_id:
+            self.events.emit(
+                "quorum",
+                quorum_id=formed.quorum.quorum_id,
+                members=[member.replica_id for member in formed.quorum.participants],
+                joined=list(formed.joined),
+                left=list(formed.left),
+            )
+
+    def _alarm(self, lost: MemberLost) -> None:
+        message = codec.member_lost(lost)
+        for number in lost.sessions:
+            self._send(number, message)
+        self.events.emit(
+            "loss",
+            replica_id=lost.replica_id,
+            quorum_id=lost.quorum_id,
+            member=lost.replica_id,
+            reason=lost.reason,
+        )
+        if lost.replica_id not in self._core:
+            self._answer(lost.replica_id, _REPLICA_GONE)
+
+    def _send(self, number: int, message: bytes) -> None:
+        session = self._sessions.get(number)
+        if session is not None:
+            session.send(message)
+
+    def _end(self, number: int, why: Refusal) -> None:
+        session = self._sessions.get(number)
+        if session is not None:
+            session.end(why)
+
+    def _answer(self, replica_id: str, result: bytes | Refusal) -> None:
+        for call in self._calls.pop(replica_id, ()):
+            if not call.done():
+                call.set_result(result)
+
+    # -- time
+
+    def _arm(self) -> None:
+        """See to it that the core is woken in time. A timer that turns out to be early does no harm."""
+        deadline = self._core.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._apply(self._core.advance(self._loop.time()))
+
+
+async def _refuse(context: Context, text: str) -> None:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
+    """Requests are parsed by gRPC, answers are bytes already."""
+    return grpc.method_handlers_generic_handler(
+        _SERVICE,
+        {
+            "Session": grpc.stream_stream_rpc_method_handler(
+                lighthouse.serve_session, request_deserializer=pb.SessionRequest.FromString
+            ),
+            "Quorum": grpc.unary_unary_rpc_method_handler(
+                lighthouse.serve_quorum, request_deserializer=pb.LighthouseQuorumRequest.FromString
+            ),
+            "Heartbeat": grpc.unary_unary_rpc_method_handler(
+                lighthouse.serve_heartbeat, request_deserializer=pb.LighthouseHeartbeatRequest.FromString
+            ),
+        },
+    )

@@ -1,0 +1,73 @@
+"""The lighthouse's end of one session: an open stream with a bounded queue towards its reader.
+
+Sending never waits. Messages go out as fast as the replica reads them; when more than the bound are
+waiting the session is ended, so that a slow reader harms only itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an RPC ends without its answer."""
+
+    code: grpc.StatusCode
+    text: str
+
+
+class ReplicaSession:
+    """Made and used on the server's loop, inside the RPC's own task.
+
+    `number` tells sessions apart for the quorum core; `ended` says why this side ended it, if it did.
+    """
+
+    def __init__(
+        self, number: int, replica_id: str, context: grpc.aio.ServicerContext[Any, bytes], queue_max: int
+    ) -> None:
+        self.number = number
+        self.replica_id = replica_id
+        self.ended: Refusal | None = None
+        self._context = context
+        self._queue_max = queue_max
+        self._queue: deque[bytes] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._handler = asyncio.current_task()
+
+    def send(self, message: bytes) -> None:
+        """Queue one serialized message, or end the session when its reader is too far behind."""
+        if self.ended is not None:
+            return
+        if len(self._queue) >= self._queue_max:
+            self.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "the session's messages are not being read"))
+            return
+        self._queue.append(message)
+        if self._writer is None:
+            self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def end(self, why: Refusal) -> None:
+        """End the RPC from this side; its handler sees a cancellation and reports `why`."""
+        if self.ended is None and self._handler is not None:
+            self.ended = why
+            self._handler.cancel()
+
+    def close(self) -> None:
+        """Stop writing; messages that still wait are dropped."""
+        self._queue.clear()
+        if self._writer is not None:
+            self._writer.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while self._queue:
+                await self._context.write(self._queue[0])
+                self._queue.popleft()
+        finally:
+            self._writer = None
