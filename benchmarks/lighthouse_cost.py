@@ -1,0 +1,190 @@
+"""What a lighthouse costs: CPU for a quorum round of N replicas, and for sessions that only stay open.
+
+The replicas are simulated: a gRPC channel each, with a TCP connection of its own, and nothing behind
+it. Both lighthouses answer the same clients over torchft's unary wire. The CPU is that of the
+lighthouse's process, user and system time, as the kernel counts it; what the clients use is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+import psutil
+
+from benchmarks.processes import Fleet
+from benchmarks.report import Bar, Result
+from benchmarks.systems import OURS, TORCHFT, Lighthouse, System, start_lighthouse
+from lighthouse import wire
+from lighthouse.net import Keepalive, make_aio_channel, parse_address
+from lighthouse.wire import torchft_pb2 as pb
+
+BAR_REPLICAS = 1000
+CPU_RATIO_MAX = 0.35
+IDLE_CPU_PERCENT_MAX = 8.0
+IDLE_MEMORY_MB_MAX = 100.0
+ROUND_SECONDS_MAX = 60.0
+
+# The simulated replicas send no PINGs of their own: a torchft replica does not either, and in the
+# idle row it is the lighthouse's PINGs that are to be paid for.
+_NO_PINGS = Keepalive(time_ms=24 * 3_600_000, timeout_ms=20_000)
+
+METHOD = [
+    "N simulated replicas, one TCP connection each, all in one client process; the lighthouse is a process of its "
+    "own with default settings, except min_replicas = N and a heartbeat timeout of 10 minutes.",
+    "A round: every replica calls Quorum (unary, torchft's wire) and has read the whole answer. A sample is the "
+    "lighthouse's CPU time (user + system) over a block of rounds, divided by their number; one block before is not "
+    "counted. Members carry a 41-character id and two addresses, as in a real job.",
+    "Idle: N registered sessions that send nothing, keepalive PINGs from the lighthouse at their default; CPU time "
+    "over the stated seconds, then resident memory.",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    replicas: Sequence[int] = (64, 256, 1000)
+    blocks: int = 5
+    rounds: int = 4
+    idle_seconds: float = 20.0
+    idle_blocks: int = 3
+
+
+QUICK = Plan(replicas=(64, 256), blocks=2, rounds=2, idle_seconds=5.0, idle_blocks=1)
+
+
+def main(plan: Plan | None = None) -> Result:
+    """Measure, check against the bars, and save results/lighthouse_cost.json."""
+    plan = plan or Plan()
+    result = Result(
+        "lighthouse_cost",
+        "How much CPU does a lighthouse use for a quorum round, and for sessions that are idle?",
+        METHOD,
+    )
+    for replicas in plan.replicas:
+        for system in (OURS, TORCHFT):
+            samples = asyncio.run(_round_costs(system, replicas, plan))
+            result.add(_round_case(replicas), system.name, "ms of CPU", samples)
+    percents, megabytes = asyncio.run(_idle_costs(plan))
+    result.add("1,000 idle sessions: CPU", OURS.name, "% of a core", percents)
+    result.add("1,000 idle sessions: memory", OURS.name, "MB", megabytes)
+    result.bars += _bars(result, plan)
+    result.save()
+    return result
+
+
+def _round_case(replicas: int) -> str:
+    return f"quorum round, {replicas:,} replicas"
+
+
+def _bars(result: Result, plan: Plan) -> list[Bar]:
+    cpu = result.median("1,000 idle sessions: CPU", OURS.name)
+    memory = result.median("1,000 idle sessions: memory", OURS.name)
+    return [
+        *(
+            Bar(
+                f"{_round_case(replicas)}: over torchft's",
+                result.ratio(_round_case(replicas), OURS.name, TORCHFT.name),
+                CPU_RATIO_MAX,
+                "x",
+            )
+            for replicas in plan.replicas
+            if replicas == BAR_REPLICAS
+        ),
+        Bar("1,000 idle sessions: CPU", cpu, IDLE_CPU_PERCENT_MAX, "% of a core"),
+        Bar("1,000 idle sessions: memory", memory, IDLE_MEMORY_MB_MAX, "MB"),
+    ]
+
+
+async def _round_costs(system: System, replicas: int, plan: Plan) -> list[float]:
+    """Milliseconds of the lighthouse's CPU for each round, one value for each block."""
+    with Fleet() as fleet:
+        lighthouse = start_lighthouse(fleet, system, replicas, extra=("--heartbeat_timeout_ms=600000",))
+        async with _channels(lighthouse, replicas) as channels:
+            await _rounds(channels, plan.rounds)
+            samples = []
+            for _ in range(plan.blocks):
+                before = _cpu_seconds(lighthouse)
+                await _rounds(channels, plan.rounds)
+                samples.append((_cpu_seconds(lighthouse) - before) * 1000 / plan.rounds)
+            return samples
+
+
+async def _rounds(channels: Sequence[grpc.aio.Channel], rounds: int) -> None:
+    calls = [
+        channel.unary_unary(wire.QUORUM, request_serializer=pb.LighthouseQuorumRequest.SerializeToString)
+        for channel in channels
+    ]
+    requests = [pb.LighthouseQuorumRequest(requester=_member(index)) for index in range(len(channels))]
+    for _ in range(rounds):
+        answers = await asyncio.gather(
+            *(call(request, timeout=ROUND_SECONDS_MAX) for call, request in zip(calls, requests, strict=True))
+        )
+        quorum = pb.LighthouseQuorumResponse.FromString(answers[-1]).quorum
+        if len(quorum.participants) != len(channels) or len(set(map(len, answers))) != 1:
+            raise RuntimeError(f"a quorum of {len(quorum.participants)} instead of {len(channels)}")
+
+
+def _member(index: int) -> pb.QuorumMember:
+    return pb.QuorumMember(
+        replica_id=f"{index:04}:0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9",
+        address=f"http://10.0.{index // 250}.{index % 250}:29511",
+        store_address=f"10.0.{index // 250}.{index % 250}:29500",
+        step=123_456,
+        world_size=8,
+    )
+
+
+async def _idle_costs(plan: Plan) -> tuple[list[float], list[float]]:
+    """Percent of a core in each block, and resident megabytes after it."""
+    percents, megabytes = [], []
+    with Fleet() as fleet:
+        lighthouse = start_lighthouse(fleet, OURS, 1)
+        async with _channels(lighthouse, BAR_REPLICAS) as channels:
+            sessions = [await _open_session(channel, i) for i, channel in enumerate(channels)]
+            for _ in range(plan.idle_blocks):
+                before = _cpu_seconds(lighthouse)
+                await asyncio.sleep(plan.idle_seconds)
+                percents.append((_cpu_seconds(lighthouse) - before) * 100 / plan.idle_seconds)
+                megabytes.append(psutil.Process(lighthouse.process.pid).memory_info().rss / 1e6)
+            if any(session.done() for session in sessions):
+                raise RuntimeError("a session ended while it was idle")
+    return percents, megabytes
+
+
+async def _open_session(channel: grpc.aio.Channel, index: int) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    method = channel.stream_stream(wire.SESSION, request_serializer=pb.SessionRequest.SerializeToString)
+    call = method()
+    await call.write(pb.SessionRequest(register=pb.Register(replica_id=_member(index).replica_id)))
+    registered = pb.SessionResponse.FromString(await call.read())
+    if registered.WhichOneof("response") != "registered":
+        raise RuntimeError(f"not registered: {registered}")
+    return call
+
+
+@contextlib.asynccontextmanager
+async def _channels(lighthouse: Lighthouse, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+    address = parse_address(lighthouse.address)
+    channels = [make_aio_channel(address, _NO_PINGS) for _ in range(count)]
+    try:
+        for channel in channels:
+            await channel.channel_ready()
+        yield channels
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def _cpu_seconds(lighthouse: Lighthouse) -> float:
+    times = psutil.Process(lighthouse.process.pid).cpu_times()
+    return times.user + times.system
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer samples, to try the benchmark")
+    main(QUICK if parser.parse_args().quick else Plan())

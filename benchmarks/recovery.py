@@ -1,0 +1,239 @@
+"""How long training stands still after a fault: three replicas, a tiny model, real processes.
+
+A recovery ends with the *last* survivor's first committed step whose quorum no longer holds the
+victim; a step that was in flight and still committed by all three does not count. So a sample can
+only end when the fault was felt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from benchmarks.processes import Fleet, FleetProcess, Record, ReportTimeoutError
+from benchmarks.report import Bar, Result
+from benchmarks.systems import OURS, TORCHFT, Lighthouse, System, start_lighthouse, start_worker
+
+REPLICAS = 3
+STOP_OPERATION_TIMEOUT_S = 10
+LIGHTHOUSE_AWAY_S = 2.0
+LIGHTHOUSE_WAIT_S = 20.0
+SETTLED_STEPS = 20
+SECONDS_MAX = 90.0
+
+KILL = "SIGKILL of a replica"
+STOP = "SIGSTOP inside a collective"
+AWAY = "lighthouse killed, back after 2 s"
+
+# torchft's own DDP wrapper does not outlive a dead peer, so its gradients go through its allreduce.
+PEER = replace(TORCHFT, worker_options=("--gradients=allreduce",))
+PEER_QUICK_HEARTBEAT = replace(
+    PEER, name="torchft, heartbeat timeout 1 s", lighthouse_options=("--heartbeat_timeout_ms=1000",)
+)
+PEER_RETRIES = replace(
+    PEER,
+    name="torchft, quorum_retries 10",
+    worker_options=(*PEER.worker_options, "--quorum-retries=10"),
+)
+
+METHOD = [
+    "3 replicas of a small MLP and the system's own lighthouse, all processes on one machine, one torch "
+    "thread each; default settings unless the row says otherwise.",
+    "The time runs from the fault to the last survivor's first committed step in a quorum without the "
+    "victim; for the lighthouse, from the moment it listens again to the last replica's next committed step.",
+    "SIGKILL: sent from outside at an arbitrary point of a step. SIGSTOP: the victim stops itself between "
+    "forward and backward, so that its peers block in the collective; the operation timeout is "
+    f"{STOP_OPERATION_TIMEOUT_S} s for every system (the default of torchft is 60 s).",
+    f"Between faults the victim is started again and all three replicas commit {SETTLED_STEPS} steps "
+    "together. Every lighthouse outage is that of a fresh job.",
+    "torchft averages gradients with Manager.allreduce, because its DistributedDataParallel raises in the "
+    "survivors when a peer dies; ours uses DistributedDataParallel.",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many samples of each case."""
+
+    kills: int = 10
+    kills_peer: int = 5
+    stops: int = 5
+    stops_peer: int = 3
+    aways: int = 5
+    aways_peer: int = 3
+
+
+QUICK = Plan(kills=2, kills_peer=1, stops=1, stops_peer=1, aways=1, aways_peer=1)
+
+
+def main(plan: Plan = Plan()) -> Result:
+    result = Result("recovery", "How long does training stand still after a fault?", METHOD)
+    _measure_kills(result, plan)
+    _measure_stops(result, plan)
+    _measure_lighthouse(result, plan)
+    result.bars = _bars(result)
+    result.save()
+    return result
+
+
+def _bars(result: Result) -> list[Bar]:
+    return [
+        Bar("SIGKILL to next committed step, median", result.median(KILL, OURS.name), 0.20, "s"),
+        Bar("the same over torchft's", result.ratio(KILL, OURS.name, PEER.name), 1 / 20, "x"),
+        Bar("SIGSTOP to next committed step, median", result.median(STOP, OURS.name), 1.6, "s"),
+        Bar("lighthouse back to next committed step, median", result.median(AWAY, OURS.name), 0.8, "s"),
+    ]
+
+
+def _measure_kills(result: Result, plan: Plan) -> None:
+    for system, count in (
+        (OURS, plan.kills),
+        (PEER, plan.kills_peer),
+        (PEER_QUICK_HEARTBEAT, plan.kills_peer),
+    ):
+        with _job(system) as job:
+            result.add(KILL, system.name, "s", [job.sample(_kill) for _ in range(count)])
+
+
+def _measure_stops(result: Result, plan: Plan) -> None:
+    for system, count in ((OURS, plan.stops), (PEER, plan.stops_peer)):
+        with _job(system, f"--timeout={STOP_OPERATION_TIMEOUT_S}") as job:
+            result.add(STOP, system.name, "s", [job.sample(_stop) for _ in range(count)])
+
+
+def _measure_lighthouse(result: Result, plan: Plan) -> None:
+    for system, count in ((OURS, plan.aways), (PEER, plan.aways_peer), (PEER_RETRIES, plan.aways_peer)):
+        samples = []
+        for _ in range(count):
+            with _job(system) as job, contextlib.suppress(ReportTimeoutError):
+                samples.append(job.lighthouse_outage())
+        missed = count - len(samples)
+        note = f"no step within {LIGHTHOUSE_WAIT_S:.0f} s in {missed} of {count} outages" if missed else ""
+        result.add(AWAY, system.name, "s", samples, note)
+
+
+@contextlib.contextmanager
+def _job(system: System, *options: str) -> Iterator[_Job]:
+    with Fleet() as fleet:
+        job = _Job(fleet, system, options)
+        job.wait_settled()
+        yield job
+
+
+class _Job:
+    """Three replicas and their lighthouse, through many faults."""
+
+    def __init__(self, fleet: Fleet, system: System, options: tuple[str, ...]) -> None:
+        self._fleet = fleet
+        self._system = system
+        self._options = options
+        self._lighthouse: Lighthouse = start_lighthouse(fleet, system, min_replicas=2)
+        self._replicas = [self._start(rank) for rank in range(REPLICAS)]
+        self._faults = 0
+
+    def sample(self, fault: _Fault) -> float:
+        """Seconds from the fault to the last survivor's first step without the victim."""
+        rank = self._faults % REPLICAS  # whoever hosts the store dies, too, in turn
+        self._faults += 1
+        victim = self._replicas[rank]
+        survivors = [replica for replica in self._replicas if replica is not victim]
+        since = fault(self._fleet, victim)
+        ends = [
+            self._fleet.wait_for(
+                partial(_first_commit, r, since, REPLICAS - 1), f"step of {r.name} without it", SECONDS_MAX
+            )
+            for r in survivors
+        ]
+        victim.kill()
+        self._replicas[rank] = self._start(rank)
+        self.wait_settled()
+        return max(ends) - since
+
+    def lighthouse_outage(self) -> float:
+        """Seconds from the lighthouse's return to the next step that every replica committed."""
+        port = self._lighthouse.port
+        self._lighthouse.process.kill()
+        time.sleep(LIGHTHOUSE_AWAY_S)
+        asleep = time.time()
+        self._lighthouse = start_lighthouse(self._fleet, self._system, min_replicas=2, port=port)
+        back = time.time()
+        if any(_first_commit(replica, asleep, REPLICAS) for replica in self._replicas):
+            raise RuntimeError(f"{self._system.name} committed steps without a lighthouse")
+        ends = [
+            self._fleet.wait_for(
+                partial(_first_commit, r, back, REPLICAS), f"step of {r.name}", LIGHTHOUSE_WAIT_S
+            )
+            for r in self._replicas
+        ]
+        return max(ends) - back
+
+    def wait_settled(self) -> None:
+        """Until all replicas have committed a number of steps together."""
+        since = time.time()
+        for replica in self._replicas:
+            self._fleet.wait_for(
+                partial(_are_joint, replica, since),
+                f"joint steps of {replica.name}",
+                SECONDS_MAX,
+            )
+
+    def _start(self, rank: int) -> FleetProcess:
+        options = (f"--lighthouse={self._lighthouse.address}", f"--rank={rank}", *self._options)
+        return start_worker(self._fleet, self._system, f"replica{rank}", *options)
+
+
+class _Fault(Protocol):
+    """Something done to a victim; the answer is the time at which it happened."""
+
+    def __call__(self, fleet: Fleet, victim: FleetProcess) -> float: ...
+
+
+def _kill(fleet: Fleet, victim: FleetProcess) -> float:
+    now = time.time()
+    victim.signal(signal.SIGKILL)
+    return now
+
+
+def _stop(fleet: Fleet, victim: FleetProcess) -> float:
+    victim.signal(signal.SIGUSR1)
+    return fleet.wait_for(lambda: _stopping(victim), f"stop of {victim.name}", SECONDS_MAX)
+
+
+def _stopping(victim: FleetProcess) -> float | None:
+    return next((float(r["time"]) for r in reversed(victim.records) if r["event"] == "stopping"), None)
+
+
+def _steps_since(replica: FleetProcess, since: float) -> Iterator[Record]:
+    """Newest first."""
+    for record in reversed(replica.records):
+        if record["time"] <= since:
+            return
+        if record["event"] == "step":
+            yield record
+
+
+def _first_commit(replica: FleetProcess, since: float, participants_max: int) -> float | None:
+    commits = [
+        float(record["time"])
+        for record in _steps_since(replica, since)
+        if record["committed"] and record["participants"] <= participants_max
+    ]
+    return min(commits, default=None)
+
+
+def _are_joint(replica: FleetProcess, since: float) -> bool | None:
+    """True once it has committed enough steps with all the others."""
+    joint = sum(r["committed"] and r["participants"] == REPLICAS for r in _steps_since(replica, since))
+    return joint >= SETTLED_STEPS or None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sample or two of each, to try the benchmark")
+    main(QUICK if parser.parse_args().quick else Plan())
