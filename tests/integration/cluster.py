@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.integration.invariants import Commit, Heal, History, Process, progress, violations
 from tests.integration.journal import JournalReader, Record
@@ -60,7 +60,7 @@ class Daemon:
 
     def session(self) -> list[int]:
         """Ids of all living processes of its session, itself included."""
-        return [pid for pid in psutil.pids() if _session_of(pid) == self._process.pid]
+        return [pid for pid in psutil.pids() if _is_alive(pid) and _session_of(pid) == self._process.pid]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process that was started. After a deadly one it may end."""
@@ -112,7 +112,7 @@ class Rank(Daemon):
 class Group:
     """One incarnation of a replica group; `restart` in a test is a second `Cluster.start` of the name."""
 
-    def __init__(self, name: str, ranks: list[Rank], store: dist.TCPStore | None) -> None:
+    def __init__(self, name: str, ranks: list[Rank], store: TCPStore | None) -> None:
         self.name = name
         self.ranks = ranks
         self._store = store
@@ -130,6 +130,11 @@ class Group:
     def step(self) -> int:
         """The last step that every rank has committed."""
         return min(max((c.step for c in rank.commits()), default=0) for rank in self.ranks)
+
+    @property
+    def last_commit(self) -> Commit:
+        """The latest of rank 0."""
+        return self.ranks[0].commits()[-1]
 
     def events(self, kind: str | None = None, since: float = 0.0) -> list[Record]:
         """Event records of all ranks after the time `since`."""
@@ -216,7 +221,7 @@ class Cluster:
         """Start a replica group of `size` ranks, as torchrun would; a name may be started again."""
         index = self._indices.setdefault(name, len(self._indices))
         options = replace(options or WorkerOptions(), name=name, index=index)
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if size > 1 else None
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if size > 1 else None
         ranks = [
             Rank(
                 f"{name}{len(self.groups)}.{rank}", self._folder, options, self._variables(rank, size, store)
@@ -233,7 +238,7 @@ class Cluster:
         self.wait_for_quorum_of(*groups)
         return groups
 
-    def _variables(self, rank: int, size: int, store: dist.TCPStore | None) -> dict[str, str]:
+    def _variables(self, rank: int, size: int, store: TCPStore | None) -> dict[str, str]:
         variables = {
             "TORCHFT_LIGHTHOUSE": self.lighthouse_address,
             "RANK": str(rank),
@@ -333,6 +338,13 @@ def _commit(record: Record) -> Commit:
 
 def _heal(record: Record) -> Heal:
     return Heal(record["time"], record["replica_id"], record["group_rank"])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _session_of(pid: int) -> int | None:

@@ -1,0 +1,47 @@
+"""Replicas join in the middle of training and take over a peer's state."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster
+from tests.integration.options import WorkerOptions
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+def test_joiners_heal_in_the_middle_of_training(tmp_path: Path, size: int, use_async_quorum: bool) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(use_async_quorum=use_async_quorum, ballast_mb=4)
+        a, b = cluster.start_all("ab", size=size, options=options)
+        c = cluster.start("c", size=size, options=options)
+        cluster.wait_for_quorum_of(a, b, c)
+        for rank in c.ranks:
+            (heal,) = rank.events("heal")
+            assert heal["source"] in (a.replica_id, b.replica_id)
+            assert heal["bytes"] > 4 * 1024 * 1024
+
+
+@pytest.mark.parametrize("act", ["kill", "stop"])
+def test_a_joiner_heals_from_another_peer_when_its_source_fails_in_the_middle(
+    tmp_path: Path, act: str
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(ballast_mb=32, faults=(f"{act}@heal:1@{tmp_path / 'first source'}",))
+        a, b = cluster.start_all("ab", options=options)
+        c = cluster.start("c", options=WorkerOptions(ballast_mb=32))
+        cluster.wait_until(lambda: a.faults() or b.faults(), "the source of c's heal fails")
+        source, survivor = (a, b) if a.faults() else (b, a)
+        since = cluster.wait_for_fault(source)
+        cluster.wait_for_quorum_of(survivor, c)
+        assert c.failures(since), "c was told that its source is gone"
+        assert c.events("heal")[-1]["source"] == survivor.replica_id
+
+        if act == "stop":
+            source.signal(signal.SIGCONT)
+            cluster.wait_for_quorum_of(a, b, c)

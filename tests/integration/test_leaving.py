@@ -1,0 +1,102 @@
+"""Leaving in good order disturbs nobody; an interrupt ends what it hits and leaves no process behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster, Daemon, Group
+from tests.integration.options import WorkerOptions
+
+pytestmark = pytest.mark.integration
+
+INTERRUPT_LIMIT_S = 10.0  # about a second is promised; this machine may be busy
+
+
+def assert_undisturbed(groups: list[Group], since: float) -> None:
+    for group in groups:
+        assert group.failures(since) == []
+
+
+def interrupt(cluster: Cluster, daemon: Daemon) -> None:
+    """SIGINT, as Ctrl-C sends it, ends the process and everything that it has started."""
+    daemon.signal(signal.SIGINT)
+    cluster.wait_until(lambda: not daemon.session(), "the interrupted process ends", INTERRUPT_LIMIT_S)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, size: int) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b, *leavers = cluster.start_all("abcd" if size == 2 else "abcdef", size=size)
+        staying = [a, b, *leavers]
+        for leaver in leavers:
+            since = time.time()
+            staying.remove(leaver)
+            leaver.signal(signal.SIGTERM)
+            cluster.wait_for_end(leaver)
+            cluster.wait_for_quorum_of(*staying)
+            assert [rank.exit_code for rank in leaver.ranks] == [0] * size
+            assert_undisturbed(staying, since)
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+def test_replicas_that_reach_the_end_of_their_script_cost_the_others_no_step(
+    tmp_path: Path, use_async_quorum: bool
+) -> None:
+    with Cluster(tmp_path, min_replicas=5) as cluster:
+        ends = {"c": 60, "d": 90, "e": 90}
+        options = WorkerOptions(use_async_quorum=use_async_quorum)
+        a, b = (cluster.start(name, options=options) for name in "ab")
+        leavers = [cluster.start(name, options=replace(options, steps=step)) for name, step in ends.items()]
+        cluster.wait_for_quorum_of(a, b, *leavers)
+        since = time.time()
+        cluster.wait_for_end(*leavers)
+        cluster.wait_for_quorum_of(a, b)
+        assert [leaver.step for leaver in leavers] == list(ends.values())
+        assert_undisturbed([a, b], since)
+
+
+def test_an_interrupt_ends_a_replica_that_trains_and_the_others_go_on(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab")
+        interrupt(cluster, b.ranks[0])
+        cluster.wait_for_quorum_of(a)
+
+
+def test_an_interrupt_ends_every_rank_of_a_group(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        (a,) = cluster.start_all("a", size=2)
+        a.signal(signal.SIGINT)
+        for rank in a.ranks:
+            interrupt(cluster, rank)
+
+
+def test_an_interrupt_ends_a_replica_that_waits_for_a_quorum(tmp_path: Path) -> None:
+    with Cluster(tmp_path, min_replicas=2) as cluster:
+        a = cluster.start("a")
+        cluster.wait_until(lambda: cluster.lighthouse_events.records("register"), "a is registered")
+        interrupt(cluster, a.ranks[0])
+
+
+def test_an_interrupt_ends_a_replica_whose_lighthouse_is_away(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        (a,) = cluster.start_all("a")
+        cluster.lighthouse.kill()
+        cluster.wait_for_event(a, "disconnected")
+        interrupt(cluster, a.ranks[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_lighthouse_that_has_sessions(tmp_path: Path, number: signal.Signals) -> None:
+    with Cluster(tmp_path) as cluster:
+        (a,) = cluster.start_all("a")
+        cluster.lighthouse.signal(number)
+        cluster.wait_until(lambda: not cluster.lighthouse.session(), "the lighthouse ends", INTERRUPT_LIMIT_S)
+        assert "Traceback" not in cluster.lighthouse.log_text()
+        cluster.wait_for_event(a, "disconnected")
+        cluster.start_lighthouse()
+        cluster.wait_for_quorum_of(a)

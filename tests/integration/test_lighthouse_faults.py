@@ -1,0 +1,82 @@
+"""The lighthouse dies or is away: no replica restarts, and ids go on where they were."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster
+from tests.integration.options import WorkerOptions
+
+pytestmark = pytest.mark.integration
+
+OUTAGE_S = 10.0
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+def test_steps_go_on_under_growing_ids_after_the_lighthouse_is_killed_and_restarted(
+    tmp_path: Path, use_async_quorum: bool
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(use_async_quorum=use_async_quorum)
+        a, b = cluster.start_all("ab", options=options)
+        for _ in range(2):
+            used = a.last_commit.quorum_id
+            since = time.time()
+            cluster.lighthouse.kill()
+            for group in (a, b):
+                cluster.wait_for_event(group, "disconnected", since)
+            cluster.start_lighthouse()
+            cluster.wait_for_quorum_of(a, b)
+            assert a.last_commit.quorum_id >= used
+
+        c = cluster.start("c", options=options)
+        cluster.wait_for_quorum_of(a, b, c)
+        assert c.last_commit.quorum_id > used
+
+
+def test_training_waits_for_a_lighthouse_that_is_away_for_long(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab")
+        cluster.lighthouse.kill()
+        for group in (a, b):
+            cluster.wait_for_event(group, "disconnected")
+        time.sleep(OUTAGE_S)  # the fault itself has this length
+        steps = a.step, b.step
+        cluster.start_lighthouse()
+        cluster.wait_for_quorum_of(a, b)
+        assert steps < (a.step, b.step)
+
+
+def test_a_replica_that_dies_while_the_lighthouse_is_away_is_left_behind(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b, c = cluster.start_all("abc")
+        cluster.lighthouse.kill()
+        cluster.wait_for_event(a, "disconnected")
+        c.kill()
+        cluster.start_lighthouse()
+        cluster.wait_for_quorum_of(a, b)
+
+
+def test_a_stopped_lighthouse_is_found_and_heard_again_when_continued(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab")
+        cluster.lighthouse.signal(signal.SIGSTOP)
+        for group in (a, b):
+            cluster.wait_for_event(group, "disconnected")
+        cluster.lighthouse.signal(signal.SIGCONT)
+        cluster.wait_for_quorum_of(a, b)
+
+
+def test_a_trainer_gives_up_with_a_clear_error_when_the_lighthouse_stays_away(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        (a,) = cluster.start_all("a", options=WorkerOptions(quorum_timeout_s=1.0))
+        cluster.lighthouse.kill()
+        cluster.wait_for_end(a)
+        assert a.ranks[0].exit_code == 1
+        error = a.ranks[0].log_text().splitlines()[-1]
+        assert "QuorumTimeoutError" in error
+        assert cluster.lighthouse_address.removeprefix("http://") in error

@@ -1,0 +1,35 @@
+"""Replica groups of two ranks: one rank fails, its whole group leaves, the others go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_group_that_lost_a_rank_leaves_as_a_whole_and_heals_when_restarted(
+    tmp_path: Path, lost_rank: int, number: signal.Signals
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab", size=2)
+        lost, left_over = b.ranks[lost_rank], b.ranks[1 - lost_rank]
+        left_over.may_end = True
+        lost.signal(number)
+        cluster.wait_for_quorum_of(a)
+        assert {event["member"] for event in a.events("loss")} == {b.replica_id}
+        cluster.wait_until(lambda: left_over.exit_code is not None, "the other rank of the group ends")
+        assert left_over.exit_code
+        assert "GroupLostError" in left_over.log_text()
+
+        b.kill()
+        again = cluster.start("b", size=2)
+        cluster.wait_for_quorum_of(a, again)
+        for rank in again.ranks:
+            assert rank.events("heal")

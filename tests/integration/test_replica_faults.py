@@ -1,0 +1,140 @@
+"""A replica group of one rank dies, stops or hangs, anywhere; the others go on, and it comes back."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster, Group
+from tests.integration.options import WorkerOptions
+
+pytestmark = pytest.mark.integration
+
+ASYNC_AND_SYNC = pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+KILL_AND_STOP = pytest.mark.parametrize("act", ["kill", "stop"])
+
+
+def assert_lost(lost: Group, by: list[Group], since: float = 0.0) -> None:
+    """All of these were told that this one is gone, and had a step fail for it."""
+    for group in by:
+        assert lost.replica_id in [event["member"] for event in group.events("loss", since)]
+        assert group.failures(since)
+
+
+@ASYNC_AND_SYNC
+def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_quorum: bool) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(use_async_quorum=use_async_quorum)
+        a, b, c = cluster.start_all("abc", options=options)
+        c.kill()
+        cluster.wait_for_quorum_of(a, b)
+        assert a.events("loss")[-1]["member"] == c.replica_id
+
+        again = cluster.start("c", options=options)
+        cluster.wait_for_quorum_of(a, b, again)
+        assert again.events("heal")
+
+
+@pytest.mark.parametrize("reduce", ["ddp", "manager"])
+def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(tmp_path: Path, reduce: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(reduce=reduce)
+        a, b = cluster.start_all("ab", options=options)
+        c = cluster.start("c", options=replace(options, faults=("kill@backward:1",)))
+        since = cluster.wait_for_fault(c)
+        cluster.wait_for_quorum_of(a, b)
+        assert_lost(c, by=[a, b], since=since)
+
+
+@ASYNC_AND_SYNC
+def test_a_replica_that_stopped_inside_a_collective_is_left_behind_and_heals_when_continued(
+    tmp_path: Path, use_async_quorum: bool
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(use_async_quorum=use_async_quorum)
+        a, b = cluster.start_all("ab", options=options)
+        c = cluster.start("c", options=replace(options, faults=("stop@backward:1",)))
+        since = cluster.wait_for_fault(c)
+        cluster.wait_until(lambda: c.ranks[0].is_stopped, "c is stopped")
+        cluster.wait_for_quorum_of(a, b)
+        assert_lost(c, by=[a, b], since=since)
+
+        c.signal(signal.SIGCONT)
+        cluster.wait_for_quorum_of(a, b, c)
+        assert c.events("heal", since)
+
+
+@KILL_AND_STOP
+def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_path: Path, act: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab")
+        c = cluster.start("c", options=WorkerOptions(faults=(f"{act}@configure:0",)))
+        since = cluster.wait_for_fault(c)
+        cluster.wait_for_quorum_of(a, b)
+        assert_lost(c, by=[a, b], since=since)
+
+        if act == "stop":
+            c.signal(signal.SIGCONT)
+            cluster.wait_for_quorum_of(a, b, c)
+
+
+@KILL_AND_STOP
+def test_a_joiner_commits_after_a_member_fails_while_the_group_is_configured(
+    tmp_path: Path, act: str
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start("a"), cluster.start("b", options=WorkerOptions(faults=(f"{act}@configure:1",)))
+        cluster.wait_for_quorum_of(a, b)
+        c = cluster.start("c")
+        since = cluster.wait_for_fault(b)
+        cluster.wait_for_quorum_of(a, c)
+        assert_lost(b, by=[a, c], since=since)
+
+        if act == "stop":
+            b.signal(signal.SIGCONT)
+            cluster.wait_for_quorum_of(a, b, c)
+
+
+def test_the_others_commit_after_the_join_timeout_while_a_trainer_hangs(tmp_path: Path) -> None:
+    with Cluster(tmp_path, join_timeout_ms=500) as cluster:
+        a, b = cluster.start_all("ab")
+        c = cluster.start("c", options=WorkerOptions(faults=("hang@step:1",)))
+        since = cluster.wait_for_fault(c)
+        cluster.wait_for_quorum_of(a, b)
+        assert not a.events("loss", since), "c answers, so it is not lost"
+
+        c.signal(signal.SIGUSR1)
+        cluster.wait_for_quorum_of(a, b, c)
+        assert c.events("heal", since)
+
+
+def test_the_others_commit_after_the_operation_timeout_while_a_trainer_hangs_in_a_step(
+    tmp_path: Path,
+) -> None:
+    with Cluster(tmp_path, join_timeout_ms=500) as cluster:
+        options = WorkerOptions(timeout_s=2.0)
+        a, b = cluster.start_all("ab", options=options)
+        c = cluster.start("c", options=replace(options, faults=("hang@backward:1",)))
+        since = cluster.wait_for_fault(c)
+        cluster.wait_for_quorum_of(a, b)
+        assert a.failures(since)
+        assert not a.events("loss", since), "c answers, so it is not lost"
+
+        c.signal(signal.SIGUSR1)
+        cluster.wait_for_quorum_of(a, b, c)
+        assert c.events("heal", since)
+
+
+def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:
+    options = WorkerOptions(min_replica_size=2, world_size_mode="FIXED_WITH_SPARES")
+    with Cluster(tmp_path, min_replicas=2) as cluster:
+        groups = cluster.start_all("abc", options=options)
+        spare = next(group for group in groups if not group.last_commit.participating)
+        dies, stays = (group for group in groups if group is not spare)
+        dies.kill()
+        cluster.wait_for_quorum_of(stays, spare)
+        assert spare.last_commit.participating
+        assert {commit.participants for commit in cluster.history().commits} == {2}

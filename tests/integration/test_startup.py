@@ -1,0 +1,81 @@
+"""What a trainer says when it cannot start: one clear error, with the culprit's name."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster
+from tests.integration.options import WorkerOptions
+from torchft_like import Manager, ProcessGroupDummy
+from torchft_like.errors import AddressError, ConfigError
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """A server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def assert_connect_error(cluster: Cluster, address: str) -> None:
+    """A trainer ends within its `connect_timeout` with an error that names the address."""
+    cluster.lighthouse_address = f"http://{address}"
+    a = cluster.start("a", options=WorkerOptions(connect_timeout_s=1.0))
+    cluster.wait_for_end(a)
+    assert a.ranks[0].exit_code == 1
+    error = a.ranks[0].log_text().splitlines()[-1]
+    assert "ConnectError" in error
+    assert address in error
+    assert "check" in error
+
+
+def test_a_trainer_without_a_lighthouse_ends_with_an_error_that_names_the_address(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        cluster.lighthouse.kill()
+        assert_connect_error(cluster, cluster.lighthouse_address.removeprefix("http://"))
+
+
+def test_a_trainer_whose_lighthouse_is_silent_ends_with_an_error_that_names_the_address(
+    tmp_path: Path, silent_address: str
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        assert_connect_error(cluster, silent_address)
+
+
+VARIABLES = (
+    "TORCHFT_MANAGER_PORT",
+    "TORCHFT_TIMEOUT_SEC",
+    "TORCHFT_QUORUM_TIMEOUT_SEC",
+    "TORCHFT_CONNECT_TIMEOUT_SEC",
+    "TORCHFT_QUORUM_RETRIES",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+def make_manager() -> Manager:
+    return Manager(
+        pg=ProcessGroupDummy(0, 1), load_state_dict=lambda _: None, state_dict=dict, min_replica_size=1
+    )
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_variable_that_is_not_a_number_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
+    monkeypatch.setenv(variable, "soon")
+    with pytest.raises(ConfigError, match=f"{variable}.*'soon'"):
+        make_manager()
+
+
+def test_a_lighthouse_address_that_is_none_is_an_error_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "localhost")
+    with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
+        make_manager()
