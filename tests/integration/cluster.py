@@ -46,7 +46,13 @@ class Daemon:
         environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     @property
@@ -60,7 +66,7 @@ class Daemon:
 
     def session(self) -> list[int]:
         """Ids of all living processes of its session, itself included."""
-        return [pid for pid in psutil.pids() if _is_alive(pid) and _session_of(pid) == self._process.pid]
+        return [pid for pid in psutil.pids() if _session_of(pid) == self._process.pid and _is_alive(pid)]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process that was started. After a deadly one it may end."""

@@ -14,7 +14,7 @@ from tests.integration.journal import Journal, JournalReader
 
 pytestmark = pytest.mark.integration
 
-PARENT = "import subprocess, sys; print('up', flush=True); subprocess.run([sys.executable, '-c', 'input()'])"
+PARENT = "import subprocess; subprocess.run(['sleep', '600'])"
 
 
 def test_a_wait_that_fails_shows_the_logs_and_ends_the_lighthouse(tmp_path: Path) -> None:
