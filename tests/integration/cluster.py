@@ -64,9 +64,9 @@ class Daemon:
     def is_stopped(self) -> bool:
         return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
 
-    def session(self) -> list[int]:
-        """Ids of all living processes of its session, itself included."""
-        return [pid for pid in psutil.pids() if _session_of(pid) == self._process.pid and _is_alive(pid)]
+    def session(self) -> list[psutil.Process]:
+        """All living processes of its session, itself included."""
+        return [process for process in psutil.process_iter() if _is_alive_in(process, self._process.pid)]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process that was started. After a deadly one it may end."""
@@ -81,8 +81,11 @@ class Daemon:
     def end(self) -> None:
         """Kill the whole session, stopped processes too, and wait for its leader."""
         self.may_end = True
-        for pid in self.session():
-            _kill(pid)
+        while members := self.session():
+            for member in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(members, timeout=1.0)
         self._process.wait()
 
     def log_text(self) -> str:
@@ -346,20 +349,8 @@ def _heal(record: Record) -> Heal:
     return Heal(record["time"], record["replica_id"], record["group_rank"])
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive_in(process: psutil.Process, session: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return False
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
