@@ -85,8 +85,8 @@ class Daemon:
             for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
+            self._process.wait()  # first: psutil would take its exit code away
             psutil.wait_procs(members, timeout=1.0)
-        self._process.wait()
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
