@@ -1,0 +1,503 @@
+"""State survives the stream bit for bit, and nothing but that state comes out of a damaged one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import struct
+import zlib
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchft_like.checkpointing import state_stream
+from torchft_like.checkpointing.state_stream import (
+    EncodedState,
+    IncomingState,
+    dump_state,
+    load_state,
+    read_header,
+)
+from torchft_like.checkpointing.state_tree import DEPTH_MAX
+from torchft_like.errors import CheckpointError, CheckpointFormatError
+
+# torch says this of every complex32 tensor, wherever it is made.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ),
+    *(torch.bool, torch.complex64, torch.complex128, torch.complex32),
+]
+
+
+def round_trip(state: object) -> Any:
+    return load_state(dump_state(state))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type, value and, for floats, bits."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
+    if isinstance(left, np.ndarray | np.generic):
+        return bool(
+            left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        )
+    if isinstance(left, dict):
+        return len(left) == len(right) and all(
+            same(a, b) and same(left[a], right[b]) for a, b in zip(left, right, strict=True)
+        )
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return struct.pack("<d", left) == struct.pack("<d", right)
+    if isinstance(left, complex):
+        return same([left.real, left.imag], [right.real, right.imag])
+    return bool(left == right)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+SCALARS: list[object] = [
+    *(None, True, False, 0, 1, -1, 2**63 - 1, -(2**63), 2**64, -(2**200), 1 << 20_000),
+    *(0.0, -0.0, 1.5, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 0.1),
+    *(
+        struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0],
+        complex(1, -0.0),
+        complex(math.nan, math.inf),
+    ),
+    *("", "text", "naïve 日本 🙂", '\x00\n"\\', "\ud800", "\ud83d\ude00", b"", b"\x00\xff" * 100),
+    *(
+        torch.Size([2, 3]),
+        torch.Size([]),
+        torch.float32,
+        torch.bfloat16,
+        torch.device("cpu"),
+        torch.device("cuda:3"),
+    ),
+    *(np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.float64(math.nan)),
+]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
+def test_scalar_comes_back_with_its_type_and_bits(value: object) -> None:
+    assert same(round_trip(value), value)
+    assert same(round_trip({"key": [value, (value,)]}), {"key": [value, (value,)]})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7, 5)], ids=str)
+def test_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size = math.prod(shape) * dtype.itemsize
+    data = bytearray(
+        random.Random(0).randbytes(size) if dtype is not torch.bool else bytes([1, 0] * size)[:size]
+    )
+    flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    assert same(round_trip({"t": tensor}), {"t": tensor})
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.T,
+        lambda t: t[::2, 1:],
+        lambda t: t[0],
+        lambda t: t[2, 3],
+        lambda t: t.unsqueeze(0).expand(3, -1, -1),
+        lambda t: t.flip(0),
+        lambda t: t.reshape(2, 2, 2, 4).to(memory_format=torch.channels_last),
+        lambda t: torch.complex(t, t).conj(),
+        lambda t: torch.complex(t, t).conj().imag,
+    ],
+    ids=["T", "stride", "row", "cell", "expand", "flip", "channels_last", "conj", "neg"],
+)
+def test_views_arrive_with_the_values_that_they_show(view: Any) -> None:
+    tensor = view(torch.arange(32, dtype=torch.float32).reshape(4, 8)[:4])
+    (received,) = round_trip([tensor])
+    assert torch.equal(received, tensor.resolve_conj().resolve_neg())
+    assert received.is_contiguous()
+    assert received._base is None
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f4", "<i2", "|b1", "<c16", "<u8", "<f2"])
+def test_numpy_array_keeps_dtype_and_byte_order(dtype: str) -> None:
+    array = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    for view in (
+        array,
+        array[:, ::-1, 1:],
+        array[0, 0, 0:0],
+        np.array(3).astype(dtype),
+        np.asfortranarray(array),
+    ):
+        assert same(round_trip(view), view)
+
+
+def test_a_read_only_array_travels() -> None:
+    array = np.arange(4)
+    array.flags.writeable = False
+    assert same(round_trip(array), array)
+
+
+def test_dict_keys_keep_their_types_and_order() -> None:
+    state = {
+        3: "int",
+        "3": "str",
+        True: "bool",
+        2.5: "float",
+        None: "none",
+        ("a", 1, (2,)): "tuple",
+        -1: "negative",
+    }
+    assert same(round_trip(state), state)
+
+
+def test_ordered_dict_and_counter_keep_their_types() -> None:
+    state = {"o": OrderedDict([("b", 1), ("a", 2)]), "c": Counter("aab")}
+    assert same(round_trip(state), state)
+
+
+def test_a_model_and_its_optimizer_continue_where_they_were() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 36, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    model(torch.randn(4, 1, 8, 8)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    received = round_trip(state)
+    assert same(received, state)
+    assert vars(received["model"])["_metadata"] == vars(state["model"])["_metadata"]
+    optimizer.load_state_dict(received["optim"])
+    model.load_state_dict(received["model"])
+    schedule.load_state_dict(received["schedule"])
+
+
+def test_generator_states_travel() -> None:
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.default_rng().bit_generator.state,
+    }
+    assert same(round_trip(state), state)
+
+
+def test_tied_weights_are_sent_once_and_are_one_memory_again() -> None:
+    weight = torch.randn(1000, 1000)
+    state = {"wte": weight, "head": weight.detach(), "other": weight.clone()}
+    assert EncodedState(state).nbytes < 2.1 * weight.nbytes
+    received = round_trip(state)
+    assert received["wte"].data_ptr() == received["head"].data_ptr() != received["other"].data_ptr()
+
+
+def test_overlapping_views_are_equal_but_no_longer_alias() -> None:
+    whole = torch.arange(10.0)
+    received = round_trip([whole, whole[2:5]])
+    assert torch.equal(received[0][2:5], received[1])
+    received[0].zero_()
+    assert received[1].tolist() == [2.0, 3.0, 4.0]
+
+
+def test_a_parameter_arrives_as_a_plain_tensor() -> None:
+    (received,) = round_trip([nn.Parameter(torch.ones(2))])
+    assert type(received) is torch.Tensor
+    assert not received.requires_grad
+
+
+def test_received_tensors_do_not_hold_each_other_alive() -> None:
+    received = round_trip([torch.ones(4), torch.ones(100_000)])
+    assert received[0].untyped_storage().nbytes() == 16
+
+
+def test_a_snapshot_does_not_change_with_the_state() -> None:
+    tensor = torch.ones(5)
+    encoded = EncodedState([tensor])
+    tensor.zero_()
+    assert same(load_state(b"".join(encoded.part())), [torch.ones(5)])
+
+
+class Foo:
+    pass
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"optimizer": {"state": [0, {"foo": Foo()}]}},
+            r"^optimizer\.state\[1\]\.foo is a .*\.Foo: it does not travel",
+        ),
+        ({"layer.0": Foo()}, r"^\['layer\.0'\] is a "),
+        (Foo(), "^the state is a "),
+        ([{1, 2}], r"^\[0\] is a set"),
+        ([print], r"^\[0\] is a builtin_function_or_method"),
+        ([defaultdict(int)], r"collections\.defaultdict"),
+        ([Point(1, 2)], "Point"),
+        ({Foo(): 1}, "the state has a key of type .*Foo"),
+        ({"a": {b"key": 1}}, "a has a key of type bytes"),
+        ([np.array(["text"])], "numpy dtype <U4; only numbers travel"),
+        ([np.array([Foo()])], "numpy dtype object"),
+        ([torch.eye(2).to_sparse()], r"layout torch\.sparse_coo"),
+        ([torch.empty(2, device="meta")], "device meta"),
+        ([torch.empty(2, dtype=vars(torch)["uint4"])], r"dtype torch\.uint4"),
+    ],
+)
+def test_a_type_outside_the_schema_is_refused_at_the_sender_with_its_path(
+    state: object, message: str
+) -> None:
+    with pytest.raises(CheckpointFormatError, match=message):
+        EncodedState(state)
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: list[object] = []
+    state.append(state)
+    with pytest.raises(CheckpointFormatError, match="deeper than 64 levels, or contains itself"):
+        EncodedState(state)
+
+
+def test_nesting_up_to_the_limit_travels() -> None:
+    state: object = 1
+    for _ in range(DEPTH_MAX):
+        state = [state]
+    assert round_trip(state) == state
+
+
+def test_a_description_that_is_too_large_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_stream, "HEADER_BYTES_MAX", 1000)
+    with pytest.raises(CheckpointFormatError, match="keep large lists of numbers in tensors"):
+        EncodedState(list(range(1000)))
+
+
+def test_a_header_that_claims_too_much_is_refused_before_it_is_read() -> None:
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 1, 2**32 - 1, 0)
+    with pytest.raises(CheckpointFormatError, match="the header claims 4294967295 bytes"):
+        load_state(prefix)
+
+
+def test_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_stream, "CHUNK_BYTES", 1000)
+    state = {
+        "a": torch.randn(333),
+        "b": [torch.arange(5), torch.empty(0), torch.randn(70, 7)],
+        "c": b"x" * 999,
+    }
+    encoded = EncodedState(state)
+    for count in (1, 2, 3, 7, 50):
+        parts = [b"".join(encoded.part(index, count)) for index in range(count)]
+        assert [len(part) for part in parts] == [encoded.part_nbytes(index, count) for index in range(count)]
+        incoming = IncomingState(read_header(io.BytesIO(parts[0])))
+        incoming.allocate()
+        for index in reversed(range(count)):
+            source = io.BytesIO(parts[index])
+            assert read_header(source) == incoming.header
+            incoming.check_length(len(parts[index]) - incoming.header_nbytes, index, count)
+            incoming.read_part(source, index, count)
+        assert same(incoming.state(), state)
+
+
+# ------------------------------------------------------------------------------- properties
+
+keys = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2).map(tuple),
+    max_leaves=3,
+)
+tensors = st.builds(
+    lambda data, dtype: torch.frombuffer(bytearray(data * dtype.itemsize), dtype=dtype),
+    st.binary(min_size=1, max_size=9),
+    st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]),
+)
+states = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+    | tensors,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(states)
+def test_every_state_comes_back_as_it_was(state: object) -> None:
+    assert same(round_trip(state), state)
+
+
+SAMPLE = dump_state(
+    OrderedDict(
+        model={"w": torch.arange(300.0), "b": torch.ones(3, dtype=torch.bfloat16)},
+        optim={
+            0: {"step": 2**70, "nan": math.nan},
+            (1, "x"): [None, True, 1j, "t", b"bytes", np.arange(4), np.int8(1)],
+        },
+        rest=(torch.Size([2]), torch.float16, torch.device("cpu"), Counter("ab"), torch.empty(0)),
+    )
+)
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "drop"]),
+        st.integers(0, len(SAMPLE)),
+        st.binary(min_size=1, max_size=8),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(data: bytes, operations: list[tuple[str, int, bytes]]) -> bytes:
+    for operation, place, junk in operations:
+        at = place % (len(data) + 1)
+        match operation:
+            case "flip":
+                old = data[at : at + len(junk)]
+                data = (
+                    data[:at] + bytes(a ^ b for a, b in zip(old, junk, strict=False)) + data[at + len(old) :]
+                )
+            case "cut":
+                data = data[:at]
+            case "insert":
+                data = data[:at] + junk + data[at:]
+            case _:
+                data = data[:at] + data[at + len(junk) :]
+    return data
+
+
+@settings(max_examples=1000, deadline=None)
+@given(edits)
+def test_damage_anywhere_is_found_and_reported_as_a_format_error(
+    operations: list[tuple[str, int, bytes]],
+) -> None:
+    data = edited(SAMPLE, operations)
+    if data == SAMPLE:
+        assert load_state(data) is not None
+        return
+    with pytest.raises(CheckpointFormatError):
+        load_state(data)
+
+
+def test_every_single_flipped_bit_of_the_prefix_and_every_truncation_is_found() -> None:
+    for bit in range(20 * 8):
+        data = bytearray(SAMPLE)
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointFormatError):
+            load_state(bytes(data))
+    for length in range(0, len(SAMPLE), 7):
+        with pytest.raises(CheckpointFormatError):
+            load_state(SAMPLE[:length])
+
+
+def forged(header: object | bytes, payload: bytes = b"") -> bytes:
+    """A stream whose checksums are right, as a peer that lies would make it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 1, len(text), zlib.crc32(text))
+    return prefix + text + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4)
+    | st.sampled_from(
+        ["list", "dict", "tensor", "array", "scalar", "bytes", "str", "int", "float32", "<f4", "0x1", "ff"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        | st.tuples(
+            st.sampled_from(["list", "tuple", "dict", "ordered_dict", "counter", "size"]), st.lists(inner)
+        ).map(list)
+        | st.tuples(st.sampled_from(["dict", "counter"]), st.lists(st.tuples(inner, inner))).map(list)
+        | st.tuples(
+            st.sampled_from(["tensor", "array"]),
+            st.integers(-1, 2),
+            st.sampled_from(["float32", "bool", "<f4", "|b1", "<f99", "|i3"]),
+            st.lists(st.sampled_from([0, 1, 2, 4, 16, 2**62, 2**63, -1])),
+        ).map(list)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(json_values)
+def test_a_lying_header_gives_a_state_or_a_format_error_and_nothing_else(tree: object) -> None:
+    with contextlib.suppress(CheckpointFormatError):
+        load_state(forged({"buffers": [16, 0], "tree": tree}, b"\x01" * 16 + b"\x00" * 48))
+
+
+@settings(max_examples=300, deadline=None)
+@given(json_values)
+def test_a_lying_list_of_buffers_gives_a_state_or_a_format_error_and_nothing_else(sizes: object) -> None:
+    for header in (sizes, {"buffers": sizes, "tree": None}, {"buffers": [sizes], "tree": None}):
+        with contextlib.suppress(CheckpointFormatError):
+            load_state(forged(header))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"buffers":[],"tree":NaN}',
+        b'{"buffers":[],"tree":' + b"9" * 5000 + b"}",
+        json.dumps({"buffers": [2**61], "tree": ["bytes", 0]}).encode(),
+        json.dumps({"buffers": [True], "tree": None}).encode(),
+        json.dumps({"buffers": [], "tree": ["device", "gpu of mine"]}).encode(),
+        json.dumps({"buffers": [], "tree": ["dict", [["a", 1], ["a", 2]]]}).encode(),
+        json.dumps({"buffers": [], "tree": ["dict", [[["list", []], 1]]]}).encode(),
+        json.dumps({"buffers": [0], "tree": ["tensor", 0, "float32", [0, 2**62, 2**62]]}).encode(),
+        json.dumps({"buffers": [0], "tree": ["array", 0, "<f4", [0, 2**62, 2**62]]}).encode(),
+    ],
+    ids=range(11),
+)
+def test_a_forged_header_is_refused(header: bytes) -> None:
+    with pytest.raises(CheckpointFormatError):
+        load_state(forged(header))
+
+
+def test_a_torch_file_is_refused_as_another_format() -> None:
+    with pytest.raises(CheckpointFormatError, match="this is no state stream: it begins with b'PK"):
+        load_state(b"PK\x03\x04" + bytes(100))
+
+
+def test_format_errors_are_checkpoint_errors_and_value_errors() -> None:
+    assert issubclass(CheckpointFormatError, CheckpointError)
+    assert issubclass(CheckpointFormatError, ValueError)
