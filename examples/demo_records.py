@@ -1,0 +1,151 @@
+"""What the replicas wrote, read while the files grow: metrics of the script, events of its Manager.
+
+Nothing here asks a replica anything: the demo knows what these files say and no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One step as the training script saw it; `time` is seconds since the Unix epoch."""
+
+    time: float
+    replica: int
+    step: int
+    loss: float
+    participants: int
+    participating: bool  # False where the replica healed in this step
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A step that a replica committed; `time` is seconds since the Unix epoch."""
+
+    time: float
+    step: int
+    quorum_id: int
+
+
+class JsonLines:
+    """New records of a file that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The complete lines since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().rpartition(b"\n")[0]
+        if not lines:
+            return []
+        self._offset += len(lines) + 1
+        return [json.loads(line) for line in lines.splitlines()]
+
+
+class ReplicaRecords:
+    """Everything that one replica has written so far."""
+
+    def __init__(self, events: Path, metrics: Path) -> None:
+        self._event_lines = JsonLines(events)
+        self._metric_lines = JsonLines(metrics)
+        self.metrics: list[Metric] = []
+        self.commits: list[Commit] = []
+        self.healing = False  # the last quorum says that it fetches state, and it has not committed since
+
+    def update(self) -> Sequence[Record]:
+        """Read on; returns the new event records."""
+        self.metrics += [Metric(**record) for record in self._metric_lines.read()]
+        events = self._event_lines.read()
+        for event in events:
+            if event["kind"] == "quorum":
+                self.healing = event["replica_id"] in event["healing"]
+            elif event["kind"] == "commit" and event["committed"]:
+                self.healing = False
+                self.commits.append(Commit(event["time"], event["step"], event["quorum_id"]))
+        return events
+
+    @property
+    def step(self) -> int:
+        """Steps committed, as of its last progress; 0 before the first."""
+        return self.metrics[-1].step if self.metrics else 0
+
+
+def first_metric_of_each_step(metrics: Iterable[Metric]) -> list[Metric]:
+    """One metric per committed step, by step; a step that was tried again counts once."""
+    first: dict[int, Metric] = {}
+    for metric in sorted(metrics, key=lambda metric: metric.time):
+        if metric.participating:
+            first.setdefault(metric.step, metric)
+    return [first[step] for step in sorted(first)]
+
+
+class Story:
+    """Turns event records into lines for people, each fact once however many replicas report it."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, events: Iterable[Record]) -> list[tuple[float, str]]:
+        """(time, line) of each event that is news."""
+        lines = []
+        for event in events:
+            text = _describe(event)
+            if text is not None and text not in self._told:
+                self._told.add(text)
+                lines.append((event["time"], text))
+        return sorted(lines)
+
+
+def short_name(replica_id: str) -> str:
+    """A replica id without the part that is new in every incarnation."""
+    return replica_id.partition(":")[0]
+
+
+def _describe(event: Record) -> str | None:
+    who = short_name(event["replica_id"])
+    match event["kind"]:
+        case "quorum" if event["reconfigured"]:
+            return _describe_quorum(event)
+        case "loss":
+            return f"quorum {event['quorum_id']} lost {short_name(event['member'])}: {event['reason']}"
+        case "heal":
+            size, source = event["bytes"] / 1e6, short_name(event["source"])
+            return f"{who} healed from {source}: {size:.1f} MB in {event['seconds']:.2f} s"
+        case "disconnected" | "connected":
+            return f"{who} {event['kind']}: lighthouse {event['address']}"
+    return None
+
+
+def _describe_quorum(event: Record) -> str:
+    changes = [
+        f"{short_name(name)} {verb}"
+        for field, verb in (("joined", "joined"), ("left", "left"), ("healing", "heals"))
+        for name in event[field]
+    ]
+    members = ", ".join(sorted(map(short_name, event["members"])))
+    return f"quorum {event['quorum_id']}: {members}" + (f" ({'; '.join(changes)})" if changes else "")
+
+
+def problems(results: Mapping[int, Record | None], steps: int) -> list[str]:
+    """Why the replicas do not hold the same trained state; empty when they do, bit for bit."""
+    found = []
+    for replica, result in results.items():
+        if result is None:
+            found.append(f"replica {replica} printed no digest")
+        elif result["step"] != steps:
+            found.append(f"replica {replica} ended at step {result['step']}, not at {steps}")
+    digests = {result["digest"] for result in results.values() if result is not None}
+    if len(digests) > 1:
+        found.append(f"the replicas hold {len(digests)} different states")
+    return found

@@ -1,0 +1,155 @@
+"""Train a small GPT on the source text of Python's standard library; any replica may die on the way.
+
+Start a lighthouse, then one process per replica group, as many as you like:
+
+    python -m lighthouse --bind 127.0.0.1:29510 --min_replicas 2
+    TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 python examples/train_ddp.py --replica-id 0
+    TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 python examples/train_ddp.py --replica-id 1
+
+or let torchrun start them, and start them again when they fail:
+
+    TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 \\
+        torchrun --standalone --nproc_per_node=1 --max-restarts=3 examples/train_ddp.py --replica-id 0
+
+Kill one, stop one, start it again: the others go on, and the one that comes back fetches their
+state. What makes it so is the Manager and two wrappers; the loop is an ordinary training loop.
+With TORCHFT_EVENT_FILE set, the Manager appends what happens to that file, one JSON record a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_gpt import TinyGPT, next_byte_loss
+from torch import Tensor
+
+from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft_like.digest import state_digest
+from torchft_like.shutdown_signals import stop_on_signals
+
+CONTEXT = 128  # bytes that the model sees at once
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+    data = StandardLibraryText(args)
+    model = TinyGPT(context=CONTEXT)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+    def save_state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optim": adamw.state_dict()}
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        adamw.load_state_dict(state["optim"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=load_state,
+        state_dict=save_state,
+        min_replica_size=args.min_replicas,
+        replica_id=f"replica-{args.replica_id}",
+    )
+    with manager, stop_on_signals() as stop:
+        ddp_model = DistributedDataParallel(manager, model)
+        optimizer = Optimizer(manager, adamw)
+        progress = Progress(args, manager)
+
+        while manager.current_step() < args.steps and not stop.requested:
+            inputs, targets = data.batch(manager.current_step())
+            optimizer.zero_grad()
+            loss = next_byte_loss(ddp_model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            progress.report(loss.item())
+
+        result = {"replica": args.replica_id, "step": manager.current_step()}
+    print(json.dumps({**result, "digest": state_digest(save_state())}), flush=True)
+
+
+class StandardLibraryText:
+    """The text, cut into windows; each replica reads every n-th of them, in an order of its own.
+
+    A batch depends on the seed, the replica and the step alone: a step that is tried again, or a
+    replica that was started again, sees the same bytes.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = bytearray(b"".join(file.read_bytes() for file in files))
+        self.bytes = torch.frombuffer(text, dtype=torch.uint8)
+        self.shard = range(args.replica_id, (len(text) - 1) // CONTEXT, args.num_replicas)
+        self.batch_size = args.batch_size
+        self.key = f"{args.seed}/{args.replica_id}"
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, `[batch_size, CONTEXT]` int64 each; targets are one byte ahead."""
+        chosen = random.Random(f"{self.key}/{step}").sample(self.shard, self.batch_size)
+        windows = [self.bytes[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in chosen]
+        tokens = torch.stack(windows).long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class Progress:
+    """A line on the terminal every few steps; every step as a JSON line in the metrics file."""
+
+    def __init__(self, args: argparse.Namespace, manager: Manager) -> None:
+        self.args = args
+        self.manager = manager
+        self.file = open(args.metrics_file, "a", buffering=1) if args.metrics_file else None  # noqa: SIM115
+        self.began = time.monotonic()
+
+    def report(self, loss: float) -> None:
+        """One step is over; `loss` is of this replica's batch, before the step."""
+        step, participants = self.manager.current_step(), self.manager.num_participants()
+        if self.file:
+            record = {
+                "time": time.time(),
+                "replica": self.args.replica_id,
+                "step": step,
+                "loss": loss,
+                "participants": participants,
+                "participating": self.manager.is_participating(),  # not while it heals
+            }
+            self.file.write(json.dumps(record) + "\n")
+        if step % self.args.log_every == 0:
+            print(f"step {step:5d}  loss {loss:.3f}  participants {participants}", flush=True)
+        self.pace()
+
+    def pace(self) -> None:
+        """Sleep out the rest of `--step-time`."""
+        time.sleep(max(0.0, self.began + self.args.step_time - time.monotonic()))
+        self.began = time.monotonic()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT with fault-tolerant data parallelism.")
+    parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
+    parser.add_argument("--num-replicas", type=int, default=3, help="replica groups that share the data")
+    parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
+    parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
+    parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at the least")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between two progress lines")
+    parser.add_argument("--metrics-file", type=Path, help="append a JSON line per step to this file")
+    args = parser.parse_args()
+    if not 0 <= args.replica_id < args.num_replicas:
+        parser.error(f"--replica-id {args.replica_id} is not in 0..{args.num_replicas - 1} (--num-replicas)")
+    return args
+
+
+if __name__ == "__main__":
+    main()

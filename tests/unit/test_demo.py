@@ -1,0 +1,137 @@
+"""The parts of the demo that decide, measure and compare, without a process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from demo_faults import NEVER, Fault, plan
+from demo_records import Commit, JsonLines, Metric, Story, first_metric_of_each_step, problems
+from demo_view import sparkline
+
+
+def commits(quorum_id: int, first_step: int, *times: float) -> list[Commit]:
+    """Steps `first_step`, `first_step + 1`, ... of one quorum, at these times."""
+    return [Commit(time, first_step + index, quorum_id) for index, time in enumerate(times)]
+
+
+def killed_at_ten() -> Fault:
+    fault = Fault("SIGKILL", victim=1, at_step=2, away_steps=2)
+    fault.did("strike", 10.0)
+    return fault
+
+
+class TestFault:
+    def test_strikes_only_when_the_slowest_has_come_so_far(self) -> None:
+        fault = Fault("SIGKILL", victim=1, at_step=2, away_steps=2)
+        behind = {0: commits(1, 1, 8.0, 9.0), 1: commits(1, 1, 8.0)}
+        level = {0: commits(1, 1, 8.0, 9.0), 1: commits(1, 1, 8.0, 9.0)}
+        assert fault.next_act({0: [], 1: []}, 7.0) is None
+        assert fault.next_act(behind, 9.0) is None
+        assert fault.next_act(level, 9.0) == "strike"
+
+    def test_a_late_commit_of_the_old_quorum_is_no_recovery(self) -> None:
+        fault = killed_at_ten()
+        both = {0: commits(1, 1, 8.0, 9.0, 10.1), 1: commits(1, 1, 8.0, 9.0)}
+        assert fault.next_act(both, 10.2) is None
+        assert fault.recovered == NEVER
+
+    def test_recovery_ends_when_the_last_survivor_commits_in_a_new_quorum(self) -> None:
+        fault = killed_at_ten()
+        old = commits(1, 1, 8.0, 9.0)
+        fault.next_act({0: old + commits(2, 3, 10.3), 1: old, 2: old}, 10.4)
+        assert fault.recovered == NEVER
+        fault.next_act({0: old + commits(2, 3, 10.3), 1: old, 2: old + commits(2, 3, 10.5)}, 10.6)
+        assert fault.recovered == 10.5
+
+    def test_the_victim_is_revived_when_the_others_have_gone_on(self) -> None:
+        fault, old = killed_at_ten(), commits(1, 1, 8.0, 9.0)
+        assert fault.next_act({0: old + commits(2, 3, 10.3), 1: old}, 11.0) is None
+        assert fault.next_act({0: old + commits(2, 3, 10.3, 10.4), 1: old}, 11.0) == "revive"
+
+    def test_it_is_over_when_the_victim_commits_again(self) -> None:
+        fault, old = killed_at_ten(), commits(1, 1, 8.0, 9.0)
+        survivor = old + commits(2, 3, 10.3, 10.4)
+        fault.next_act({0: survivor, 1: old}, 11.0)
+        fault.did("revive", 11.0)
+        fault.next_act({0: survivor, 1: old + commits(1, 3, 11.1)}, 11.2)
+        assert not fault.over  # what a stopped process still finishes of its old quorum is no return
+        fault.next_act({0: survivor, 1: old + commits(3, 5, 12.0)}, 12.1)
+        assert fault.over
+        assert fault.returned == 12.0
+
+    @pytest.mark.parametrize("replicas", [2, 3, 5])
+    def test_plan_hits_two_replicas_with_room_before_the_end(self, replicas: int) -> None:
+        kill, stop = plan(replicas, 100)
+        assert {kill.victim, stop.victim} <= set(range(replicas))
+        assert kill.victim != stop.victim
+        assert kill.at_step + kill.away_steps < stop.at_step < 100 - 2 * stop.away_steps
+
+
+class TestProblems:
+    def test_the_same_digest_at_the_last_step_is_no_problem(self) -> None:
+        assert problems({0: {"step": 9, "digest": "ab"}, 1: {"step": 9, "digest": "ab"}}, steps=9) == []
+
+    @pytest.mark.parametrize(
+        ("other", "said"),
+        [
+            ({"step": 9, "digest": "ac"}, "the replicas hold 2 different states"),
+            ({"step": 8, "digest": "ab"}, "replica 1 ended at step 8, not at 9"),
+            (None, "replica 1 printed no digest"),
+        ],
+    )
+    def test_a_replica_that_differs_is_found(self, other: dict[str, Any] | None, said: str) -> None:
+        assert problems({0: {"step": 9, "digest": "ab"}, 1: other}, steps=9) == [said]
+
+
+class TestRecords:
+    def test_a_line_is_read_once_and_only_when_it_is_complete(self, tmp_path: Path) -> None:
+        path = tmp_path / "records"
+        path.write_text('{"a": 1}\n{"a"')
+        lines = JsonLines(path)
+        assert lines.read() == [{"a": 1}]
+        assert lines.read() == []
+        with path.open("a") as file:
+            file.write(': 2}\n{"a": 3}\n')
+        assert lines.read() == [{"a": 2}, {"a": 3}]
+
+    def test_a_step_tried_twice_counts_once_and_healing_does_not_count(self) -> None:
+        tried = [Metric(1.0, 0, 5, 2.0, 3, True), Metric(2.0, 0, 5, 2.0, 2, True)]
+        healing = Metric(0.5, 1, 5, 9.0, 2, False)
+        assert first_metric_of_each_step([*tried, healing]) == tried[:1]
+
+    def test_a_fact_that_every_replica_reports_is_told_once(self) -> None:
+        def lost(reporter: str, at: float) -> dict[str, Any]:
+            common = {"kind": "loss", "replica_id": f"{reporter}:u", "quorum_id": 4, "time": at}
+            return {**common, "member": "replica-1:u", "reason": "connection closed"}
+
+        told = Story().tell([lost("replica-2", 2.0), lost("replica-0", 1.0)])
+        assert [text for _, text in told] == ["quorum 4 lost replica-1: connection closed"]
+
+    def test_a_quorum_is_told_with_who_came_left_and_heals(self) -> None:
+        record = {
+            "kind": "quorum",
+            "time": 1.0,
+            "replica_id": "replica-0:u",
+            "quorum_id": 3,
+            "reconfigured": True,
+            "members": ["replica-2:u", "replica-0:u"],
+            "joined": ["replica-2:u"],
+            "left": ["replica-1:u"],
+            "healing": ["replica-2:u"],
+        }
+        line = "quorum 3: replica-0, replica-2 (replica-2 joined; replica-1 left; replica-2 heals)"
+        assert Story().tell([json.loads(json.dumps(record))]) == [(1.0, line)]
+
+
+def test_sparkline_shows_the_course_of_any_number_of_values() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([2.0]) == "▁"
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert len(sparkline([float(i) for i in range(1000)], width=32)) == 32
