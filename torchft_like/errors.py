@@ -19,6 +19,8 @@ __all__ = [
     "FaultToleranceError",
     "GroupLostError",
     "MaxRetriesError",
+    "MemberLostError",
+    "NotSupportedError",
     "ProcessGroupAbortedError",
     "ProcessGroupError",
     "ProcessGroupNotConfiguredError",
@@ -43,8 +45,16 @@ class GroupLostError(FaultToleranceError):
     """Another rank of this replica group is gone: restart the whole group."""
 
 
+class MemberLostError(FaultToleranceError):
+    """A member of the quorum died or fell silent; the step is tried again without it."""
+
+
 class MaxRetriesError(FaultToleranceError):
     """More consecutive steps failed to commit than `max_retries` allows."""
+
+
+class NotSupportedError(FaultToleranceError, NotImplementedError):
+    """The operation is not available here; says what to use instead."""
 
 
 class ShutdownError(FaultToleranceError):

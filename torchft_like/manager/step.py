@@ -8,6 +8,8 @@ and anything may go wrong in between. What holds throughout:
 
 * An error belongs to the quorum in which it happened. It makes every later step of that quorum
   fail, and no step of any other (`no_zombie`).
+* A broken process group is not yet a failed step: when every collective of the step has already
+  succeeded, its result is the same on all members, and it may be committed although one died since.
 * A quorum is recorded as configured only after the process group was.
 * The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
@@ -18,6 +20,7 @@ Callers serialize the calls; decisions are returned, and acting on them is the M
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,14 +71,6 @@ class Plan:
         return not (self.configure or self.serve or self.heal)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why the current step will not commit. `group_broken`: the process group cannot be used either."""
-
-    reason: Exception
-    group_broken: bool
-
-
 NO_QUORUM = -1
 
 
@@ -94,13 +89,14 @@ class StepProtocol:
         self.participating_rank: int | None = None
         self.num_participants = 0
         self._configured_quorum_id = NO_QUORUM
-        self._failures: dict[int, Failure] = {}
-        self._failure_before_quorum: Failure | None = None
+        self._failures: dict[int, Exception] = {}
+        self._failure_before_quorum: Exception | None = None
+        self._broken: set[int] = set()
         self._agreed = False
 
     def begin(self) -> Join:
         """A new attempt starts: what to send with the join."""
-        broken = self.failure is not None and self.failure.group_broken
+        broken = self.quorum_id in self._broken
         self.in_step = True
         self.healing = False
         self._agreed = False
@@ -111,9 +107,10 @@ class StepProtocol:
         """The quorum of this attempt is known."""
         self.quorum_id = result.quorum_id
         self._agreed = True
-        self._failures = {q: f for q, f in self._failures.items() if q >= result.quorum_id}
+        self._failures = {q: reason for q, reason in self._failures.items() if q >= result.quorum_id}
+        self._broken = {q for q in self._broken if q >= result.quorum_id}
         if self._failure_before_quorum is not None:
-            self._failures.setdefault(result.quorum_id, self._failure_before_quorum)
+            self.fail(result.quorum_id, self._failure_before_quorum)
         self.healing = result.heal and allow_heal
         self._choose_participants(result, allow_heal)
         return Plan(
@@ -126,45 +123,66 @@ class StepProtocol:
         """The process group is ready for this quorum."""
         self._configured_quorum_id = quorum_id
 
-    def healed(self, step: int, commit_quorum_id: int, batches_committed: int) -> None:
-        """The whole state of a peer is loaded."""
-        self.step = step
-        self.commit_quorum_id = commit_quorum_id
-        self.batches_committed = batches_committed
-        if not self._rules.use_async_quorum:
-            # The forward pass has not begun: this replica takes part like any other.
-            self.healing = False
+    def restore(self, counters: Mapping[str, object]) -> None:
+        """Take over counters that `counters` gave: a peer's after a heal, or a periodic checkpoint's."""
+        self.step = _count(counters, "step")
+        self.batches_committed = _count(counters, "batches_committed")
+        self.commit_quorum_id = _count(counters, "commit_quorum_id")
+
+    def counters(self) -> dict[str, int]:
+        """The state version and what was done so far, for peers and periodic checkpoints."""
+        return {
+            "step": self.step,
+            "batches_committed": self.batches_committed,
+            "commit_quorum_id": self.commit_quorum_id,
+        }
+
+    def take_part(self) -> None:
+        """Healed before the forward pass began: this replica contributes like any other."""
+        self.healing = False
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
-        """Something went wrong in a quorum. True when that is news for the current attempt or a later one."""
+        """Something went wrong in a quorum. True when that is news that concerns the current one."""
         if quorum_id < self.quorum_id:
             return False
-        known = self._failures.get(quorum_id)
-        if known is not None and (known.group_broken or not group_broken):
-            return False
-        self._failures[quorum_id] = Failure(reason if known is None else known.reason, group_broken)
-        return True
+        is_news = quorum_id not in self._failures or (group_broken and quorum_id not in self._broken)
+        self._failures.setdefault(quorum_id, reason)
+        if group_broken:
+            self._broken.add(quorum_id)
+        return is_news
 
     def fail_current(self, reason: Exception) -> bool:
         """Something went wrong in the current attempt, whether or not its quorum is known yet."""
-        if self.in_step and not self._agreed:
-            self._failure_before_quorum = self._failure_before_quorum or Failure(reason, group_broken=True)
+        if self._is_waiting:
+            self._failure_before_quorum = self._failure_before_quorum or reason
             return False
         return self.fail(self.quorum_id, reason)
 
+    def group_broke(self, quorum_id: int) -> bool:
+        """The process group of a quorum is of no use any more. True when that is news."""
+        if quorum_id < self.quorum_id or quorum_id in self._broken:
+            return False
+        self._broken.add(quorum_id)
+        return True
+
+    def is_broken(self, quorum_id: int) -> bool:
+        """Whether the process group of that quorum cannot be used, configured or not."""
+        return quorum_id < self.quorum_id or quorum_id in self._broken
+
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> Exception | None:
         """The first failure of the current attempt."""
-        if self.in_step and not self._agreed:
-            return self._failure_before_quorum
-        return self._failures.get(self.quorum_id)
+        return self._failure_before_quorum if self._is_waiting else self._failures.get(self.quorum_id)
 
     @property
     def can_communicate(self) -> bool:
         """Whether collectives of the current attempt can be issued."""
-        failure = self.failure
         configured = self._configured_quorum_id == self.quorum_id != NO_QUORUM
-        return configured and (failure is None or not failure.group_broken)
+        return configured and self.quorum_id not in self._broken and self._failure_before_quorum is None
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self.in_step and not self._agreed
 
     @property
     def is_participating(self) -> bool:
@@ -201,3 +219,10 @@ class StepProtocol:
             size = min(size, self._rules.min_replica_size)
             rank = rank if rank is not None and rank < size else None
         self.participating_rank, self.num_participants = rank, size
+
+
+def _count(counters: Mapping[str, object], name: str) -> int:
+    value = counters.get(name, 0)
+    if not isinstance(value, int):
+        raise ValueError(f"the Manager's state has {name}={value!r}, which is not a whole number")
+    return value

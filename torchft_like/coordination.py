@@ -1,0 +1,204 @@
+"""The coordination layer by itself: servers and clients, for those who build their own protocol on it.
+
+Everything here is what the Manager uses too. Names and arguments are torchft's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import grpc
+
+from lighthouse import wire
+from lighthouse.config import LighthouseConfig
+from lighthouse.net import coordination_loop, make_channel, parse_address
+from lighthouse.server import Lighthouse
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.client import ManagerClient
+from torchft_like.manager.config import seconds_of
+from torchft_like.manager.server import ManagerServer
+
+__all__ = [
+    "LighthouseClient",
+    "LighthouseServer",
+    "ManagerClient",
+    "ManagerServer",
+    "Quorum",
+    "QuorumMember",
+    "QuorumResult",
+    "Timestamp",
+]
+
+
+class LighthouseServer:
+    """A lighthouse inside this process, on the coordination loop. `python -m lighthouse` is the daemon.
+
+    Args:
+        bind: `host:port`; port 0 takes a free one. Loopback by default.
+        min_replicas: a quorum never has fewer members.
+        settings: any other field of `LighthouseConfig`, such as `join_timeout_ms`; None is the default.
+
+    Raises:
+        ConfigError, AddressError, BindError: a setting is wrong; the message names it.
+    """
+
+    def __init__(self, bind: str = "127.0.0.1:0", min_replicas: int = 1, **settings: int | None) -> None:
+        given = {name: value for name, value in settings.items() if value is not None}
+        unknown = given.keys() - LighthouseConfig.__dataclass_fields__.keys()
+        if unknown:
+            raise ConfigError(f"a lighthouse has no setting {', '.join(sorted(unknown))}")
+        config = LighthouseConfig(min_replicas=min_replicas, **given)
+        address = parse_address(bind, "bind")
+        self._loop = coordination_loop()
+        self._lighthouse = self._loop.run(Lighthouse.start(config, address))
+
+    def address(self) -> str:
+        """`http://host:port`, for TORCHFT_LIGHTHOUSE."""
+        return self._lighthouse.address.url
+
+    def describe(self) -> str:
+        """For people: who is in, who is awaited, and why there is no quorum yet."""
+        return self._lighthouse.describe()
+
+    def shutdown(self) -> None:
+        """End all sessions and stop listening. Safe to call again."""
+        self._loop.run(self._lighthouse.stop())
+
+
+@dataclass(frozen=True)
+class Timestamp:
+    """Time since the Unix epoch."""
+
+    seconds: int
+    nanos: int
+
+
+@dataclass(frozen=True)
+class QuorumMember:
+    """One replica group in a quorum; `data` is whatever JSON object it joined with."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: dict[Hashable, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The replica groups that go on together."""
+
+    quorum_id: int
+    participants: list[QuorumMember]
+    created: Timestamp
+
+
+class LighthouseClient:
+    """Unary calls to the lighthouse at `addr` (`http://host:port`).
+
+    Raises:
+        AddressError: the address is malformed.
+        ConnectError: nothing answered there within `connect_timeout`.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
+        self._address = parse_address(addr, "lighthouse address")
+        timeout_s = seconds_of(connect_timeout, "connect_timeout")
+        self._channel = make_channel(self._address)
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout_s)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise ConnectError(
+                f"no lighthouse answered at {self._address} within {timeout_s:g} s; check that "
+                "`python -m lighthouse` is running there and that the address is right"
+            ) from None
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str | None = None,
+        store_address: str | None = None,
+        step: int | None = None,
+        world_size: int | None = None,
+        shrink_only: bool | None = None,
+        data: Mapping[Hashable, Any] | None = None,
+    ) -> Quorum:
+        """Join and wait for a quorum.
+
+        Raises:
+            ConfigError: `data` cannot be written as JSON.
+            QuorumTimeoutError: no quorum within `timeout`.
+            ConnectError: the lighthouse is away.
+        """
+        member = pb.QuorumMember(
+            replica_id=replica_id,
+            address=address or "",
+            store_address=store_address or "",
+            step=step or 0,
+            world_size=world_size or 1,
+            shrink_only=bool(shrink_only),
+            data=_to_json(data),
+        )
+        response = self._call(
+            wire.QUORUM, pb.LighthouseQuorumRequest(requester=member), pb.LighthouseQuorumResponse, timeout
+        )
+        quorum = response.quorum
+        return Quorum(
+            quorum_id=quorum.quorum_id,
+            participants=[_member(participant) for participant in quorum.participants],
+            created=Timestamp(quorum.created.seconds, quorum.created.nanos),
+        )
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Say that a replica group which uses unary calls is alive."""
+        request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
+        self._call(wire.HEARTBEAT, request, pb.LighthouseHeartbeatResponse, timeout)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
+        call = self._channel.unary_unary(
+            method,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
+        )
+        try:
+            return call(request, timeout=seconds_of(timeout, "timeout"))
+        except grpc.RpcError as error:
+            what = f"lighthouse at {self._address}: {error.details() or error.code().name}"
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise QuorumTimeoutError(f"no answer within {timeout} from the {what}") from error
+            raise ConnectError(what) from error
+
+
+def _to_json(data: Mapping[Hashable, Any] | None) -> str:
+    if data is None:
+        return ""
+    try:
+        return json.dumps(dict(data))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a member's data must be a JSON object: {error}") from error
+
+
+def _member(member: pb.QuorumMember) -> QuorumMember:
+    return QuorumMember(
+        replica_id=member.replica_id,
+        address=member.address,
+        store_address=member.store_address,
+        step=member.step,
+        world_size=member.world_size,
+        shrink_only=member.shrink_only,
+        data=json.loads(member.data) if member.data else None,
+    )

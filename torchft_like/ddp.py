@@ -1,0 +1,68 @@
+"""Data parallel training over the replica groups of the current quorum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import GradBucket
+from torch.nn import parallel
+
+from torchft_like.manager import Manager
+from torchft_like.process_group import ProcessGroupDummy
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel with its buckets reduced by a Manager.
+
+    The hook hands back the future of each bucket, so the backward pass goes on while buckets reduce.
+    An error leaves the backward pass alone: it makes `should_commit` say no.
+
+    Unlike torch's, it does not compare or broadcast parameters at the start (the Manager's init_sync
+    does) and keeps its first assignment of parameters to buckets: a rebuilt one would differ between
+    replicas that joined at different times.
+
+    Args:
+        manager: of this rank.
+        module: the model.
+        ddp_kwargs: for torch's class; `process_group` and `find_unused_parameters` are set here.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
+        super().__init__(
+            module,
+            # Takes the collectives of the constructor; those of training go through the hook.
+            process_group=ProcessGroupDummy(0, 1),
+            # The reducer rebuilds its buckets after the first step unless it looks for unused parameters.
+            find_unused_parameters=True,
+            **ddp_kwargs,
+        )
+        self.register_comm_hook(manager, _allreduce_bucket)
+
+
+def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return manager.allreduce(bucket.buffer()).get_future()
+
+
+class PureDistributedDataParallel(nn.Module):
+    """Reduces every gradient by itself, as soon as it is there. Simple, and slower than buckets.
+
+    Works where torch's reducer does not, such as with models that are changed between steps.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+        def reduce_gradient(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                manager.allreduce(parameter.grad)
+
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(reduce_gradient)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module(*args, **kwargs)

@@ -1,0 +1,103 @@
+"""One attempt at a step, as the threads that take part in it see it.
+
+The coordination loop delivers the quorum, the quorum worker prepares the process group and the
+state, the training thread waits at three gates in this order:
+
+    agreed      the quorum is known
+    configured  collectives may be issued (or the attempt has failed)
+    ready       state was served and fetched too (or could not be)
+
+An attempt that cannot go on opens all gates at once with an error for whoever waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from torchft_like.errors import QuorumTimeoutError
+from torchft_like.manager.assignment import QuorumResult
+
+
+class Attempt:
+    """Shared state of one attempt. Each field is written by one thread before a gate opens."""
+
+    def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
+        self.allow_heal = allow_heal
+        self.began = time.monotonic()
+        self.result: QuorumResult | None = None
+        self.pending_state: Mapping[str, object] | None = None
+        self.pending_collectives: list[torch.futures.Future[torch.Tensor]] = []
+        self.error: Exception | None = None
+        self.verdict: bool | None = None
+        self._quorum_timeout_s = quorum_timeout_s
+        self._agreed = threading.Event()
+        self._configured = threading.Event()
+        self._ready = threading.Event()
+        self._decided = threading.Event()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the quorum is known."""
+        return self._agreed.is_set()
+
+    def agree(self, result: QuorumResult) -> None:
+        """The quorum is known."""
+        self.result = result
+        self._agreed.set()
+
+    def open_configured(self) -> None:
+        """Collectives may be issued."""
+        self._configured.set()
+
+    def open_ready(self) -> None:
+        """Nothing more happens in the background."""
+        self._configured.set()
+        self._ready.set()
+
+    def decide(self, committed: bool) -> None:
+        """The group's verdict."""
+        self.verdict = committed
+        self._decided.set()
+
+    def fail(self, error: Exception) -> None:
+        """The attempt cannot go on; whoever waits gets the error."""
+        self.error = self.error or error
+        for gate in (self._agreed, self._configured, self._ready, self._decided):
+            gate.set()
+
+    def wait_configured(self, describe: Callable[[], str]) -> None:
+        """Wait until collectives may be issued.
+
+        Raises:
+            QuorumTimeoutError: no quorum within the timeout; `describe` tells of the circumstances.
+        """
+        self._wait_agreed(describe)
+        self._configured.wait()
+        self._raise_error()
+
+    def wait_ready(self, describe: Callable[[], str]) -> None:
+        """Wait until nothing more happens in the background."""
+        self._wait_agreed(describe)
+        self._ready.wait()
+        self._raise_error()
+
+    def wait_decided(self, timeout_s: float) -> bool | None:
+        """The group's verdict, or None when there is none within the timeout."""
+        self._decided.wait(timeout_s)
+        self._raise_error()
+        return self.verdict
+
+    def _wait_agreed(self, describe: Callable[[], str]) -> None:
+        if not self._agreed.is_set():
+            remaining_s = self.began + self._quorum_timeout_s - time.monotonic()
+            if not self._agreed.wait(max(0.0, remaining_s)):
+                raise QuorumTimeoutError(f"no quorum within {self._quorum_timeout_s:g} s: {describe()}")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,80 @@
+"""Blocking client of a ManagerServer, with torchft's method names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import grpc
+
+from lighthouse import wire
+from lighthouse.net import make_channel, parse_address
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.errors import ConnectError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.config import seconds_of
+from torchft_like.manager.rank_link import quorum_result_from_wire
+
+
+class ManagerClient:
+    """Unary calls to the ManagerServer at `addr` (`http://host:port`).
+
+    Every call raises ConnectError when the server cannot be reached or does not answer in time.
+    """
+
+    def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
+        self._address = parse_address(addr, "ManagerServer address")
+        self._connect_timeout_s = seconds_of(connect_timeout, "connect_timeout")
+        self._channel = make_channel(self._address)
+
+    def _quorum(
+        self,
+        group_rank: int,
+        step: int,
+        checkpoint_metadata: str,
+        shrink_only: bool,
+        timeout: timedelta,
+        commit_failures: int = 0,
+        init_sync: bool = True,
+    ) -> QuorumResult:
+        """Join with one rank and wait for the quorum."""
+        request = pb.ManagerQuorumRequest(
+            group_rank=group_rank,
+            step=step,
+            checkpoint_metadata=checkpoint_metadata,
+            shrink_only=shrink_only,
+            commit_failures=commit_failures,
+            init_sync=init_sync,
+        )
+        response = self._call(wire.MANAGER_QUORUM, request, pb.ManagerQuorumResponse, timeout)
+        return quorum_result_from_wire(response)
+
+    def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
+        """Where the state of that group rank can be fetched."""
+        request = pb.CheckpointMetadataRequest(rank=rank)
+        response = self._call(wire.CHECKPOINT_METADATA, request, pb.CheckpointMetadataResponse, timeout)
+        return str(response.checkpoint_metadata)
+
+    def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
+        """Vote with one rank and wait for the group's verdict."""
+        request = pb.ShouldCommitRequest(group_rank=group_rank, step=step, should_commit=should_commit)
+        response = self._call(wire.SHOULD_COMMIT, request, pb.ShouldCommitResponse, timeout)
+        return bool(response.should_commit)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
+        call = self._channel.unary_unary(
+            method,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
+        )
+        try:
+            return call(request, timeout=seconds_of(timeout, "timeout"))
+        except grpc.RpcError as error:
+            raise ConnectError(
+                f"ManagerServer at {self._address} did not answer {method.rsplit('/', 1)[1]}: "
+                f"{error.details() or error.code().name}; its replica group may be gone"
+            ) from error

@@ -1,0 +1,42 @@
+"""How a rank gets its line: rank 0 starts the ManagerServer, the others find it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from lighthouse.net import Address
+from torchft_like.errors import ConfigError
+from torchft_like.manager.config import ManagerConfig
+from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
+from torchft_like.manager.rank_link import RankLink, RankListener, SessionLink
+from torchft_like.manager.server import ManagerServer
+
+
+def connect(
+    config: ManagerConfig, listener: RankListener, heartbeat_interval: timedelta
+) -> tuple[RankLink, TCPStore]:
+    """The line of this rank, and the store of its replica group, which lives as long as it is held.
+
+    Raises:
+        ConnectError, BindError: see `ManagerServer`, `SessionLink` and `open_group_store`.
+    """
+    store, store_address = open_group_store(config)
+    if config.group_rank > 0:
+        address = find_manager(store, config)
+        return SessionLink(address, config.group_rank, listener, config.connect_timeout_s), store
+    if config.lighthouse is None:
+        raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
+    server = ManagerServer(
+        replica_id=config.replica_id,
+        lighthouse_addr=str(config.lighthouse),
+        hostname=config.host,
+        bind=str(Address(config.host, config.port)),
+        store_addr=str(store_address),
+        world_size=config.group_world_size,
+        heartbeat_interval=heartbeat_interval,
+        connect_timeout=timedelta(seconds=config.connect_timeout_s),
+    )
+    publish_manager(store, config, server.address())
+    return server.attach_local_rank(config.group_rank, listener), store

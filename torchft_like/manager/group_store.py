@@ -1,0 +1,98 @@
+"""The TCPStore of one replica group: where its ranks find their ManagerServer.
+
+Under torchrun the agent's store is used; otherwise rank 0 hosts it. The process groups that join
+one rank of every replica group meet in it too, so its address is part of the quorum.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, DistStoreError
+
+from lighthouse.net import Address, listen_tcp, parse_address
+from torchft_like.errors import ConnectError
+from torchft_like.manager.config import ManagerConfig
+
+PROBE_S = 1.0
+
+
+def open_group_store(config: ManagerConfig) -> tuple[TCPStore, Address]:
+    """The group's store and the address at which others reach it.
+
+    Raises:
+        ConnectError: rank 0's store did not answer within `connect_timeout`.
+        BindError: rank 0 cannot listen where the store was said to be.
+    """
+    if config.store is None:
+        return _host(Address(config.host, 0), config)
+    is_first = config.group_rank == 0 and not config.store_is_agents
+    if is_first and not _is_listening(config.store):
+        return _host(config.store, config)
+    return _connect(config.store, config), config.store
+
+
+def publish_manager(store: TCPStore, config: ManagerConfig, address: str) -> None:
+    """Tell the other ranks where their ManagerServer is."""
+    store.set(_key(config), address)
+
+
+def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
+    """Where rank 0 said that the ManagerServer is.
+
+    Raises:
+        ConnectError: rank 0 did not say so within `connect_timeout`.
+    """
+    try:
+        store.wait([_key(config)], timedelta(seconds=config.connect_timeout_s))
+    except DistStoreError as error:
+        raise ConnectError(
+            f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
+            f"within {config.connect_timeout_s:g} s; check that rank 0 has started and its log for errors"
+        ) from error
+    return parse_address(store.get(_key(config)).decode(), "address of the ManagerServer")
+
+
+def _key(config: ManagerConfig) -> str:
+    # A restarted group may find the store of its predecessor: an old address must not be taken for a new one.
+    return f"torchft/manager/{config.incarnation}"
+
+
+def _host(address: Address, config: ManagerConfig) -> tuple[TCPStore, Address]:
+    listener = listen_tcp(address)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address.host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=config.connect_timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, Address(address.host, port)
+
+
+def _connect(address: Address, config: ManagerConfig) -> TCPStore:
+    try:
+        return TCPStore(
+            address.host,
+            address.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=config.connect_timeout_s),
+        )
+    except (DistError, RuntimeError) as error:
+        raise ConnectError(
+            f"no TCPStore answered at {address} within {config.connect_timeout_s:g} s; check MASTER_ADDR and "
+            f"MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group is running"
+        ) from error
+
+
+def _is_listening(address: Address) -> bool:
+    try:
+        with socket.create_connection((address.host, address.port), PROBE_S):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,137 @@
+"""The process group and what the protocol knows about it, changed together.
+
+The order of abort and configure is the whole difficulty. Invariants:
+
+* An abort is meant for one quorum. It is carried out only while no newer quorum is agreed.
+* A group whose quorum is broken before or during its configuration ends that configuration:
+  an abort that came in between the decision to configure and the group's own start is repeated
+  until `configure` has returned.
+* A quorum counts as configured only after `configure` returned without error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from lighthouse.net import coordination_loop
+from torchft_like.errors import MemberLostError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.group import LossNotice
+from torchft_like.manager.step import NO_QUORUM, Plan, StepProtocol
+from torchft_like.process_group import ProcessGroup
+
+ABORT_REPEAT_S = 0.02
+
+Emit = Callable[..., None]
+
+
+class ManagedGroup:
+    """Guards `protocol` and `pg` with one lock; never waits while holding it."""
+
+    def __init__(self, pg: ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
+        self.pg = pg
+        self.lock = threading.RLock()
+        self._protocol = protocol
+        self._emit = emit
+        self._configuring = NO_QUORUM
+
+    def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        """The quorum of the current attempt is known."""
+        with self.lock:
+            return self._protocol.agreed(result, allow_heal)
+
+    def configure(
+        self, result: QuorumResult, store_prefix: str, replica_id: str, group: tuple[int, int]
+    ) -> bool:
+        """Configure the process group for a quorum; False when that failed or the quorum broke.
+
+        Args:
+            store_prefix: `host:port/prefix`, unique to the quorum and group rank.
+            group: this rank in its replica group, and the group's size.
+        """
+        quorum_id = result.quorum_id
+        with self.lock:
+            if self._protocol.is_broken(quorum_id):
+                return False
+            self._configuring = quorum_id
+        try:
+            self.pg.configure(
+                store_prefix,
+                result.replica_rank,
+                result.replica_world_size,
+                replica_id=replica_id,
+                quorum_id=quorum_id,
+                group_rank=group[0],
+                group_world_size=group[1],
+                global_ranks=[rank * group[1] + group[0] for rank in range(result.replica_world_size)],
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the backend raises, this quorum is lost and the next is tried
+            self.fail(quorum_id, error)
+            return False
+        else:
+            with self.lock:
+                self._protocol.configured(quorum_id)
+            return True
+        finally:
+            with self.lock:
+                self._configuring = NO_QUORUM
+
+    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> None:
+        """Something went wrong in a quorum; peers that wait for this rank are released."""
+        with self.lock:
+            is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken)
+            if is_news and group_broken:
+                self._abort(quorum_id)
+        if is_news:
+            self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
+
+    def fail_current(self, reason: Exception) -> None:
+        """The training script reports an error in its current step."""
+        with self.lock:
+            is_news = self._protocol.fail_current(reason)
+            quorum_id = self._protocol.quorum_id
+            if is_news:
+                self._abort(quorum_id)
+        self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
+
+    def member_lost(self, notice: LossNotice) -> None:
+        """A member is gone: nobody can finish a collective with it any more."""
+        with self.lock:
+            is_news = self._protocol.group_broke(notice.quorum_id)
+            if is_news:
+                self._abort(notice.quorum_id)
+        self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
+        if is_news:
+            reason = f"lost {notice.replica_id}: {notice.reason}"
+            self._emit("abort", quorum_id=notice.quorum_id, reason=reason)
+
+    def refuse(self) -> bool:
+        """Whether a collective must not be issued now; then the step has failed."""
+        with self.lock:
+            if self._protocol.can_communicate:
+                return False
+            quorum_id = self._protocol.quorum_id
+            lost = MemberLostError(
+                f"the process group of quorum {quorum_id} was aborted; the step is tried again"
+            )
+            if self._protocol.failure is None:
+                self._protocol.fail(quorum_id, lost)
+        return True
+
+    def abort_now(self) -> None:
+        """End whatever the process group does, in any quorum: this replica stops."""
+        self.pg.abort()
+
+    def _abort(self, quorum_id: int) -> None:
+        if quorum_id < self._protocol.quorum_id:
+            return
+        self.pg.abort()
+        if self._configuring == quorum_id:
+            loop = coordination_loop().loop
+            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._abort_again, quorum_id)
+
+    def _abort_again(self, quorum_id: int) -> None:
+        with self.lock:
+            if self._configuring == quorum_id:
+                self._abort(quorum_id)

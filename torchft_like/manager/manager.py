@@ -1,0 +1,487 @@
+"""The Manager: what a training script holds in its hand.
+
+It runs the step protocol (`step.StepProtocol`) against real things. Four threads meet here:
+
+* the training thread calls the public methods;
+* the coordination loop delivers what this rank is told, and aborts the process group the moment a
+  member is lost, whatever the other threads are blocked in;
+* the quorum worker configures the process group, serves and fetches state;
+* the process group's own threads complete collectives.
+
+`ManagedGroup` holds the one lock they share; it is never held while waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from lighthouse.events import EventLog
+from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import (
+    CheckpointError,
+    FaultToleranceError,
+    GroupLostError,
+    MaxRetriesError,
+    NotSupportedError,
+    ProcessGroupAbortedError,
+    ShutdownError,
+)
+from torchft_like.futures import future_timeout
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
+from torchft_like.manager.connection import connect
+from torchft_like.manager.group import RankJoin
+from torchft_like.manager.managed_group import ManagedGroup
+from torchft_like.manager.managed_work import ManagedWork, finished, managed
+from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
+from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
+from torchft_like.process_group import ProcessGroup
+
+T = TypeVar("T")
+logger = logging.getLogger("torchft_like")
+
+WORKER_STOP_S = 5.0
+
+
+class Manager:
+    """Keeps one rank of one replica group in step with its peers. Names and arguments are torchft's.
+
+    Args:
+        pg: the group that joins this rank of every replica group; the Manager configures it.
+        load_state_dict, state_dict: load and save the training script's state (model, optimizer, ...).
+        min_replica_size: fewer participants than this do not commit.
+        use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
+            contributes zeros to its first step. Otherwise `start_quorum` waits and heals.
+        timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each unless
+            TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC say otherwise.
+            `timeout` bounds collectives, votes and state transfers.
+        rank, world_size: in the replica group (RANK, WORLD_SIZE; 0 of 1 when unset).
+        store_addr, store_port: the group's TCPStore (MASTER_ADDR, MASTER_PORT); a group of one rank
+            makes its own when none is given.
+        lighthouse_addr: `http://host:port` (TORCHFT_LIGHTHOUSE); read on rank 0.
+        replica_id: a name for the replica group; made unique for each start.
+        port, hostname: where rank 0's ManagerServer listens (TORCHFT_MANAGER_PORT) and is reached;
+            by default any free port on the interface that leads to the lighthouse.
+        heartbeat_interval: only for torchft's own lighthouse, which knows no sessions.
+        checkpoint_transport: how state reaches healing peers; HTTP by default.
+        init_sync: at step 0 everybody takes the state of one replica.
+        max_retries: failed steps in a row before `should_commit` raises.
+        quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
+
+    Raises:
+        ConfigError, AddressError, BindError: a setting is wrong; the message names it.
+        ConnectError: the lighthouse (rank 0) or rank 0 (others) was not reached in `connect_timeout`.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: LoadFunction | None,
+        state_dict: SaveFunction | None,
+        min_replica_size: int,
+        use_async_quorum: bool = True,
+        timeout: timedelta | float | None = None,
+        quorum_timeout: timedelta | float | None = None,
+        connect_timeout: timedelta | float | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        checkpoint_transport: CheckpointTransport[Any] | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int | None = None,
+    ) -> None:
+        arguments = ManagerArguments(
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            connect_timeout=connect_timeout,
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=replica_id,
+            port=port,
+            hostname=hostname,
+            quorum_retries=quorum_retries,
+        )
+        self._config = config = resolve(arguments, os.environ)
+        rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
+        self._rules = rules
+        self._init_sync = init_sync
+        self._protocol = StepProtocol(rules)
+        self._state = StateRegistry()
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self.events = EventLog("manager", logger)
+        self._group = ManagedGroup(pg, self._protocol, self._emit)
+        if config.timeout_given:
+            pg.set_timeout(timedelta(seconds=config.timeout_s))
+        self._transport = checkpoint_transport or HTTPTransport(
+            timeout=timedelta(seconds=config.timeout_s), hostname=config.host
+        )
+        self._driver = QuorumDriver(
+            config, self._protocol, self._group, self._state, self._transport, self._emit
+        )
+        try:
+            self._link, self._store = connect(config, self._driver, heartbeat_interval)
+        except BaseException:
+            self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
+            self._transport.shutdown(wait=False)
+            raise
+        atexit.register(self.shutdown, wait=False)
+
+    # ------------------------------------------------------------------ the user's state
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: LoadFunction, state_dict: SaveFunction
+    ) -> None:
+        """Add one part of the training script's state; every replica registers the same keys.
+
+        Raises:
+            ConfigError: the key is taken.
+        """
+        self._state.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: LoadFunction, state_dict: SaveFunction) -> None:
+        """torchft's older name: registers under the key `set_state_dict_fns`."""
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def allow_state_dict_read(self) -> None:
+        """The state is consistent again; peers may be served."""
+        self._state.allow_read()
+
+    def disallow_state_dict_read(self) -> None:
+        """The state is about to change outside `step()`: wait for readers and keep others out."""
+        self._state.disallow_read()
+
+    def state_dict(self) -> dict[str, int]:
+        """The Manager's own counters, to be saved in periodic checkpoints beside the model."""
+        return self._protocol.counters()
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Restore the counters from a periodic checkpoint."""
+        self._protocol.restore(state_dict)
+
+    # ------------------------------------------------------------------------- one step
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | float | None = None
+    ) -> None:
+        """Begin a step: ask for a quorum. `Optimizer.zero_grad` calls this.
+
+        Args:
+            allow_heal: whether this replica may fetch a peer's state in this step; the same on all.
+            shrink_only: do not let new replicas in.
+            timeout: bound on waiting for this quorum instead of `quorum_timeout`.
+
+        Raises:
+            QuorumTimeoutError: only with `use_async_quorum=False`, which waits here.
+            GroupLostError: another rank of this replica group is gone.
+        """
+        self._raise_if_over()
+        last = self._driver.attempt
+        if last is not None and last.is_agreed:
+            last.wait_ready(self._why_no_quorum)
+        quorum_timeout_s = (
+            self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        )
+        attempt = Attempt(allow_heal, quorum_timeout_s * (1 + self._config.quorum_retries))
+        own = self._driver.begin(attempt)
+        self._link.join(
+            RankJoin(
+                group_rank=self._config.group_rank,
+                step=own.step,
+                checkpoint_metadata=self._transport.metadata(),
+                shrink_only=shrink_only,
+                init_sync=self._init_sync,
+                commit_failures=own.commit_failures,
+                commit_quorum_id=own.commit_quorum_id,
+            )
+        )
+        if not self._rules.use_async_quorum:
+            attempt.wait_ready(self._why_no_quorum)
+            self._load_pending_state(attempt)
+
+    def wait_quorum(self) -> None:
+        """Wait until collectives can be issued, or are known to be pointless in this step.
+
+        Raises:
+            QuorumTimeoutError: no quorum within `quorum_timeout`.
+            GroupLostError: another rank of this replica group is gone.
+        """
+        self._current_attempt().wait_configured(self._why_no_quorum)
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> ManagedWork:
+        """Reduce a tensor over the participants, in place; never raises for what peers do.
+
+        A replica that heals or is a spare contributes zeros. After an error the work still succeeds,
+        the content of the tensor is undefined, and the step will not be committed.
+
+        Raises:
+            ValueError: an average of a tensor that is neither floating point nor complex.
+            NotSupportedError: `should_quantize`.
+        """
+        if should_quantize:
+            raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
+        is_average = reduce_op == ReduceOp.AVG
+        if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
+            )
+        attempt = self._current_attempt()
+        if not self._can_communicate(attempt):
+            return finished(tensor)
+        if not self._protocol.is_participating:
+            tensor.zero_()
+        quorum_id = self._protocol.quorum_id
+        divide_by = self._protocol.num_participants if is_average else None
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.SUM if is_average else reduce_op)
+        try:
+            work = self._group.pg.allreduce([tensor], options)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
+            self._group.fail(quorum_id, error)
+            return finished(tensor)
+        result = managed(work, tensor, divide_by, lambda error: self._group.fail(quorum_id, error))
+        attempt.pending_collectives.append(result.get_future())
+        return result
+
+    def report_error(self, e: Exception) -> None:
+        """The current step is spoilt: it will not be committed and peers are released."""
+        self._group.fail_current(e)
+
+    def errored(self) -> Exception | None:
+        """Why the current step will not be committed, if so."""
+        return self._protocol.failure
+
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: timedelta | float | None = None
+    ) -> torch.futures.Future[T]:
+        """A future that gives `default`, and spoils the step, where `fut` fails or is not done in time."""
+        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        quorum_id = self._protocol.quorum_id
+
+        def settle(done: torch.futures.Future[T]) -> T:
+            try:
+                return done.value()
+            except Exception as error:  # noqa: BLE001 - the caller's future may carry anything
+                self._group.fail(quorum_id, error)
+                return default
+
+        return future_timeout(fut, timedelta(seconds=bound_s)).then(settle)
+
+    def should_commit(self, timeout: timedelta | float | None = None) -> bool:
+        """End a step: True when the optimizer may be stepped, the same on all ranks of this group.
+
+        `Optimizer.step` calls this once after the backward pass.
+
+        Raises:
+            QuorumTimeoutError: there was no quorum within `quorum_timeout`.
+            MaxRetriesError: more than `max_retries` steps in a row were not committed.
+            GroupLostError: another rank of this replica group is gone.
+        """
+        attempt = self._current_attempt()
+        attempt.wait_ready(self._why_no_quorum)
+        for future in attempt.pending_collectives:
+            future.wait()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._check_process_group()
+        self._load_pending_state(attempt)
+        with self._group.lock:
+            vote = self._protocol.vote()
+        committed = self._decide(attempt, vote, timeout)
+        with self._group.lock:
+            self._protocol.decide(committed)
+        self._emit("commit", committed=committed, participants=self._protocol.num_participants)
+        if self._protocol.out_of_retries:
+            raise MaxRetriesError(
+                f"{self._protocol.commit_failures} steps in a row were not committed, max_retries is "
+                f"{self._rules.max_retries}; the last one failed with: {self.errored()}"
+            )
+        return committed
+
+    # ------------------------------------------------------------------------ questions
+
+    def current_step(self) -> int:
+        """Steps committed so far, by this replica or the one it healed from."""
+        return self._protocol.step
+
+    def batches_committed(self) -> int:
+        """Sum over the committed steps of the number of participants."""
+        return self._protocol.batches_committed
+
+    def participating_rank(self) -> int | None:
+        """This replica group's rank among the participants; None for a spare or one that heals."""
+        if self._driver.attempt is None:
+            return None
+        self.wait_quorum()
+        return self._protocol.participating_rank
+
+    def num_participants(self) -> int:
+        """Replica groups whose gradients count in the current step; waits for the quorum."""
+        if self._driver.attempt is None:
+            return 0
+        self.wait_quorum()
+        return self._protocol.num_participants
+
+    def is_participating(self) -> bool:
+        """Whether this replica group's gradients count in the current step."""
+        return self._protocol.is_participating
+
+    def replica_rank(self) -> int | None:
+        """This replica group's rank among all members of the quorum, healing ones and spares included."""
+        result = self._last_result()
+        return None if result is None else result.replica_rank
+
+    def replica_world_size(self) -> int:
+        """Members of the quorum, healing ones and spares included."""
+        result = self._last_result()
+        return 0 if result is None else result.replica_world_size
+
+    def replica_id(self) -> str:
+        """The replica group's name, unique for this start."""
+        return self._config.replica_id
+
+    # ------------------------------------------------------------------------- the end
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave: in good order between two steps, without a word in the middle of one. Safe to call again.
+
+        Peers lose no step to a shutdown between steps. One in the middle of a step looks like a death
+        to them, which is what releases them at once.
+        """
+        if isinstance(self._driver.fatal, ShutdownError):
+            return
+        between_steps = self._driver.fatal is None and not self._protocol.in_step
+        self._emit("shutdown", reason="between steps" if between_steps else "in the middle of a step")
+        if between_steps:
+            self._link.leave("shutdown")
+        else:
+            self._link.close()
+        self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)
+        self._group.pg.shutdown()
+        self._transport.shutdown(wait=wait)
+        atexit.unregister(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        protocol = self._protocol
+        return (
+            f"<Manager [{self._config.replica_id}/{self._config.group_rank} | step {protocol.step} | "
+            f"quorum {protocol.quorum_id}: {protocol.num_participants} participants]>"
+        )
+
+    # ---------------------------------------------------------------------- inside a step
+
+    def _current_attempt(self) -> Attempt:
+        self._raise_if_over()
+        if self._driver.attempt is None:
+            raise RuntimeError("no step has begun: call start_quorum (Optimizer.zero_grad) first")
+        return self._driver.attempt
+
+    def _raise_if_over(self) -> None:
+        if self._driver.fatal is not None:
+            raise self._driver.fatal
+
+    def _last_result(self) -> QuorumResult | None:
+        return None if self._driver.attempt is None else self._driver.attempt.result
+
+    def _can_communicate(self, attempt: Attempt) -> bool:
+        """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""
+        try:
+            attempt.wait_configured(self._why_no_quorum)
+        except FaultToleranceError as error:
+            attempt.fail(error)
+            return False
+        return not self._group.refuse()
+
+    def _check_process_group(self) -> None:
+        error = self._group.pg.errored()
+        # An abort alone does not spoil a step whose collectives had all succeeded before.
+        if error is not None and not isinstance(error, ProcessGroupAbortedError):
+            self._group.fail(self._protocol.quorum_id, error)
+
+    def _load_pending_state(self, attempt: Attempt) -> None:
+        """Load what a peer sent, on the training thread, where nothing else uses the state."""
+        state, attempt.pending_state = attempt.pending_state, None
+        if state is None:
+            return
+        user_state, counters = state["user"], state["torchft"]
+        if not isinstance(user_state, Mapping) or not isinstance(counters, Mapping):
+            raise CheckpointError(
+                "a peer sent state of another form; every replica must run the same version"
+            )
+        self._state.load(user_state)
+        with self._group.lock:
+            self._protocol.restore(counters)
+            if not self._rules.use_async_quorum:
+                self._protocol.take_part()
+
+    def _decide(self, attempt: Attempt, vote: bool, timeout: timedelta | float | None) -> bool:
+        if self._config.group_world_size == 1:
+            return vote
+        self._link.vote(self._config.group_rank, self._protocol.step, vote)
+        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        verdict = attempt.wait_decided(bound_s)
+        if verdict is None:
+            # The others may have been told either; a guess could make the ranks of this group differ.
+            error = GroupLostError(
+                f"not all ranks of replica group {self._config.replica_id} voted on step "
+                f"{self._protocol.step} within {bound_s:g} s; restart all ranks of this replica group"
+            )
+            self._driver.stop(error, None)
+            raise error
+        return verdict
+
+    def _why_no_quorum(self) -> str:
+        if self._driver.trouble is not None:
+            return f"the lighthouse at {self._config.lighthouse} cannot be reached ({self._driver.trouble})"
+        if self._config.lighthouse is None:
+            return "rank 0 answered, but has no quorum; its log says why"
+        return (
+            f"the lighthouse at {self._config.lighthouse} answered, but not enough replica groups joined; "
+            "its log says who is awaited"
+        )
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        fields.setdefault("quorum_id", self._protocol.quorum_id)
+        self.events.emit(
+            kind,
+            replica_id=self._config.replica_id,
+            group_rank=self._config.group_rank,
+            step=self._protocol.step,
+            **fields,
+        )

@@ -1,0 +1,89 @@
+"""What has to happen between knowing the quorum and using it, on a thread of its own.
+
+The training thread goes on with the forward pass meanwhile; the coordination loop stays free to
+hear that a member died and to abort what is being waited for here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import CheckpointError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.client import ManagerClient
+
+State = Mapping[str, object]
+
+
+class QuorumWorker:
+    """A daemon thread that runs one job after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._thread = threading.Thread(target=self._run, name="torchft-quorum", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those that were submitted before; it handles its own errors."""
+        self._jobs.put(job)
+
+    def stop(self, timeout_s: float | None) -> None:
+        """End after the jobs submitted so far, and wait for that for at most `timeout_s` (None: do not)."""
+        self._jobs.put(None)
+        if timeout_s is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def fetch_state(
+    result: QuorumResult,
+    group_rank: int,
+    transport: CheckpointTransport[State],
+    timeout_s: float,
+) -> State:
+    """The whole state of the up-to-date peer that the quorum assigned, verified.
+
+    Raises:
+        CheckpointError: the peer is gone, slow, or what it sent is not the state of `max_step`.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    client = ManagerClient(result.recover_src_manager_address, connect_timeout=timeout)
+    try:
+        metadata = client._checkpoint_metadata(group_rank, timeout)
+    finally:
+        client.close()
+    state = transport.recv_checkpoint(
+        src_rank=result.recover_src_replica_rank or 0,
+        metadata=metadata,
+        step=result.max_step,
+        timeout=timeout,
+    )
+    counters = state.get("torchft")
+    if "user" not in state or not isinstance(counters, Mapping) or counters.get("step") != result.max_step:
+        raise CheckpointError(
+            f"{result.recover_src_manager_address} sent state that is not of step {result.max_step}"
+        )
+    return state
+
+
+def state_bytes(state: object) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, Mapping):
+        return sum(state_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(state_bytes(value) for value in state)
+    return 0

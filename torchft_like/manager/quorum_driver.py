@@ -1,0 +1,182 @@
+"""From the join to a usable quorum: what happens behind the training thread's back.
+
+The driver is the rank's ear (`RankListener`, called on the coordination loop) and the quorum
+worker's hand. It opens the gates of the current `Attempt`; the training thread waits at them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import FaultToleranceError, GroupLostError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.config import ManagerConfig
+from torchft_like.manager.group import LossNotice
+from torchft_like.manager.managed_group import Emit, ManagedGroup
+from torchft_like.manager.preparation import QuorumWorker, State, fetch_state, state_bytes
+from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.manager.step import Join, Plan, StepProtocol
+
+logger = logging.getLogger(__name__)
+
+
+class QuorumDriver:
+    """Carries the current attempt from join to ready.
+
+    Attributes:
+        attempt: the current one, or the last.
+        fatal: set once this Manager cannot go on; every later wait raises it.
+        trouble: why the lighthouse cannot be reached just now, if so.
+    """
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        protocol: StepProtocol,
+        group: ManagedGroup,
+        state: StateRegistry,
+        transport: CheckpointTransport[State],
+        emit: Emit,
+    ) -> None:
+        self.attempt: Attempt | None = None
+        self.fatal: FaultToleranceError | None = None
+        self.trouble: str | None = None
+        self._config = config
+        self._protocol = protocol
+        self._group = group
+        self._state = state
+        self._transport = transport
+        self._emit = emit
+        self._worker = QuorumWorker()
+        self._members: tuple[str, ...] = ()
+        self._is_serving = False
+
+    def begin(self, attempt: Attempt) -> Join:
+        """`attempt` is the current one from now on: what to say in the join."""
+        with self._group.lock:
+            self.attempt = attempt
+            return self._protocol.begin()
+
+    def stop(self, error: FaultToleranceError, timeout_s: float | None) -> None:
+        """Wake whoever waits with `error`, end what runs in the background, and the worker with it."""
+        self._end(error)
+        self._group.abort_now()
+        self._transport.abort_recv()
+        self._worker.stop(timeout_s)
+
+    # ------------------------------------------------- told on the coordination loop
+
+    def quorum(self, result: QuorumResult) -> None:
+        attempt = self.attempt
+        if attempt is None or attempt.is_agreed or self.fatal is not None:
+            return  # an answer to a join that was given up
+        plan = self._group.agree(result, attempt.allow_heal)
+        attempt.agree(result)
+        if self._is_serving and not plan.serve:
+            # Every member of this quorum is done with the last one: nobody fetches any more.
+            self._is_serving = False
+            self._worker.submit(self._transport.disallow_checkpoint)
+        if plan.is_empty:
+            attempt.open_ready()
+        else:
+            self._worker.submit(lambda: self._prepare(attempt, result, plan))
+
+    def verdict(self, step: int, committed: bool) -> None:
+        if self.attempt is not None and step == self._protocol.step:
+            self.attempt.decide(committed)
+
+    def member_lost(self, notice: LossNotice) -> None:
+        self._group.member_lost(notice)
+        result = None if self.attempt is None else self.attempt.result
+        if result is not None and notice.replica_id == _source_of(result):
+            self._transport.abort_recv()
+
+    def group_lost(self, reason: str) -> None:
+        self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
+        self._group.abort_now()
+        self._emit("shutdown", reason=reason)
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        self.trouble = reason
+        self._emit("disconnected", address=str(self._config.lighthouse), reason=reason)
+
+    def lighthouse_connected(self) -> None:
+        self.trouble = None
+        self._emit("connected", address=str(self._config.lighthouse))
+
+    # ---------------------------------------------------------- on the quorum worker
+
+    def _prepare(self, attempt: Attempt, result: QuorumResult, plan: Plan) -> None:
+        try:
+            if not plan.configure or self._configure(attempt, result):
+                attempt.open_configured()
+                if plan.serve:
+                    self._serve(result)
+                if plan.heal:
+                    attempt.pending_state = self._heal(result)
+        except Exception as error:
+            logger.exception("preparing quorum %d failed", result.quorum_id)
+            self._group.fail(result.quorum_id, error)
+        finally:
+            attempt.open_ready()
+
+    def _configure(self, attempt: Attempt, result: QuorumResult) -> bool:
+        rank, size = self._config.group_rank, self._config.group_world_size
+        prefix = f"{result.store_address}/torchft/{result.quorum_id}/{rank}"
+        configured = self._group.configure(result, prefix, self._config.replica_id, (rank, size))
+        before, self._members = self._members, result.replica_ids
+        self._emit(
+            "quorum",
+            members=list(result.replica_ids),
+            joined=[member for member in result.replica_ids if member not in before],
+            left=[member for member in before if member not in result.replica_ids],
+            healing=list(result.healing_replica_ids),
+            participants=self._protocol.num_participants,
+            reconfigured=configured,
+            seconds=time.monotonic() - attempt.began,
+        )
+        return configured
+
+    def _serve(self, result: QuorumResult) -> None:
+        """Offer this replica's state. A failure is the joiner's loss, not this step's."""
+        timeout = timedelta(seconds=self._config.timeout_s)
+        ranks = list(result.recover_dst_replica_ranks)
+        self._is_serving = True
+        try:
+            with self._state.reading(self._config.timeout_s) as user_state:
+                state = {"user": user_state, "torchft": self._protocol.counters()}
+                self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
+        except FaultToleranceError as error:
+            self._emit("error", reason=f"cannot serve state to healing members: {error}")
+        else:
+            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
+
+    def _heal(self, result: QuorumResult) -> State | None:
+        """Fetch the peer's state; without it this replica goes on contributing zeros and does not commit."""
+        began = time.monotonic()
+        source = _source_of(result)
+        try:
+            state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
+        except FaultToleranceError as error:
+            self._group.fail(result.quorum_id, error, group_broken=False)
+            return None
+        self._emit("heal", source=source, bytes=state_bytes(state), seconds=time.monotonic() - began)
+        return state
+
+    def _end(self, error: FaultToleranceError) -> None:
+        with self._group.lock:
+            self.fatal = self.fatal or error
+            attempt = self.attempt
+        if attempt is not None:
+            attempt.fail(self.fatal)
+
+
+def _source_of(result: QuorumResult) -> str:
+    """The member this rank heals from; empty for one that does not."""
+    return (
+        "" if result.recover_src_replica_rank is None else result.replica_ids[result.recover_src_replica_rank]
+    )

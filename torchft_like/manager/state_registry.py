@@ -1,0 +1,75 @@
+"""The state of the training script: how to read it for a peer, how to load a peer's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torchft_like.errors import CheckpointError, ConfigError
+
+LoadFunction = Callable[[Any], None]
+SaveFunction = Callable[[], Any]
+
+
+class StateRegistry:
+    """Pairs of load and save functions by key, and the right to read what they save."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
+        self._reading = threading.Lock()
+        self._is_read_allowed = True
+
+    def register(self, key: str, load: LoadFunction, save: SaveFunction) -> None:
+        """Add one part of the state.
+
+        Raises:
+            ConfigError: the key is taken.
+        """
+        if key in self._functions:
+            raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
+        self._functions[key] = load, save
+
+    def allow_read(self) -> None:
+        """Peers may be served again."""
+        if not self._is_read_allowed:
+            self._is_read_allowed = True
+            self._reading.release()
+
+    def disallow_read(self) -> None:
+        """Wait until nobody reads the state, and keep others from it until `allow_read`."""
+        if self._is_read_allowed:
+            self._is_read_allowed = False
+            self._reading.acquire()
+
+    @contextmanager
+    def reading(self, timeout_s: float) -> Iterator[dict[str, object]]:
+        """The user's whole state, which stays as it is inside the block.
+
+        Raises:
+            CheckpointError: reading stayed disallowed for the whole timeout.
+        """
+        if not self._reading.acquire(timeout=timeout_s):
+            raise CheckpointError(
+                f"the state could not be read for a peer within {timeout_s:g} s: "
+                "allow_state_dict_read was not called"
+            )
+        try:
+            yield {key: save() for key, (_, save) in self._functions.items()}
+        finally:
+            self._reading.release()
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Hand every part to its load function.
+
+        Raises:
+            CheckpointError: the peer registered other keys; the replicas do not run the same script.
+        """
+        if set(state) != set(self._functions):
+            raise CheckpointError(
+                f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
+                "every replica must register the same keys"
+            )
+        for key, (load, _) in self._functions.items():
+            load(state[key])

@@ -1,0 +1,69 @@
+"""An optimizer that steps only when the step was committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchft_like.manager import Manager
+
+
+class OptimizerWrapper(Optimizer):
+    """Wraps an optimizer: `zero_grad` begins a step with the Manager, `step` commits it or drops it.
+
+    Call `zero_grad` before the forward pass and `step` once after the backward pass.
+    """
+
+    def __init__(self, manager: Manager, optim: Optimizer) -> None:
+        # The base class is not initialized: state and parameters are the wrapped optimizer's.
+        self.optim = optim
+        self.manager = manager
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step: ask for a quorum and clear the gradients."""
+        self.manager.start_quorum()
+        self.optim.zero_grad(set_to_none)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """End the step: update the parameters if it was committed.
+
+        Raises:
+            ValueError: a closure was given; it would evaluate the model outside of the step.
+        """
+        if closure is not None:
+            raise ValueError("OptimizerWrapper.step takes no closure: evaluate the model before it")
+        if self.manager.should_commit():
+            self.optim.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The wrapped optimizer's."""
+        self.optim.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's."""
+        self.optim.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optim.state_dict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optim.defaults
+
+    def __repr__(self) -> str:
+        return f"OptimizerWrapper({self.optim!r})"
