@@ -1,0 +1,115 @@
+"""What a quorum means for each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from torchft_like.manager.assignment import NotAMemberError, QuorumResult, assign
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    replica_id: str
+    step: int = 0
+    commit_quorum_id: int = 0
+    commit_failures: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.replica_id}:1"
+
+    @property
+    def store_address(self) -> str:
+        return f"{self.replica_id}:2"
+
+
+def result_of(
+    members: list[Member], replica_id: str, group_rank: int = 0, init_sync: bool = True
+) -> QuorumResult:
+    return assign(7, members, replica_id, group_rank, init_sync)
+
+
+def test_all_up_to_date_nobody_heals() -> None:
+    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 5, 3)]
+    results = [result_of(members, replica_id) for replica_id in "abc"]
+    assert [r.replica_rank for r in results] == [0, 1, 2]
+    assert [r.max_replica_rank for r in results] == [0, 1, 2]
+    assert not any(r.heal or r.recover_dst_replica_ranks for r in results)
+    assert {r.store_address for r in results} == {"a:2"}
+    assert {r.max_world_size for r in results} == {3}
+
+
+def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
+    members = [Member("a", 4, 3), Member("b", 5, 3), Member("c", 5, 3)]
+    behind, source = result_of(members, "a"), result_of(members, "b")
+    assert behind.heal
+    assert behind.recover_src_replica_rank == 1
+    assert behind.recover_src_manager_address == "http://b:1"
+    assert behind.max_replica_rank is None
+    assert behind.max_step == 5
+    assert behind.max_world_size == 2
+    assert behind.healing_replica_ids == ("a",)
+    assert source.recover_dst_replica_ranks == (0,)
+    assert source.max_replica_rank == 0
+    assert source.store_address == "b:2"
+
+
+def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
+    """The replica committed step 4 in a quorum that broke; the others committed it again without it."""
+    members = [Member("a", 5, 8), Member("b", 5, 9), Member("c", 5, 9)]
+    assert result_of(members, "a").heal
+    assert result_of(members, "b").recover_dst_replica_ranks == (0,)
+    assert not result_of(members, "c").heal
+
+
+def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> None:
+    members = [Member("a"), Member("b"), Member("c")]
+    results = {replica_id: result_of(members, replica_id) for replica_id in "abc"}
+    assert results["a"].recover_dst_replica_ranks == (1, 2)
+    assert results["b"].recover_src_replica_rank == results["c"].recover_src_replica_rank == 0
+    assert results["b"].max_replica_rank == 1, "they count as participants, as in torchft"
+    assert not result_of(members, "b", init_sync=False).heal
+
+
+def test_ranks_of_a_group_spread_over_stores_and_sources() -> None:
+    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1)]
+    assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
+    assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 1, 0]
+
+
+def test_commit_failures_are_the_worst_of_all() -> None:
+    members = [Member("a", 5, 3, 0), Member("b", 5, 3, 2)]
+    assert result_of(members, "a").commit_failures == 2
+
+
+def test_a_replica_outside_of_the_quorum_is_an_error_that_names_it() -> None:
+    with pytest.raises(NotAMemberError, match="replica z is not in quorum 7: a"):
+        result_of([Member("a")], "z")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_members_derive_the_same_plan(seed: int) -> None:
+    """Sources and destinations match up, every healing member has one source, sources are up to date."""
+    rng = random.Random(seed)
+    members = [
+        Member(f"r{i}", rng.choice([0, 3, 4]), rng.choice([1, 2]))
+        for i in rng.sample(range(20), rng.randint(1, 9))
+    ]
+    shuffled = rng.sample(members, len(members))
+    group_rank, init_sync = rng.randint(0, 3), rng.random() < 0.5
+    ordered = sorted(members, key=lambda m: m.replica_id)
+    results = [assign(1, shuffled, m.replica_id, group_rank, init_sync) for m in ordered]
+    newest = max((m.step, m.commit_quorum_id) for m in members)
+    for rank, result in enumerate(results):
+        assert result.replica_rank == rank
+        if result.heal:
+            source = result.recover_src_replica_rank
+            assert source is not None
+            assert rank in results[source].recover_dst_replica_ranks
+            assert (ordered[source].step, ordered[source].commit_quorum_id) == newest
+            assert not results[source].heal
+        assert all(results[dst].recover_src_replica_rank == rank for dst in result.recover_dst_replica_ranks)
+    assert len({(r.store_address, r.max_step, r.max_world_size, r.healing_replica_ids) for r in results}) == 1

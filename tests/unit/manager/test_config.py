@@ -1,0 +1,89 @@
+"""Settings: argument, then environment, then default; one clear error for each wrong one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lighthouse.net import Address
+from torchft_like.errors import AddressError, ConfigError
+from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
+
+LIGHTHOUSE = {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1234"}
+
+
+def config(environ: dict[str, str] | None = None, **arguments: Any) -> ManagerConfig:
+    return resolve(ManagerArguments(**arguments), {**LIGHTHOUSE, **(environ or {})})
+
+
+def test_a_single_process_needs_nothing_but_the_lighthouse() -> None:
+    resolved = config()
+    assert (resolved.group_rank, resolved.group_world_size, resolved.store) == (0, 1, None)
+    assert resolved.lighthouse == Address("127.0.0.1", 1234)
+    assert resolved.host == "127.0.0.1", "a loopback lighthouse means a loopback job"
+    assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (60, 60, 60)
+    assert not resolved.timeout_given
+
+
+def test_the_environment_of_torchrun_is_understood() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
+    resolved = config(environ)
+    assert (resolved.group_rank, resolved.group_world_size) == (1, 2)
+    assert resolved.store == Address("127.0.0.1", 77)
+    assert resolved.lighthouse is None, "only rank 0 speaks to it"
+
+
+def test_an_argument_beats_the_environment() -> None:
+    environ = {
+        "TORCHFT_TIMEOUT_SEC": "5",
+        "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1",
+        "TORCHFT_MANAGER_PORT": "9",
+    }
+    resolved = config(environ, timeout=timedelta(seconds=7), lighthouse_addr="127.0.0.1:2", port=10)
+    assert resolved.timeout_s == 7
+    assert resolved.lighthouse == Address("127.0.0.1", 2)
+    assert resolved.port == 10
+    assert config(environ).timeout_s == 5
+
+
+def test_each_start_has_an_id_of_its_own() -> None:
+    first, second = config(replica_id="r"), config(replica_id="r")
+    assert first.replica_id.startswith("r:")
+    assert first.replica_id != second.replica_id
+
+
+def test_a_restarted_group_does_not_read_its_predecessors_address() -> None:
+    assert config({"TORCHELASTIC_RESTART_COUNT": "1"}).incarnation != config().incarnation
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"TORCHFT_TIMEOUT_SEC": "soon"}, "TORCHFT_TIMEOUT_SEC is 'soon'"),
+        ({"TORCHFT_QUORUM_TIMEOUT_SEC": "-1"}, "TORCHFT_QUORUM_TIMEOUT_SEC"),
+        ({"TORCHFT_CONNECT_TIMEOUT_SEC": "nan"}, "TORCHFT_CONNECT_TIMEOUT_SEC"),
+        ({"TORCHFT_MANAGER_PORT": "http"}, "TORCHFT_MANAGER_PORT is 'http'"),
+        ({"RANK": "one"}, "RANK is 'one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank \(RANK\) is 2"),
+        ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"TORCHFT_QUORUM_RETRIES": "x"}, "TORCHFT_QUORUM_RETRIES"),
+        ({"TORCHFT_LIGHTHOUSE": ""}, "TORCHFT_LIGHTHOUSE"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ: dict[str, str], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        config(environ)
+
+
+def test_a_malformed_lighthouse_address_is_shown() -> None:
+    with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
+        config({"TORCHFT_LIGHTHOUSE": "localhost"})
+
+
+def test_a_wrong_argument_is_named() -> None:
+    with pytest.raises(ConfigError, match="timeout is 0"):
+        config(timeout=0)
+    with pytest.raises(ConfigError, match="port is '80'"):
+        config(port="80")

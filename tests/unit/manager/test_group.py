@@ -1,0 +1,124 @@
+"""The replica group as one voice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchft_like.manager.group import (
+    Effect,
+    GroupJoin,
+    GroupLostNotice,
+    LossNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    ReplicaGroup,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    replica_id: str
+    step: int = 4
+    commit_quorum_id: int = 2
+    commit_failures: int = 0
+    address: str = "http://h:1"
+    store_address: str = "h:2"
+
+
+def join(group_rank: int, **changes: int | bool) -> RankJoin:
+    return RankJoin(
+        group_rank, step=4, checkpoint_metadata=f"meta{group_rank}", commit_quorum_id=2, **changes
+    )  # type: ignore[arg-type]
+
+
+def members(*replica_ids: str) -> list[Member]:
+    return [Member(replica_id) for replica_id in replica_ids]
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def test_the_group_joins_when_its_last_rank_does() -> None:
+    group = ReplicaGroup("a", 2)
+    assert group.rank_joined(join(1, commit_failures=1)) == []
+    assert group.rank_joined(join(0, shrink_only=True)) == [
+        GroupJoin(step=4, shrink_only=True, commit_failures=1, commit_quorum_id=2)
+    ]
+
+
+def test_a_quorum_answers_every_rank_once() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0))
+    group.rank_joined(join(1))
+    effects = group.quorum_formed(9, members("b", "a"))
+    assert [e.group_rank for e in effects if isinstance(e, RankQuorum)] == [0, 1]
+    assert group.quorum_formed(9, members("b", "a")) == []
+    assert (group.last_quorum_id, group.last_quorum_replica_ids) == (9, ("a", "b"))
+
+
+def test_a_quorum_without_this_group_leaves_the_join_open() -> None:
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    assert group.quorum_formed(9, members("b")) == []
+    assert kinds(group.quorum_formed(10, members("a", "b"))) == [RankQuorum]
+
+
+def test_an_open_join_is_repeated_after_a_reconnect() -> None:
+    group = ReplicaGroup("a", 1)
+    assert group.lighthouse_connected() == []
+    [opened] = group.rank_joined(join(0))
+    assert group.lighthouse_connected() == [opened]
+    group.quorum_formed(9, members("a"))
+    assert group.lighthouse_connected() == []
+
+
+def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
+    group = ReplicaGroup("a", 2)
+    assert group.rank_voted(0, 4, True) == []
+    assert group.rank_voted(1, 4, False) == [RankVerdict(0, 4, False), RankVerdict(1, 4, False)]
+    group.rank_voted(1, 5, True)
+    assert group.rank_voted(0, 5, True) == [RankVerdict(0, 5, True), RankVerdict(1, 5, True)]
+
+
+def test_votes_on_different_steps_commit_nothing() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_voted(0, 4, True)
+    assert [e.committed for e in group.rank_voted(1, 5, True) if isinstance(e, RankVerdict)] == [False, False]
+
+
+def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_voted(0, 4, True)
+    group.rank_joined(join(0))
+    group.rank_joined(join(1))
+    group.quorum_formed(9, members("a"))
+    assert group.rank_voted(1, 4, True) == []
+
+
+def test_only_losses_in_the_current_quorum_are_passed_on() -> None:
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    group.quorum_formed(9, members("a", "b"))
+    assert group.member_lost(8, "b", "old") == []
+    assert group.member_lost(9, "b", "gone") == [LossNotice(9, "b", "gone")]
+
+
+def test_a_lost_rank_is_the_end_of_the_group() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0))
+    [notice] = group.rank_lost(1, "its session ended")
+    assert isinstance(notice, GroupLostNotice)
+    assert "rank 1 of replica group a" in notice.reason
+    assert group.rank_lost(0, "too") == []
+    assert kinds(group.rank_joined(join(0))) == [GroupLostNotice]
+    assert kinds(group.rank_voted(0, 4, True)) == [GroupLostNotice]
+    assert group.lighthouse_connected() == []
+
+
+def test_checkpoint_metadata_is_each_ranks_own() -> None:
+    group = ReplicaGroup("a", 2)
+    assert group.checkpoint_metadata(1) is None
+    group.rank_joined(join(1))
+    assert group.checkpoint_metadata(1) == "meta1"

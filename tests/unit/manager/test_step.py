@@ -1,0 +1,201 @@
+"""The step protocol, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.step import Plan, StepProtocol, StepRules, WorldSizeMode
+
+
+def quorum(quorum_id: int = 1, **changes: Any) -> QuorumResult:
+    fields: dict[str, Any] = {
+        "quorum_id": quorum_id,
+        "replica_rank": 0,
+        "replica_world_size": 3,
+        "recover_src_manager_address": "",
+        "recover_src_replica_rank": None,
+        "recover_dst_replica_ranks": (),
+        "store_address": "s:1",
+        "max_step": 0,
+        "max_replica_rank": 0,
+        "max_world_size": 3,
+        "heal": False,
+        "commit_failures": 0,
+        "replica_ids": ("a", "b", "c"),
+    }
+    return QuorumResult(**{**fields, **changes})
+
+
+def protocol(min_replica_size: int = 1, **rules: Any) -> StepProtocol:
+    return StepProtocol(StepRules(min_replica_size, **rules))
+
+
+def ready(p: StepProtocol, quorum_id: int = 1, **changes: Any) -> None:
+    p.begin()
+    if p.agreed(quorum(quorum_id, **changes), allow_heal=True).configure:
+        p.configured(quorum_id)
+
+
+def test_a_step_without_trouble_commits() -> None:
+    p = protocol()
+    ready(p)
+    assert p.can_communicate
+    assert p.vote()
+    p.decide(committed=True)
+    assert (p.step, p.commit_quorum_id, p.batches_committed, p.commit_failures) == (1, 1, 3, 0)
+
+
+def test_the_same_quorum_is_configured_once() -> None:
+    p = protocol()
+    ready(p)
+    p.decide(committed=True)
+    p.begin()
+    assert p.agreed(quorum(1), allow_heal=True).is_empty
+    p.begin()
+    assert p.agreed(quorum(2), allow_heal=True) == Plan(configure=True, serve=False, heal=False)
+
+
+def test_a_failed_configure_is_not_recorded_as_configured() -> None:
+    p = protocol()
+    p.begin()
+    p.agreed(quorum(1), allow_heal=True)
+    assert p.fail(1, RuntimeError("no route"))
+    assert not p.can_communicate
+    assert not p.vote()
+    p.decide(committed=False)
+    assert p.begin().commit_failures == 1
+    assert p.agreed(quorum(2), allow_heal=True).configure
+
+
+def test_an_error_of_an_old_quorum_does_not_touch_a_newer_one() -> None:
+    p = protocol()
+    ready(p, 7)
+    p.decide(committed=True)
+    ready(p, 8)
+    assert not p.fail(7, RuntimeError("late"))
+    assert not p.group_broke(7)
+    assert p.failure is None
+    assert p.can_communicate
+    assert p.vote()
+
+
+def test_the_first_error_of_a_quorum_is_kept() -> None:
+    p = protocol()
+    ready(p)
+    first = RuntimeError("first")
+    assert p.fail(1, first)
+    assert not p.fail(1, RuntimeError("second"))
+    assert p.failure is first
+
+
+def test_an_error_before_the_quorum_spoils_the_step_it_came_in() -> None:
+    p = protocol()
+    p.begin()
+    p.fail_current(RuntimeError("bad batch"))
+    assert p.failure is not None
+    p.agreed(quorum(1), allow_heal=True)
+    p.configured(1)
+    assert not p.can_communicate
+    assert not p.vote()
+    p.decide(committed=False)
+    ready(p, 2)
+    assert p.vote()
+
+
+def test_a_member_lost_after_the_last_collective_does_not_spoil_the_step() -> None:
+    p = protocol()
+    ready(p)
+    assert p.group_broke(1)
+    assert not p.group_broke(1), "told once"
+    assert not p.can_communicate
+    assert p.vote()
+    p.decide(committed=True)
+    assert p.begin().commit_failures == 1, "the next quorum must have a new id: the group is broken"
+
+
+def test_a_failed_heal_does_not_break_the_group() -> None:
+    p = protocol()
+    ready(p, heal=True, max_replica_rank=None, max_world_size=2)
+    assert p.fail(1, RuntimeError("source died"), group_broken=False)
+    assert p.can_communicate
+    assert not p.vote()
+
+
+def test_a_group_that_breaks_after_a_failed_heal_is_news() -> None:
+    p = protocol()
+    ready(p)
+    p.fail(1, RuntimeError("source died"), group_broken=False)
+    assert p.fail(1, RuntimeError("peer died"))
+    assert not p.can_communicate
+
+
+def test_a_healing_replica_does_not_take_part_until_it_has_committed() -> None:
+    p = protocol(2)
+    ready(p, 3, heal=True, max_replica_rank=None, max_world_size=2, max_step=9)
+    assert not p.is_participating
+    assert p.num_participants == 2
+    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
+    assert p.vote()
+    p.decide(committed=True)
+    assert (p.step, p.batches_committed, p.commit_quorum_id) == (10, 22, 3)
+    ready(p, 3, max_step=10)
+    assert p.is_participating
+
+
+def test_with_a_synchronous_quorum_a_healed_replica_takes_part_at_once() -> None:
+    p = protocol(use_async_quorum=False)
+    ready(p, heal=True, replica_rank=2, max_replica_rank=None, max_world_size=2)
+    assert p.num_participants == 3
+    assert not p.is_participating
+    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
+    p.take_part()
+    assert p.is_participating
+    assert p.participating_rank == 2
+
+
+def test_without_allow_heal_nothing_is_served_or_fetched() -> None:
+    p = protocol()
+    p.begin()
+    plan = p.agreed(quorum(heal=True, recover_dst_replica_ranks=(1,)), allow_heal=False)
+    assert plan == Plan(configure=True, serve=False, heal=False)
+
+
+def test_fewer_participants_than_min_replica_size_do_not_commit() -> None:
+    p = protocol(3)
+    ready(p, max_world_size=2)
+    assert not p.vote()
+
+
+def test_spares_contribute_nothing_with_a_fixed_world_size() -> None:
+    p = protocol(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    ready(p, replica_rank=2, max_replica_rank=2)
+    assert p.num_participants == 2
+    assert p.participating_rank is None
+    assert not p.is_participating
+    assert p.vote()
+
+
+def test_max_retries_counts_failures_in_a_row() -> None:
+    p = protocol(max_retries=1)
+    for quorum_id in (1, 2):
+        ready(p, quorum_id)
+        p.fail(quorum_id, RuntimeError("again"))
+        assert not p.out_of_retries
+        p.decide(p.vote())
+    assert p.out_of_retries
+    ready(p, 3)
+    p.decide(p.vote())
+    assert not p.out_of_retries
+
+
+def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
+    p, q = protocol(), protocol()
+    ready(p)
+    p.decide(committed=True)
+    q.restore(p.counters())
+    assert q.counters() == p.counters()
+    with pytest.raises(ValueError, match="step='five'"):
+        q.restore({"step": "five"})
