@@ -114,6 +114,8 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10),
+    # Probing the bandwidth costs a PING for each small request, and there are no others.
+    ("grpc.http2.bdp_probe", 0),
     *_MESSAGE_LIMITS,
 ]
 
@@ -148,6 +150,8 @@ def make_aio_server(
     Raises:
         BindError: the address is in use or not of this host.
     """
+    if _why_unbindable(bind) is not None:  # asked first, because gRPC fails with lines of its own
+        raise bind_error(bind, None)
     server = grpc.aio.server(options=[*_SERVER_OPTIONS, *keepalive.options()])
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
@@ -174,21 +178,24 @@ def listen_tcp(bind: Address) -> socket.socket:
 
 def bind_error(bind: Address, cause: Exception | None) -> BindError:
     """The error for a server that cannot listen at `bind`, with the system's reason where one can be had."""
-    reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else _why_unbindable(bind)
+    reason = cause.strerror if isinstance(cause, OSError) else _why_unbindable(bind)
+    reason = reason or "the system gave no reason"
     return BindError(
         f"cannot listen on {bind}: {reason}; choose another address, or port 0 for any free port"
     )
 
 
-def _why_unbindable(bind: Address) -> str:
-    """gRPC does not say why; the system does when asked for the same address."""
+def _why_unbindable(bind: Address) -> str | None:
+    """The system's reason against listening there; None where it has none."""
     try:
-        family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((bind.host, bind.port))
+        family, kind, proto, _, target = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            # Like gRPC: a port on which only old connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
     except OSError as error:
         return error.strerror or str(error)
-    return "address in use"
+    return None
 
 
 class LoopThread:

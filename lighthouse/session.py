@@ -69,5 +69,7 @@ class ReplicaSession:
             while self._queue:
                 await self._context.write(self._queue[0])
                 self._queue.popleft()
+        except Exception as error:  # noqa: BLE001 - gRPC promises no type; none of them is more than this
+            self.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"cannot write to the session: {error!r}"))
         finally:
             self._writer = None
