@@ -1,0 +1,89 @@
+"""How long it takes to give a newcomer the state, for states of 1 to 256 MB on loopback."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from benchmarks.processes import Fleet, FleetProcess, Record
+from benchmarks.report import Result
+from benchmarks.systems import FOLDER, OURS, TORCHFT, System
+
+MEGABYTES = (1, 16, 64, 256)
+CONTESTANTS = (
+    OURS,
+    TORCHFT,
+    replace(TORCHFT, name="torchft, 4 chunks", worker_options=("--chunks=4",)),
+)
+SECONDS_MAX = 60.0
+
+METHOD = [
+    "Two processes on one machine, one torch thread each: one offers a state of 1 MB float32 tensors through "
+    "its package's HTTPTransport, the other fetches it. The sender's snapshot and the transfer are both "
+    "counted; process start and connection to the lighthouse are not.",
+    "The systems take turns. Every fetched state was compared with the offered one by checksum.",
+    "torchft sends the live tensors, unchecked; ours a snapshot with a checksum for every chunk.",
+]
+
+
+class CorruptStateError(RuntimeError):
+    """What was fetched is not what was offered."""
+
+
+def main(samples: int = 5) -> Result:
+    result = Result("heal", "How long does it take to give a newcomer the state?", METHOD)
+    with Fleet() as fleet:
+        pairs = [_Pair(fleet, system) for system in CONTESTANTS]
+        for pair in pairs:
+            pair.transfer(1)
+        for megabytes in MEGABYTES:
+            seconds: dict[str, list[float]] = {pair.system.name: [] for pair in pairs}
+            for _ in range(samples):
+                for pair in pairs:
+                    seconds[pair.system.name].append(pair.transfer(megabytes))
+            for name, of_system in seconds.items():
+                result.add(f"{megabytes} MB", name, "s", of_system)
+    result.save()
+    return result
+
+
+class _Pair:
+    """A process that offers states and one that fetches them."""
+
+    def __init__(self, fleet: Fleet, system: System) -> None:
+        self.system = system
+        self._fleet = fleet
+        self._source, self._sink = (self._start(role) for role in ("source", "sink"))
+        self._step = 0
+
+    def transfer(self, megabytes: int) -> float:
+        """Seconds for the offer and the fetch together."""
+        self._step += 1
+        offered = self._ask(self._source, do="offer", megabytes=megabytes, step=self._step)
+        fetched = self._ask(self._sink, do="fetch", metadata=offered["metadata"], step=self._step)
+        self._ask(self._source, do="withdraw")
+        if fetched["checksum"] != offered["checksum"]:
+            raise CorruptStateError(f"{self.system.name}: {megabytes} MB arrived with another checksum")
+        return float(offered["seconds"] + fetched["seconds"])
+
+    def _start(self, role: str) -> FleetProcess:
+        script = [self.system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]
+        options = [f"--package={self.system.package}", *self.system.worker_options]
+        return self._fleet.start(f"{self.system.name}-{role}", [*script, *options])
+
+    def _ask(self, process: FleetProcess, **command: object) -> Record:
+        if not process.records:
+            self._fleet.wait_for(lambda: process.records or None, f"start of {process.name}", SECONDS_MAX)
+        count = len(process.records)
+        process.tell(**command)
+        return self._fleet.wait_for(
+            lambda: process.records[-1] if len(process.records) > count else None,
+            f"answer of {process.name} to {command}",
+            SECONDS_MAX,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one sample of each, to try the benchmark")
+    main(samples=1 if parser.parse_args().quick else 5)

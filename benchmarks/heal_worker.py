@@ -1,0 +1,100 @@
+"""One end of a state transfer: the HTTPTransport of the package that it is told to use.
+
+It reads commands, one JSON object in a line, and answers each with one record:
+
+* {"do": "offer", "megabytes": n, "step": s}: make a state of that size and offer it;
+* {"do": "fetch", "metadata": m, "step": s}: fetch it from the process that offers it;
+* {"do": "withdraw"}: end the offer.
+
+Times are of the transport's own calls; the checksum of the state is taken outside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+TENSOR_FLOATS = 1024 * 256  # 1 MB, a mid-sized layer
+TIMEOUT = timedelta(seconds=60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--package", choices=["torchft", "torchft_like"], required=True)
+    parser.add_argument("--chunks", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    module = importlib.import_module(f"{options.package}.checkpointing.http_transport")
+    transport = module.HTTPTransport(timeout=TIMEOUT, num_chunks=options.chunks)
+    report(event="ready")
+    for line in sys.stdin:
+        report(**obey(transport, json.loads(line)))
+
+
+def obey(transport: Any, command: dict[str, Any]) -> dict[str, object]:
+    if command["do"] == "offer":
+        return offer(transport, command["megabytes"], command["step"])
+    if command["do"] == "fetch":
+        return fetch(transport, command["metadata"], command["step"])
+    transport.disallow_checkpoint()
+    return {"event": "withdrawn"}
+
+
+def offer(transport: Any, megabytes: int, step: int) -> dict[str, object]:
+    state = make_state(megabytes, step)
+    start = time.perf_counter()
+    transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=state, timeout=TIMEOUT)
+    seconds = time.perf_counter() - start
+    return {
+        "event": "offered",
+        "seconds": seconds,
+        "metadata": transport.metadata(),
+        "checksum": checksum(state),
+    }
+
+
+def fetch(transport: Any, metadata: str, step: int) -> dict[str, object]:
+    start = time.perf_counter()
+    state = transport.recv_checkpoint(src_rank=0, metadata=metadata, step=step, timeout=TIMEOUT)
+    seconds = time.perf_counter() - start
+    return {"event": "fetched", "seconds": seconds, "checksum": checksum(state)}
+
+
+def make_state(megabytes: int, seed: int) -> dict[str, Any]:
+    """A model of 1 MB tensors and a step count, nested as a Manager's state is."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = {f"layer{i}.weight": torch.randn(TENSOR_FLOATS, generator=generator) for i in range(megabytes)}
+    return {"user": {"default": layers}, "torchft": {"step": seed}}
+
+
+def checksum(state: object) -> int:
+    value = 0
+    for tensor in tensors(state):
+        value = zlib.crc32(tensor.numpy().data, value)
+    return value
+
+
+def tensors(state: object) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for key in sorted(state):
+            yield from tensors(state[key])
+
+
+def report(**record: object) -> None:
+    os.write(sys.stdout.fileno(), (json.dumps(record) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

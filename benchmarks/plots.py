@@ -1,0 +1,76 @@
+"""A PNG for each saved result. Reads the JSON and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.report import RESULTS
+from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT
+
+COLUMNS_MAX = 4
+COLORS = {system.name: system.color for system in (OURS, TORCHFT, PLAIN_DDP)}
+OTHER_COLORS = ("tab:red", "tab:purple", "tab:brown")
+
+Case = list[dict[str, Any]]
+
+
+def plot(result: dict[str, Any]) -> None:
+    """Write results/<name>.png: a panel for each case, a bar for each system, a dot for each sample."""
+    mpl.use("Agg")
+    cases = by_case(result["rows"])
+    columns = min(COLUMNS_MAX, len(cases))
+    lines = math.ceil(len(cases) / columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.3 * lines + 0.8), squeeze=False)
+    panels = list(axes.flat)
+    for panel, (case, rows) in zip(panels, cases.items(), strict=False):
+        _draw_case(panel, case, rows)
+    for unused in panels[len(cases) :]:
+        unused.set_visible(False)
+    machine = result["machine"]
+    figure.suptitle(
+        f"{result['question']}\n{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{machine['date']}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{result['name']}.png", dpi=110)
+    plt.close(figure)
+
+
+def by_case(rows: Case) -> dict[str, Case]:
+    """The rows of each case, in the order of the first mention."""
+    cases: dict[str, Case] = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    return cases
+
+
+def _draw_case(axes: Axes, case: str, rows: Case) -> None:
+    colors = _colors(rows)
+    for place, row in enumerate(rows):
+        if row["median"] is None:
+            axes.text(0.02, place, row["note"], va="center", fontsize=7, transform=axes.get_yaxis_transform())
+            continue
+        axes.barh(place, row["median"], color=colors[place], alpha=0.55)
+        axes.plot(row["samples"], [place] * len(row["samples"]), ".", color="black", markersize=3)
+        axes.annotate(f" {row['median']:.3g}", (row["median"], place - 0.27), fontsize=7)
+    medians = [row["median"] for row in rows if row["median"]]
+    if medians and max(medians) > 20 * min(medians):
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    axes.set_yticks(range(len(rows)), [row["system"] for row in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_title(case, fontsize=8)
+    axes.set_xlabel(rows[0]["unit"], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def _colors(rows: Case) -> list[str]:
+    others = iter(OTHER_COLORS * len(rows))
+    return [COLORS.get(row["system"]) or next(others) for row in rows]

@@ -1,0 +1,71 @@
+"""Every benchmark, then the plots and the tables: `python -m benchmarks.run`.
+
+Unattended and bounded: a benchmark that fails is reported, the others still run, and the exit status
+says that one failed. Tables and plots are made from what is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from benchmarks import growth, heal, lighthouse_cost, plots, recovery, step_time, tables
+from benchmarks.peer import PEER, PeerUnavailableError
+from benchmarks.report import RESULTS, Result, load
+from benchmarks.systems import TORCHFT
+
+BENCHMARKS: dict[str, Callable[[bool], Result]] = {
+    "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
+    "step_time": lambda quick: step_time.main(step_time.QUICK if quick else step_time.Plan()),
+    "heal": lambda quick: heal.main(1 if quick else 5),
+    "growth": lambda quick: growth.main(2 if quick else 5),
+    "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),
+}
+
+
+def main() -> int:
+    options = _options()
+    try:
+        print(f"{PEER} runs in {TORCHFT.interpreter}", flush=True)  # installs it where it is missing
+    except PeerUnavailableError as error:
+        print(error, file=sys.stderr)
+        return 2
+    failed = [name for name in options.names if not _measure(name, options.quick)]
+    saved = [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
+    for name in saved:
+        plots.plot(load(name))
+    tables.write_readme(saved)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _measure(name: str, quick: bool) -> bool:
+    start = time.monotonic()
+    try:
+        result = BENCHMARKS[name](quick)
+    except Exception:  # noqa: BLE001 - whatever it was, the others are still to be measured
+        traceback.print_exc()
+        return False
+    for bar in result.bars:
+        print(f"{'met   ' if bar.met else 'MISSED'} {bar.what}: {bar.measured} (bar: {bar.limit}) {bar.unit}")
+    print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+    return True
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"some of: {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a sample or two of each, to try the benchmarks")
+    options = parser.parse_args()
+    if unknown := set(options.names) - BENCHMARKS.keys():
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    options.names = options.names or list(BENCHMARKS)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What fault tolerance costs while nothing fails: the time of a step, beside plain DDP.
+
+The systems stay alive side by side and take turns of some steps each, round after round, so that
+whatever else this machine does hits all of them alike; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.processes import Fleet
+from benchmarks.report import Bar, Result
+from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT, System, start_job, take_turn
+
+SYSTEMS = (PLAIN_DDP, TORCHFT, OURS)
+REPLICAS = 2
+STEPS_PER_TURN = {"tiny": 200, "0.3M": 150, "4M": 30}
+
+METHOD = [
+    f"{REPLICAS} replicas of a three-layer MLP (tiny, 0.3M and 4M parameters), batch 32, SGD with momentum, "
+    "gloo, one torch thread for each process, all processes on one machine.",
+    "Every system through its DistributedDataParallel; torchft and ours with their Optimizer (a quorum and "
+    "a vote in every step) and their own lighthouse daemon.",
+    "The systems run at the same time and take turns; a sample is the mean step of a turn on replica 0. "
+    "Every step of every turn was committed by all replicas, or the benchmark fails.",
+    "The ratio is the median over rounds of a system's sample over plain DDP's of the same round.",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: int = 11
+    warmup_turns: int = 2
+
+
+QUICK = Plan(rounds=3, warmup_turns=1)
+
+
+def main(plan: Plan = Plan()) -> Result:
+    result = Result("step_time", "What does a step cost while nothing fails?", METHOD)
+    for model, steps in STEPS_PER_TURN.items():
+        _measure_model(result, plan, model, steps)
+    result.save()
+    return result
+
+
+def _measure_model(result: Result, plan: Plan, model: str, steps: int) -> None:
+    samples = step_times(SYSTEMS, REPLICAS, model, steps, plan)
+    for system in SYSTEMS:
+        result.add(f"{model} MLP", system.name, "ms", samples[system.name])
+    over_plain = {}
+    for system in (TORCHFT, OURS):
+        ratios = [a / b for a, b in zip(samples[system.name], samples[PLAIN_DDP.name], strict=True)]
+        over_plain[system.name] = statistics.median(ratios)
+        result.add(f"{model} MLP, over plain DDP", system.name, "x", ratios)
+    limit = over_plain[TORCHFT.name]
+    result.bars.append(
+        Bar(f"{model} MLP: over plain DDP, against torchft's", over_plain[OURS.name], limit, "x")
+    )
+
+
+def step_times(
+    systems: tuple[System, ...], replicas: int, model: str, steps: int, plan: Plan
+) -> dict[str, list[float]]:
+    """Milliseconds per step on replica 0, a sample for each round, the systems in turns."""
+    samples: dict[str, list[float]] = {system.name: [] for system in systems}
+    with Fleet() as fleet:
+        jobs = [start_job(fleet, system, replicas, model) for system in systems]
+        for _ in range(plan.warmup_turns):
+            for job in jobs:
+                take_turn(fleet, job, steps)
+        for _ in range(plan.rounds):
+            for job in jobs:
+                of_first_replica = take_turn(fleet, job, steps)[0]
+                samples[job.system.name].append(statistics.fmean(of_first_replica) * 1e3)
+    return samples
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
+    main(QUICK if parser.parse_args().quick else Plan())
