@@ -82,7 +82,7 @@ class ManagedGroup:
         with self.lock:
             is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken)
             if is_news and group_broken:
-                self._abort(quorum_id)
+                self._abort(quorum_id, f"{type(reason).__name__}: {reason}")
         if is_news:
             self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
 
@@ -92,18 +92,18 @@ class ManagedGroup:
             is_news = self._protocol.fail_current(reason)
             quorum_id = self._protocol.quorum_id
             if is_news:
-                self._abort(quorum_id)
+                self._abort(quorum_id, f"the training script reported {reason!r}")
         self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
 
     def member_lost(self, notice: LossNotice) -> None:
         """A member is gone: nobody can finish a collective with it any more."""
+        reason = f"lost {notice.replica_id}: {notice.reason}"
         with self.lock:
             is_news = self._protocol.group_broke(notice.quorum_id)
             if is_news:
-                self._abort(notice.quorum_id)
+                self._abort(notice.quorum_id, reason)
         self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
         if is_news:
-            reason = f"lost {notice.replica_id}: {notice.reason}"
             self._emit("abort", quorum_id=notice.quorum_id, reason=reason)
 
     def refuse(self) -> bool:
@@ -121,17 +121,17 @@ class ManagedGroup:
 
     def abort_now(self) -> None:
         """End whatever the process group does, in any quorum: this replica stops."""
-        self.pg.abort()
+        self.pg.abort("this replica stops")
 
-    def _abort(self, quorum_id: int) -> None:
+    def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:
             return
-        self.pg.abort()
+        self.pg.abort(reason)
         if self._configuring == quorum_id:
             loop = coordination_loop().loop
-            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._abort_again, quorum_id)
+            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._abort_again, quorum_id, reason)
 
-    def _abort_again(self, quorum_id: int) -> None:
+    def _abort_again(self, quorum_id: int, reason: str) -> None:
         with self.lock:
             if self._configuring == quorum_id:
-                self._abort(quorum_id)
+                self._abort(quorum_id, reason)
