@@ -1,0 +1,8 @@
+"""Process groups whose members can change, and which can be aborted at any moment."""
+
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.gloo import ProcessGroupGloo
+from torchft_like.process_group.store import create_store_client
+from torchft_like.process_group.wrapper import ProcessGroupWrapper
+
+__all__ = ["ProcessGroup", "ProcessGroupGloo", "ProcessGroupWrapper", "create_store_client"]

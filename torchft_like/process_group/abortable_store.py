@@ -1,0 +1,262 @@
+"""A client of torch's TCPStore whose every wait can be ended from another thread.
+
+torch's own client blocks in C++ for as long as its server is stopped or its host silent, nothing
+can end that from outside, and a connection that is lost under it is reported with pages of native
+stack. While a group is being configured that would be time in which no abort is heard. Here the
+socket is ours: `abort` shuts it down, and touches no other socket of the process.
+
+It speaks the TCPStore's wire protocol as torch 2.11 to 2.13 do: one byte names the query, strings
+are preceded by their length, integers are 64 bits in the machine's byte order. It knows the few
+queries that process groups make, and nothing about what they are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from enum import IntEnum
+
+from torch._C._distributed_c10d import Store
+
+from lighthouse.net import Address
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.process_group.store import StoreAddress
+
+VALUE_BYTES_MAX = 64 * 1024 * 1024
+RECONNECT_SECONDS = 0.02
+
+_VALIDATION_MAGIC = 0x3C85F7CE
+_READY = 0
+
+
+class _Query(IntEnum):
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    DELETE_KEY = 8
+    PING = 13
+
+
+class AbortableStore(Store):
+    """A store client that one thread uses and any thread may abort.
+
+    Its methods raise ProcessGroupAbortedError once it was aborted, TimeoutError when `timeout`
+    has passed without an answer, ProcessGroupError when the store is gone.
+
+    Args:
+        address: the store and the prefix of all keys.
+        timeout: for connecting, and for each operation.
+    """
+
+    def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
+        super().__init__()
+        self._prefix = address.prefix
+        self._limit = timeout
+        self._wire = _Wire(address.server)
+
+    def connect(self) -> None:
+        """Reach the store; tries again while it is refused, since the store may be about to start."""
+        self._wire.connect(self._deadline())
+        self._wire.send(_Query.VALIDATE, struct.pack("=I", _VALIDATION_MAGIC), self._deadline())
+        deadline = self._ask(_Query.PING, struct.pack("=I", os.getpid()))
+        if struct.unpack("=I", self._wire.receive(4, deadline))[0] != os.getpid():
+            raise ProcessGroupError(f"what answers at {self._wire.server} is not a TCPStore")
+
+    def abort(self) -> None:
+        """End every wait, now and later. From any thread, at any time; returns at once."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """Give the connection up; for the thread that uses it."""
+        self._wire.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._ask(_Query.SET, self._key(key) + _with_length(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits until it has one."""
+        self.wait([key])
+        return self._wire.receive_bytes(self._ask(_Query.GET, self._key(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0; gives the sum."""
+        return self._integer(self._ask(_Query.ADD, self._key(key) + struct.pack("=q", amount)))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether every key has a value."""
+        return self._wire.receive(1, self._ask(_Query.CHECK, self._keys(keys)))[0] == _READY
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until every key has a value."""
+        self._wire.receive(1, self._ask(_Query.WAIT, self._keys(keys), timeout))
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it had a value."""
+        return self._integer(self._ask(_Query.DELETE_KEY, self._key(key))) == 1
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Replace a value if it is the expected one; gives the value that stands then."""
+        values = _with_length(expected_value) + _with_length(desired_value)
+        return self._wire.receive_bytes(self._ask(_Query.COMPARE_SET, self._key(key) + values))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of each operation from now on."""
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of each operation."""
+        return self._limit
+
+    def _ask(self, query: _Query, body: bytes, timeout: timedelta | None = None) -> float:
+        deadline = self._deadline(timeout)
+        self._wire.send(query, body, deadline)
+        return deadline
+
+    def _integer(self, deadline: float) -> int:
+        return int(struct.unpack("=q", self._wire.receive(8, deadline))[0])
+
+    def _deadline(self, timeout: timedelta | None = None) -> float:
+        return time.monotonic() + (timeout or self._limit).total_seconds()
+
+    def _key(self, key: str) -> bytes:
+        return _with_length(f"/{self._prefix}/{key}")
+
+    def _keys(self, keys: list[str]) -> bytes:
+        return struct.pack("=Q", len(keys)) + b"".join(map(self._key, keys))
+
+
+def _with_length(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    return struct.pack("=Q", len(data)) + data
+
+
+class _Wire:
+    """One TCP connection, with deadlines, that can be shut down from outside.
+
+    Only the thread that uses it closes the descriptor: were it closed by another, its number
+    could already belong to a stranger when the user's next call reaches it.
+    """
+
+    def __init__(self, server: Address) -> None:
+        self.server = server
+        self._lock = threading.Lock()  # a shutdown comes before a connection or after, never between
+        self._aborted = False
+        self._socket: socket.socket | None = None
+
+    def connect(self, deadline: float) -> None:
+        family, _, _, _, target = self._resolve()
+        while True:
+            try:
+                self._connect_once(family, target, deadline)
+                return
+            except ConnectionRefusedError as error:
+                if time.monotonic() + RECONNECT_SECONDS > deadline:
+                    raise ProcessGroupError(f"the store at {self.server} refuses connections") from error
+                time.sleep(RECONNECT_SECONDS)
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def send(self, query: _Query, body: bytes, deadline: float) -> None:
+        data = memoryview(bytes([query]) + body)
+        while data:
+            self._await(select.POLLOUT, deadline)
+            with self._translated():
+                data = data[self._open_socket().send(data) :]
+
+    def receive(self, count: int, deadline: float) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            self._await(select.POLLIN, deadline)
+            with self._translated():
+                part = self._open_socket().recv(count)
+            if not part:
+                raise self._lost(None)
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def receive_bytes(self, deadline: float) -> bytes:
+        (count,) = struct.unpack("=Q", self.receive(8, deadline))
+        if count > VALUE_BYTES_MAX:
+            raise ProcessGroupError(f"the store at {self.server} announces a value of {count} bytes")
+        return self.receive(count, deadline)
+
+    def _resolve(self) -> tuple[int, int, int, str, tuple[object, ...]]:
+        try:
+            found = socket.getaddrinfo(self.server.host, self.server.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ProcessGroupError(f"the store's host {self.server.host!r} is unknown: {error}") from error
+        return found[0]
+
+    def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> None:
+        with self._lock:
+            self._check()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            code = self._socket.connect_ex(target)
+        if code == errno.EINPROGRESS:
+            self._await(select.POLLOUT, deadline)
+            code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        with self._translated():
+            if code:
+                raise OSError(code, os.strerror(code))
+
+    def _await(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._open_socket(), event)
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        self._check()
+        if not ready:
+            raise TimeoutError(f"the store at {self.server} did not answer in time")
+
+    def _open_socket(self) -> socket.socket:
+        if self._socket is None:
+            raise ProcessGroupError(f"not connected to the store at {self.server}")
+        return self._socket
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise ProcessGroupAbortedError(f"aborted while talking to the store at {self.server}")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (BlockingIOError, ConnectionRefusedError):
+            raise
+        except OSError as error:
+            self._check()
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError | None) -> ProcessGroupError:
+        self._check()
+        reason = error.strerror if error else "it closed the connection"
+        return ProcessGroupError(f"lost the store at {self.server}: {reason}")

@@ -1,0 +1,193 @@
+"""The interface of a process group that can be configured again and again.
+
+A torch process group is made once for a fixed set of processes. One of ours outlives its members:
+`configure` gives it a new set, `abort` ends whatever it is doing, and between the two the same
+object stays in the hands of DDP, FSDP or a device mesh.
+
+It knows how torch addresses a group, and nothing about backends or quorums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    BroadcastOptions,
+    Work,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.collectives import Collective, install_collectives
+
+
+class About(TypedDict, total=False):
+    """What a caller may say about itself when it configures a group."""
+
+    replica_id: str | None  # whose rank this is
+    quorum_id: int | None  # why it configures; `abort(quorum_id=...)` refers to it
+    group_rank: int | None  # which rank of its replica group this is
+    group_world_size: int | None  # out of how many
+    global_ranks: Sequence[int] | None  # of the members in the job, in the order of their ranks here
+
+
+@install_collectives
+class ProcessGroup(dist.ProcessGroup):
+    """A `torch.distributed.ProcessGroup` whose members can change.
+
+    Every collective of torch is a method here; all of them lead to `_run`, which a subclass
+    defines. Any function of `torch.distributed` takes the group as `group=`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
+        self._registered_name: str | None = None
+        self._global_ranks: Sequence[int] | None = None
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        **about: Unpack[About],
+    ) -> None:
+        """Leave the present members and meet new ones; blocks until the group is usable.
+
+        Args:
+            store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
+            rank: of the caller among the new members, `0 <= rank < world_size`.
+            world_size: how many members meet.
+            about: who configures, and why; all of it may be left out.
+
+        Raises:
+            ValueError: an argument is out of range, or the address is malformed (AddressError).
+            ProcessGroupAbortedError: `abort` came before the members had met.
+            ProcessGroupError: they did not meet; the group is unusable until the next `configure`.
+        """
+        raise NotImplementedError
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        """End every operation, present and future, until the next `configure`.
+
+        From any thread, at any time; returns at once. It ends a `configure` that is under way, too.
+
+        Args:
+            reason: for the messages of the errors that follow.
+            quorum_id: only if the group was, or is being, configured for this quorum.
+        """
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Abort, and wait until the resources are given back."""
+        raise NotImplementedError
+
+    def errored(self) -> BaseException | None:
+        """The error that made the group unusable, None while it is fine."""
+        raise NotImplementedError
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of each operation, and of `configure`, from now on."""
+        raise NotImplementedError
+
+    def size(self) -> int:
+        """The number of members."""
+        raise NotImplementedError
+
+    def rank(self) -> int:
+        """The caller's place among the members."""
+        raise NotImplementedError
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What the group is called in messages and registrations."""
+        raise NotImplementedError
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        """Carry out one collective; None only for those that block."""
+        raise NotImplementedError
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
+        """Send one tensor from `root` to all."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self.broadcast([tensor], options)
+
+    def register(self, name: str) -> ProcessGroup:
+        """Make the group known to torch, as functional collectives and device meshes need it.
+
+        Args:
+            name: unique among the groups of this process.
+
+        Raises:
+            ProcessGroupError: it is registered already, or the name is taken.
+        """
+        group_name = f"{self.getBackendName()}:{name}"
+        if self._registered_name is not None:
+            raise ProcessGroupError(f"the group is registered already, as {self._registered_name!r}")
+        if group_name in c10d._world.pg_names.values():
+            raise ProcessGroupError(f"a group is registered already as {group_name!r}")
+        self._set_group_name(group_name)  # type: ignore[arg-type]
+        _register_process_group(group_name, self)  # type: ignore[arg-type]
+        c10d._world.pg_names[self] = group_name  # type: ignore[assignment]
+        self._registered_name = group_name
+        self._publish_ranks()
+        return self
+
+    def unregister(self) -> None:
+        """Undo `register`; nothing happens if there was none."""
+        if self._registered_name is None:
+            return
+        _unregister_process_group(self._registered_name)  # type: ignore[arg-type]
+        c10d._world.pg_names.pop(self, None)
+        c10d._world.pg_group_ranks.pop(self, None)
+        self._registered_name = None
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name it is registered under.
+
+        Raises:
+            ProcessGroupError: it is not registered.
+        """
+        if self._registered_name is None:
+            raise ProcessGroupError("the group has no name: call register(name) first")
+        return self._registered_name
+
+    def _refresh_registration(self) -> None:
+        """After `configure`: tell torch who the members are now."""
+        if self._registered_name is not None:
+            self._publish_ranks()
+
+    def _publish_ranks(self) -> None:
+        """Tell torch which global rank has which place: `dist.broadcast(src=...)` asks for it."""
+        try:
+            members = self._global_ranks or range(self.size())
+        except ProcessGroupError:
+            return  # not configured yet; `configure` comes back here
+        c10d._world.pg_group_ranks[self] = {member: place for place, member in enumerate(members)}
+
+    # C++ callers (DDP's reducer among them) ask under these names.
+
+    def getSize(self) -> int:  # noqa: N802
+        """`size`, for C++."""
+        return self.size()
+
+    def getRank(self) -> int:  # noqa: N802
+        """`rank`, for C++."""
+        return self.rank()
+
+    def _get_backend_name(self) -> str:
+        return self.getBackendName()
+
+    def name(self) -> str:
+        """`getBackendName`."""
+        return self.getBackendName()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]

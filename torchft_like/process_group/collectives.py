@@ -1,0 +1,354 @@
+"""Every collective of `torch.distributed.ProcessGroup`, described once.
+
+A row says what a collective is called, which of its arguments are results, and what it does in a
+group that has nobody but the caller. Forwarding, dummies, error swallowing, fault injection and
+the managed group are derived from the rows; no class writes a collective out by hand.
+
+The table knows argument positions and shapes of nesting, nothing about backends: how bytes move,
+and what may fail, is for the classes that use it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+# Tensors as a call holds them: one tensor, a list, or a list of lists.
+Tensors = Any
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument: where it stands, its names in the overloads, how deep its lists nest.
+
+    The shorter overloads pass a tensor where the full one has a list of one; `depth` is that of
+    the full one, and `Call` always shows it.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    depth: int
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensors:
+        """The argument of one call, nested to `depth`.
+
+        Raises:
+            TypeError: the call does not have it.
+        """
+        if len(args) > self.index:
+            return _nest(args[self.index], self.depth)
+        for name in self.names:
+            if name in kwargs:
+                return _nest(kwargs[name], self.depth)
+        raise TypeError(f"missing argument {self.names[0]!r}")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective, with its tensor arguments in the nesting of the full overload."""
+
+    collective: Collective
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Tensors
+    inputs: Tensors
+
+    @property
+    def reduce_op(self) -> ReduceOp:
+        """The reduction asked for, however the overload spells it; SUM when none was named."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, ReduceOp | ReduceOp.RedOpType):
+                return ReduceOp(value) if isinstance(value, ReduceOp.RedOpType) else value
+            if hasattr(value, "reduceOp"):
+                return value.reduceOp  # type: ignore[no-any-return]
+        return ReduceOp(ReduceOp.SUM)
+
+    @property
+    def result(self) -> list[Any]:
+        """What the call's future carries: the outputs, as Gloo's own futures hold them."""
+        if self.outputs is None:
+            return []
+        if self.collective.output is not None and self.collective.output.depth == 0:
+            return [self.outputs]
+        return list(self.outputs)
+
+    def apply_locally(self, rank: int, world_size: int) -> None:
+        """Leave in the outputs what the call gives when nobody else takes part.
+
+        The caller's own share is where it belongs, what only a peer could have sent is zero, and
+        a tensor that is both input and output keeps its value.
+        """
+        with torch.no_grad():
+            self.collective.alone(self, rank, world_size)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row of the table.
+
+    Attributes:
+        name: the method's name; `aliases` are its other names, newer or older.
+        signature: of the full overload, for introspection.
+        output, input: the tensor arguments, None where there is none.
+        alone: what it does in a group of one, see `Call.apply_locally`.
+        blocking: it returns None after it is done, not a Work.
+    """
+
+    name: str
+    signature: str
+    output: Argument | None
+    input: Argument | None
+    alone: Callable[[Call, int, int], None]
+    aliases: tuple[str, ...] = ()
+    blocking: bool = False
+    summary: str = field(default="", compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which torch may call it."""
+        return (self.name, *self.aliases)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Read one call.
+
+        Raises:
+            TypeError: a tensor argument is missing.
+        """
+        outputs = self.output.find(args, kwargs) if self.output else None
+        inputs = self.input.find(args, kwargs) if self.input else None
+        return Call(self, args, kwargs, outputs, inputs)
+
+    def find_on(self, *targets: object) -> Callable[..., Any] | None:
+        """The method that carries it out, on the first of `targets` that has it under any name."""
+        for target in targets:
+            for name in self.names:
+                if (method := getattr(target, name, None)) is not None:
+                    return method  # type: ignore[no-any-return]
+        return None
+
+
+def tensors_of(nested: Tensors) -> Iterator[Tensor]:
+    """Every tensor in an argument, however deep the lists."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif nested is not None:
+        for item in nested:
+            yield from tensors_of(item)
+
+
+def _nest(value: Tensors, depth: int) -> Tensors:
+    have = 0
+    inner = value
+    while not isinstance(inner, Tensor):
+        have += 1
+        if len(inner) == 0:
+            return value
+        inner = inner[0]
+    for _ in range(depth - have):
+        value = [value]
+    return value
+
+
+def _keep(call: Call, rank: int, world_size: int) -> None:
+    """Nothing moves: the outputs are the inputs."""
+
+
+def _clear(call: Call, rank: int, world_size: int) -> None:
+    for output in tensors_of(call.outputs):
+        output.zero_()
+
+
+def _spread(call: Call, rank: int, world_size: int) -> None:
+    """Every place of an output list takes the caller's tensor."""
+    for outputs, source in zip(call.outputs, call.inputs, strict=False):
+        for output in outputs:
+            output.copy_(source)
+
+
+def _spread_coalesced(call: Call, rank: int, world_size: int) -> None:
+    """Outputs are per rank, then per input."""
+    for outputs in call.outputs:
+        for output, source in zip(outputs, call.inputs, strict=False):
+            output.copy_(source)
+
+
+def _fill(call: Call, rank: int, world_size: int) -> None:
+    """An output that joins all ranks' tensors repeats the caller's."""
+    for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
+        copies = output.numel() // max(source.numel(), 1)
+        output.view(copies, -1).copy_(source.reshape(1, -1).expand(copies, -1))
+
+
+def _own_item(call: Call, rank: int, world_size: int) -> None:
+    """Each output takes the caller's place in the list that stands for it; zero without a list."""
+    _clear(call, rank, world_size)
+    for output, sources in zip(call.outputs, call.inputs, strict=False):
+        if sources:
+            output.copy_(sources[min(rank, len(sources) - 1)])
+
+
+def _own_chunk(call: Call, rank: int, world_size: int) -> None:
+    for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
+        chunks = torch.split(source.reshape(-1), max(output.numel(), 1))
+        output.view(-1).copy_(chunks[min(rank, len(chunks) - 1)])
+
+
+def _own_to_own(call: Call, rank: int, world_size: int) -> None:
+    """What the caller sends to itself arrives; nothing else does."""
+    _clear(call, rank, world_size)
+    place = min(rank, len(call.outputs) - 1)
+    call.outputs[place].copy_(call.inputs[place])
+
+
+def _own_split(call: Call, rank: int, world_size: int) -> None:
+    _clear(call, rank, world_size)
+    target = _split(call.outputs, _argument(call, 2, "output_split_sizes"), rank, world_size)
+    source = _split(call.inputs, _argument(call, 3, "input_split_sizes"), rank, world_size)
+    target.copy_(source)
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], rank: int, world_size: int) -> Tensor:
+    if not sizes:
+        return tensor.chunk(world_size)[rank]
+    return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])
+
+
+def _argument(call: Call, index: int, name: str) -> Sequence[int]:
+    found: Sequence[int] = call.args[index] if len(call.args) > index else call.kwargs.get(name, ())
+    return found
+
+
+def _flat(nested: Tensors) -> list[Tensor]:
+    return list(tensors_of(nested))
+
+
+def _row(
+    name: str,
+    signature: str,
+    alone: Callable[[Call, int, int], None],
+    output: Argument | None = None,
+    input: Argument | None = None,  # noqa: A002 - the word for it
+    **more: Any,
+) -> Collective:
+    return Collective(name, signature, output, input, alone, **more)
+
+
+def _first(*names: str, depth: int = 1) -> Argument:
+    return Argument(0, names, depth)
+
+
+def _second(*names: str, depth: int = 1) -> Argument:
+    return Argument(1, names, depth)
+
+
+_TENSORS = _first("tensors", "tensor")
+_OUTPUT = _first("output", "output_tensor", "outputTensor", depth=0)
+_INPUT = _second("input", "input_tensor", "inputTensor", depth=0)
+_OUTPUTS = _first("output_tensors", "outputs", "output_tensor", "output")
+_INPUTS = _second("input_tensors", "inputs", "input_tensor", "input")
+_OUTPUT_LISTS = _first("output_tensors", "output_lists", depth=2)
+_INPUT_LISTS = _second("input_tensors", "input_tensor", "input", depth=2)
+
+COLLECTIVES: tuple[Collective, ...] = (
+    _row("allreduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
+    _row("allreduce_coalesced", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
+    _row("broadcast", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
+    _row("reduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
+    _row("allgather", "(output_tensors, input_tensors, opts=...)", _spread, _OUTPUT_LISTS, _INPUTS),
+    _row(
+        "allgather_coalesced",
+        "(output_lists, input_list, opts=...)",
+        _spread_coalesced,
+        _OUTPUT_LISTS,
+        _second("input_list"),
+    ),
+    _row(
+        "_allgather_base",
+        "(output, input, opts=...)",
+        _fill,
+        _OUTPUT,
+        _INPUT,
+        aliases=("all_gather_single",),
+    ),
+    _row(
+        "allgather_into_tensor_coalesced",
+        "(outputs, inputs, opts=...)",
+        _fill,
+        _OUTPUTS,
+        _INPUTS,
+        aliases=("all_gather_single_coalesced",),
+    ),
+    _row("gather", "(output_tensors, input_tensors, opts=...)", _spread, _OUTPUT_LISTS, _INPUTS),
+    _row("scatter", "(output_tensors, input_tensors, opts=...)", _own_item, _OUTPUTS, _INPUT_LISTS),
+    _row("reduce_scatter", "(output_tensors, input_tensors, opts=...)", _own_item, _OUTPUTS, _INPUT_LISTS),
+    _row(
+        "_reduce_scatter_base",
+        "(output, input, opts=...)",
+        _own_chunk,
+        _OUTPUT,
+        _INPUT,
+        aliases=("reduce_scatter_single",),
+    ),
+    _row(
+        "reduce_scatter_tensor_coalesced",
+        "(outputs, inputs, opts=...)",
+        _own_chunk,
+        _OUTPUTS,
+        _INPUTS,
+        aliases=("reduce_scatter_single_coalesced",),
+    ),
+    _row("alltoall", "(output_tensors, input_tensors, opts=...)", _own_to_own, _OUTPUTS, _INPUTS),
+    _row(
+        "alltoall_base",
+        "(output, input, output_split_sizes, input_split_sizes, opts=...)",
+        _own_split,
+        _OUTPUT,
+        _INPUT,
+        aliases=("all_to_all_single",),
+    ),
+    _row("send", "(tensors, dst_rank, tag)", _keep, None, _TENSORS),
+    _row("recv", "(tensors, src_rank, tag)", _clear, _TENSORS),
+    _row("recv_anysource", "(tensors, tag)", _clear, _TENSORS),
+    _row("barrier", "(opts=...)", _keep),
+    _row("monitored_barrier", "(timeout=None, wait_all_ranks=False)", _keep, blocking=True),
+)
+
+BY_NAME: Mapping[str, Collective] = MappingProxyType(
+    {name: collective for collective in COLLECTIVES for name in collective.names}
+)
+
+ClassT = TypeVar("ClassT", bound=type)
+
+
+def install_collectives(cls: ClassT) -> ClassT:
+    """Class decorator: one method per row and name, each of which calls `self._run`."""
+    for name, collective in BY_NAME.items():
+        setattr(cls, name, _method(name, collective))
+    return cls
+
+
+def _method(name: str, collective: Collective) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(collective, args, kwargs)
+
+    method.__name__ = name
+    method.__qualname__ = f"ProcessGroup.{name}"
+    method.__doc__ = f"torch.distributed.ProcessGroup.{name}{collective.signature}, with all its overloads."
+    parameters = collective.signature[1:-1].replace("...", "None").split(", ")
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *map(_parameter, parameters)]
+    )
+    return method
+
+
+def _parameter(text: str) -> inspect.Parameter:
+    name, _, default = text.partition("=")
+    values = {"": inspect.Parameter.empty, "None": None, "False": False}
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=values[default])

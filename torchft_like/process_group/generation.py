@@ -1,0 +1,289 @@
+"""One life of a reconfigurable group, from the start of `configure` to the last socket.
+
+A group that is configured a hundred times has a hundred generations, one after the other. Each is
+made, used, ended and cleaned up on its own, so an abort, an error or a late callback of one cannot
+reach another.
+
+The backend is made on a thread of its own: neither an abort nor Ctrl-C ever waits for C++. A
+generation that is aborted while it is being made is left to that thread, which throws away what it
+gets. It knows nothing of any particular backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import Work
+
+from torchft_like.errors import (
+    ProcessGroupAbortedError,
+    ProcessGroupNotConfiguredError,
+)
+from torchft_like.process_group.collectives import COLLECTIVES, Collective
+from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.work import GroupWork
+
+CLEANUP_SECONDS_AT_EXIT = 2.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a generation is made for."""
+
+    store: StoreAddress
+    rank: int
+    world_size: int
+    timeout: timedelta
+    quorum_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not within a world of {self.world_size}")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} at {self.store}"
+
+
+class Backend(Protocol):
+    """What a generation runs its collectives on."""
+
+    def targets(self) -> tuple[object, ...]:
+        """Objects that have torch's collectives as methods; the first that has one is asked."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of each operation from now on."""
+
+    def close(self) -> None:
+        """Give everything back; may block for a moment."""
+
+
+class AbortSignal:
+    """Set once, by whoever is first; runs the hooks that end what is under way.
+
+    A hook runs on the thread that aborts, must not block, and runs at once if the signal is set
+    already.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[], object]] = []
+        self.reason: str | None = None
+
+    def set(self, reason: str) -> bool:
+        """Abort; whether this call was the first."""
+        with self._lock:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+            hooks = list(self._hooks)
+        for hook in hooks:
+            hook()
+        return True
+
+    @contextlib.contextmanager
+    def ends(self, hook: Callable[[], object]) -> Any:
+        """For the time of a block, `hook` is what an abort calls."""
+        self.add(hook)
+        try:
+            yield
+        finally:
+            self.remove(hook)
+
+    def add(self, hook: Callable[[], object]) -> None:
+        """From now on an abort calls `hook`."""
+        with self._lock:
+            self._hooks.append(hook)
+            late = self.reason is not None
+        if late:
+            hook()
+
+    def remove(self, hook: Callable[[], object]) -> None:
+        """An abort calls `hook` no more."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._hooks.remove(hook)
+
+    def check(self) -> None:
+        """Raise if it is set.
+
+        Raises:
+            ProcessGroupAbortedError: it is set.
+        """
+        if self.reason is not None:
+            raise ProcessGroupAbortedError(self.reason)
+
+
+Create = Callable[[Membership, AbortSignal], Backend]
+
+
+@dataclass(eq=False)
+class Generation:
+    """See the module. `abort` may be called from any thread, everything else by the group."""
+
+    membership: Membership
+    abort_signal: AbortSignal = field(default_factory=AbortSignal)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _settled: threading.Event = field(default_factory=threading.Event)
+    _gone: threading.Event = field(default_factory=threading.Event)
+    _backend: Backend | None = None
+    _methods: Mapping[str, Callable[..., Work]] | None = None
+    _failure: BaseException | None = None
+
+    def make(self, create: Create) -> None:
+        """Have the backend made; blocks until it is, or until an abort.
+
+        Raises:
+            ProcessGroupAbortedError: aborted meanwhile.
+            ProcessGroupError: it could not be made; the cause says why.
+        """
+        _run_aside(self._make, create)
+        try:
+            self._settled.wait()
+        except BaseException:
+            self.end("the thread that configured the group was interrupted")
+            raise
+        if (error := self.error()) is not None:
+            raise error
+
+    def run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        """Start one collective.
+
+        Raises:
+            ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
+        """
+        methods = self._methods
+        if methods is None:
+            raise self._unusable()
+        if collective.name not in methods:
+            raise NotImplementedError(f"the backend has no {collective.name}")
+        try:
+            # The bound method is in no variable: an error that somebody keeps must not keep the backend.
+            work = methods[collective.name](*args, **kwargs)
+        except RuntimeError as error:
+            if (better := self.explain(error)) is not None:
+                raise better from error
+            raise
+        return None if work is None else GroupWork(work, self.explain)
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """Record an error of the backend; what the caller shall see instead of it, if anything."""
+        if self.abort_signal.reason is not None:
+            return self._aborted()
+        if self._failure is None:
+            self._failure = type(error)(*error.args)  # a copy: frames would keep the backend
+        return None
+
+    def error(self) -> BaseException | None:
+        """What ended the generation, None while it is fine."""
+        if self.abort_signal.reason is not None:
+            return self._aborted()
+        return self._failure
+
+    def end(self, reason: str) -> None:
+        """End what is under way, refuse what comes, clean up aside. From any thread; returns at once."""
+        self.abort_signal.set(reason)
+        if (backend := self._take_backend()) is not None:
+            _run_aside(self._dispose, backend)
+        self._settled.set()
+
+    def wait_gone(self, seconds: float) -> bool:
+        """Until an ended generation has given everything back; whether it has."""
+        return self._gone.wait(seconds)
+
+    def target(self) -> object:
+        """What carries the collectives out.
+
+        Raises:
+            ProcessGroupError: nothing does now.
+        """
+        if (backend := self._backend) is None:
+            raise self._unusable()
+        return backend.targets()[0]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of each operation from now on."""
+        if (backend := self._backend) is not None:
+            backend.set_timeout(timeout)
+
+    def __str__(self) -> str:
+        error = self.error()
+        state = "ready" if self._methods is not None else "being configured"
+        return f"{self.membership}, {state if error is None else error}"
+
+    def _make(self, create: Create) -> None:
+        try:
+            backend = create(self.membership, self.abort_signal)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the group is configured
+            self._failure = self._failed(error)
+            self._gone.set()
+        else:
+            if not self._accept(backend):
+                self._dispose(backend)
+        self._settled.set()
+
+    def _accept(self, backend: Backend) -> bool:
+        found = ((c.name, c.find_on(*backend.targets())) for c in COLLECTIVES)
+        methods = {name: method for name, method in found if method is not None}
+        with self._lock:
+            if self.abort_signal.reason is not None:
+                return False
+            self._backend, self._methods = backend, methods
+            return True
+
+    def _take_backend(self) -> Backend | None:
+        with self._lock:
+            backend, self._backend, self._methods = self._backend, None, None
+            return backend
+
+    def _dispose(self, backend: Backend) -> None:
+        try:
+            backend.close()
+        except Exception:
+            _logger.exception("cleaning up after %s", self.membership)
+        finally:
+            self._gone.set()
+
+    def _unusable(self) -> BaseException:
+        return self.error() or ProcessGroupNotConfiguredError(f"{self.membership} is being configured")
+
+    def _aborted(self) -> ProcessGroupAbortedError:
+        return ProcessGroupAbortedError(f"{self.membership} was aborted: {self.abort_signal.reason}")
+
+    def _failed(self, error: BaseException) -> BaseException:
+        failure = ProcessGroupNotConfiguredError(f"configuring {self.membership} failed: {error}")
+        failure.__cause__ = error.with_traceback(None)
+        return failure
+
+
+_aside: set[threading.Thread] = set()
+
+
+def _run_aside(work: Callable[..., None], *args: Any) -> None:
+    """On a thread of its own, which ends with the work and is waited for a little at exit."""
+
+    def run() -> None:
+        try:
+            work(*args)
+        finally:
+            _aside.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name="torchft-process-group", daemon=True)
+    _aside.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_cleanup() -> None:
+    """A thread that comes back from C++ into a finished interpreter would end the process with a crash."""
+    deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
+    for thread in list(_aside):
+        thread.join(max(0.0, deadline - time.monotonic()))

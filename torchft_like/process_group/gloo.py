@@ -1,0 +1,139 @@
+"""A reconfigurable group over Gloo, whose every wait can be ended.
+
+Gloo joins CPUs over TCP and cannot be interrupted by itself. What blocks, and what ends it:
+
+* a wait for the store: `AbortableStore`, whose socket is ours;
+* a wait for a peer's data: `GlooDevice.cut` shuts the group's connections down;
+* a wait for a peer to connect: `GlooDevice.knock` connects in its place, then `cut`.
+
+The store is needed only while the group is made. A group of one rank asks no store at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from lighthouse.net import LOOPBACK, local_host_towards
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+SWEEP_SECONDS_FIRST = 0.005
+SWEEP_SECONDS_MAX = 1.0
+
+
+class ProcessGroupGloo(ReconfigurableProcessGroup):
+    """Collectives over Gloo (CPU tensors).
+
+    An abort ends blocked operations within milliseconds: their `wait` raises
+    ProcessGroupAbortedError, their future carries Gloo's RuntimeError.
+
+    Args:
+        timeout: the limit of each operation and of `configure`, seconds or timedelta.
+    """
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """torchft-gloo."""
+        return "torchft-gloo"
+
+    def _create(self, membership: Membership, abort: AbortSignal) -> _GlooBackend:
+        if membership.world_size == 1:
+            return _GlooBackend(HashStore(), LOOPBACK, membership, abort)
+        store = AbortableStore(membership.store, membership.timeout)
+        with contextlib.closing(store), abort.ends(store.abort):
+            store.connect()
+            _claim_prefix(store, membership)
+            host = local_host_towards(membership.store.server.host, membership.store.server.port)
+            return _GlooBackend(store, host, membership, abort)
+
+
+def _claim_prefix(store: AbortableStore, membership: Membership) -> None:
+    """Addresses left in the store by an earlier group would be taken for those of this one."""
+    if store.add(f"configured/{membership.rank}", 1) > 1:
+        raise ProcessGroupError(
+            f"rank {membership.rank} has already used the store prefix {membership.store.prefix!r}; "
+            "every configure needs a fresh one"
+        )
+
+
+class _GlooBackend:
+    """One Gloo group with the device that its connections belong to."""
+
+    def __init__(self, store: Store, host: str, membership: Membership, abort: AbortSignal) -> None:
+        self._abort = abort
+        self._device = GlooDevice(host)
+        abort.add(self._device.cut)
+        try:
+            with _broken_off(self._device, membership.world_size, abort):
+                self._gloo: TorchGloo | None = _make_gloo(store, self._device, membership)
+            self._shell: TorchProcessGroup | None = _shell_around(self._gloo, membership)
+        except BaseException:
+            self.close()
+            raise
+
+    def targets(self) -> tuple[object, ...]:
+        """Gloo itself, and torch's shell around it for what it does not offer to Python."""
+        return self._gloo, self._shell
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See generation.Backend."""
+        if (gloo := self._gloo) is not None:
+            gloo.set_timeout(timeout)
+
+    def close(self) -> None:
+        """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""
+        self._abort.remove(self._device.cut)
+        self._device.cut()
+        self._shell = None
+        self._gloo = None
+        self._device.close()
+
+
+def _make_gloo(store: Store, device: GlooDevice, membership: Membership) -> TorchGloo:
+    options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
+    options._timeout = membership.timeout
+    options._devices = [device.torch_device]
+    return TorchGloo(store, membership.rank, membership.world_size, options)
+
+
+def _shell_around(gloo: TorchGloo, membership: Membership) -> TorchProcessGroup:
+    shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
+    shell._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+    shell._register_backend(torch.device("cpu"), TorchProcessGroup.BackendType.GLOO, gloo)
+    return shell
+
+
+@contextlib.contextmanager
+def _broken_off(device: GlooDevice, world_size: int, abort: AbortSignal) -> Iterator[None]:
+    """While Gloo connects in the block, an abort breaks every connection until it gives up.
+
+    Once is not enough: Gloo tries again, and goes on to the next peer.
+    """
+    done = threading.Event()
+
+    def sweep() -> None:
+        pause = SWEEP_SECONDS_FIRST
+        while not done.is_set():
+            device.knock(world_size)
+            device.cut()
+            done.wait(pause)
+            pause = min(2 * pause, SWEEP_SECONDS_MAX)
+
+    def start() -> None:
+        threading.Thread(target=sweep, name="torchft-gloo-abort", daemon=True).start()
+
+    try:
+        with abort.ends(start):
+            yield
+    finally:
+        done.set()

@@ -1,0 +1,182 @@
+"""A Gloo device whose connections can be broken from another thread.
+
+Gloo cannot be told to give up: its abort marks the group and leaves every thread that waits for a
+stopped peer waiting until the timeout. What ends a wait at once is the end of the connection, so
+that is what `GlooDevice.cut` brings about: it shuts down the sockets of the device.
+
+INVARIANT: abort touches no socket but this group's. Other threads open and close sockets all the
+time, and descriptor numbers are reused, so sockets are never told apart by when they appeared or
+by their numbers or addresses. Each device has an epoll instance of its own, with which Gloo
+registers every socket of that device for as long as it is open. We hold a duplicate of that epoll
+descriptor, which therefore means this device until we close it; the kernel lists what is registered
+(`/proc/self/fdinfo`) by descriptor and inode; and a socket is duplicated, its inode compared, and
+only then shut down. A descriptor that was closed and reused meanwhile has another inode.
+
+The epoll instance is recognised once, when the device is made: it watches a listening socket whose
+inode did not exist before. If another thread opened such a pair at the same moment there are two,
+the device is thrown away and made again.
+
+A thread that waits for a peer to connect has no socket to shut down. It is woken by connecting in
+the peer's place (`knock`): Gloo's listener takes a connection for pair number n when the first
+eight bytes on it say n.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+ATTEMPTS_MAX = 20
+KNOCK_SECONDS_MAX = 0.2
+
+# What an epoll instance watches: the descriptor it was registered under, and the inode behind it.
+_Registered = tuple[int, int]
+
+_logger = logging.getLogger(__name__)
+_descriptors = Path("/proc/self/fd")
+_descriptor_info = Path("/proc/self/fdinfo")
+_creation = threading.Lock()  # our own devices shall not be mistaken for each other
+
+
+class GlooDevice:
+    """A device on one local address.
+
+    Args:
+        host: the local address to listen on. `GLOO_SOCKET_IFNAME` beats it, as everywhere in torch.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._lock = threading.Lock()
+        self._epoll: int | None = None
+        self._address: tuple[object, ...] | None = None
+        self._family = socket.AF_INET
+        self.torch_device: object | None = self._create(host)
+
+    def cut(self) -> int:
+        """Shut down every connection of the device; gives their number. Never blocks."""
+        with self._lock:
+            return sum(_shut_down(fd, inode) for fd, inode in self._registered())
+
+    def knock(self, world_size: int) -> None:
+        """Connect in the place of every peer that has not connected yet.
+
+        Only after this the threads that wait for such a peer find their connection broken.
+        """
+        if self._address is None:
+            return
+        for number in range(world_size):
+            with contextlib.suppress(OSError), socket.socket(self._family) as visitor:
+                visitor.settimeout(KNOCK_SECONDS_MAX)
+                visitor.connect(self._address)
+                visitor.sendall(struct.pack("=q", number))
+
+    def close(self) -> None:
+        """Let the device go; Gloo ends it together with the last group that uses it."""
+        with self._lock:
+            self.torch_device = None
+            if self._epoll is not None:
+                os.close(self._epoll)
+                self._epoll = None
+
+    def _create(self, host: str) -> object:
+        with _creation:
+            for _ in range(ATTEMPTS_MAX):
+                before = {inode for _, inode in _open_sockets()}
+                device = _make_device(host)
+                found = [pair for pair in _listening_epolls() if pair[1][1] not in before]
+                if len(found) == 1:
+                    self._remember(*found[0])
+                    return device
+        _logger.warning("cannot tell Gloo's sockets apart here: an abort waits for the operation's timeout")
+        return device
+
+    def _remember(self, epoll: int, listener: _Registered) -> None:
+        with _own_socket(*listener) as listening:
+            if listening is not None:
+                self._family = listening.family
+                self._address = listening.getsockname()
+                self._epoll = os.dup(epoll)
+
+    def _registered(self) -> list[_Registered]:
+        return [] if self._epoll is None else _registered(self._epoll)
+
+
+def _make_device(host: str) -> object:
+    if interface := os.environ.get(INTERFACE_ENV):
+        return TorchGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
+    return TorchGloo.create_device(hostname=host, lazy_init=False)
+
+
+def _open_sockets() -> Iterator[_Registered]:
+    for fd, status in _open_descriptors():
+        if stat.S_ISSOCK(status.st_mode):
+            yield fd, status.st_ino
+
+
+def _listening_epolls() -> Iterator[tuple[int, _Registered]]:
+    """Every epoll descriptor that watches a listening socket, with that socket."""
+    for fd, status in _open_descriptors():
+        with contextlib.suppress(OSError):
+            if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(_descriptors / str(fd)):
+                yield from ((fd, watched) for watched in _registered(fd) if _is_listening(*watched))
+
+
+def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
+    for name in os.listdir(_descriptors) if _descriptors.exists() else ():
+        with contextlib.suppress(OSError):
+            yield int(name), os.fstat(int(name))
+
+
+def _registered(epoll: int) -> list[_Registered]:
+    """What an epoll instance watches."""
+    pairs = []
+    for line in (_descriptor_info / str(epoll)).read_text().splitlines():
+        words = line.replace(":", " ").split()
+        if words[:1] == ["tfd"]:
+            pairs.append((int(words[1]), int(words[words.index("ino") + 1], 16)))
+    return pairs
+
+
+def _is_listening(fd: int, inode: int) -> bool:
+    with _own_socket(fd, inode) as own:
+        return own is not None and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def _shut_down(fd: int, inode: int) -> bool:
+    """Shut one connection down; whether it was one.
+
+    The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
+    """
+    with _own_socket(fd, inode) as own:
+        if own is None or own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        with contextlib.suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+@contextlib.contextmanager
+def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """A duplicate of the descriptor if it is still the socket with that inode, else None."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    status = os.fstat(duplicate)
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(duplicate)
+        yield None
+        return
+    with socket.socket(fileno=duplicate) as own:
+        yield own

@@ -1,0 +1,130 @@
+"""Handles of operations, as torch's `Work`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+# The error that the caller shall see instead of the backend's; None if that says it best.
+Explain = Callable[[BaseException], BaseException | None]
+
+
+class GroupWork(Work):
+    """An operation of a backend, whose errors are told in the group's words.
+
+    `get_future` is the backend's own future: it completes on the backend's thread and carries its
+    tensors, or its error as it was.
+    """
+
+    def __init__(self, work: Work, explain: Explain) -> None:
+        super().__init__()
+        self._work = work
+        self._explain = explain
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the operation is done.
+
+        Raises:
+            ProcessGroupAbortedError: the group was aborted before.
+            RuntimeError: the backend failed.
+        """
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            if (better := self._explain(error)) is not None:
+                raise better from error
+            raise
+
+    def get_future(self) -> Future[Any]:
+        """Completes with the list of output tensors."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is done without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """The error, once it failed."""
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors, once it is done."""
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        """Who sent what a receive from any source got."""
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait, without the thread."""
+        self._work.block_current_stream()
+
+
+class DoneWork(Work):
+    """An operation that is over: it carries `result`, or `error`.
+
+    Both `wait` and `get_future` give the same.
+    """
+
+    def __init__(self, result: list[Any], error: BaseException | None = None) -> None:
+        super().__init__()
+        self._result = result
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, or the error."""
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A completed future."""
+        future: Future[Any] = Future()
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+        return future
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it carries a result."""
+        return self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error it carries."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Nobody."""
+        return -1
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def block_current_stream(self) -> None:
+        """There is nothing to wait for."""

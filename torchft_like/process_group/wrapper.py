@@ -1,0 +1,207 @@
+"""Groups around groups.
+
+`ProcessGroupWrapper` hands everything to another group; classes that change one thing about a
+group derive from it and say only that thing. `ReconfigurableProcessGroup` is the wrapper whose
+inner group is replaced by every `configure`; a backend derives from it and says how one is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Unpack
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from torchft_like.errors import ProcessGroupNotConfiguredError
+from torchft_like.process_group.base import About, ProcessGroup
+from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, parse_store_address
+
+SHUTDOWN_SECONDS = 10.0
+
+
+class ProcessGroupWrapper(ProcessGroup):
+    """Hands every call to `parent`.
+
+    Args:
+        timeout: the limit of each operation and of `configure` (seconds or timedelta), where this
+            class makes the inner group; a given one keeps its own.
+        pg: the inner group.
+    """
+
+    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT, pg: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self._timeout = as_timedelta(timeout)
+        self._pg = pg
+
+    @property
+    def parent(self) -> Any:
+        """The inner group.
+
+        Raises:
+            ProcessGroupNotConfiguredError: there is none yet.
+        """
+        if self._pg is None:
+            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
+        return self._pg
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
+        """See ProcessGroup.configure."""
+        self.parent.configure(store_addr, rank, world_size, **about)
+        self._global_ranks = about.get("global_ranks")
+        self._refresh_registration()
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        """See ProcessGroup.abort."""
+        self.parent.abort(reason, quorum_id=quorum_id)
+
+    def shutdown(self) -> None:
+        """See ProcessGroup.shutdown."""
+        self.parent.shutdown()
+
+    def errored(self) -> BaseException | None:
+        """See ProcessGroup.errored."""
+        return self.parent.errored()  # type: ignore[no-any-return]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See ProcessGroup.set_timeout."""
+        self._timeout = timeout
+        self.parent.set_timeout(timeout)
+
+    def size(self) -> int:
+        """See ProcessGroup.size."""
+        return self.parent.size()  # type: ignore[no-any-return]
+
+    def rank(self) -> int:
+        """See ProcessGroup.rank."""
+        return self.parent.rank()  # type: ignore[no-any-return]
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """See ProcessGroup.getBackendName."""
+        return self.parent.getBackendName()  # type: ignore[no-any-return]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.parent._device_types  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._pg!r})"
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        return self.parent._run(collective, args, kwargs)  # type: ignore[no-any-return]
+
+
+class ReconfigurableProcessGroup(ProcessGroupWrapper):
+    """Makes its inner group anew in every `configure`; a subclass defines `_create`."""
+
+    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._replacing = threading.Lock()
+        self._generation: Generation | None = None
+        self._members: Membership | None = None  # of the last generation that was made
+
+    def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
+        """Make the inner group; may block, and ends early when `abort` is set.
+
+        Runs on a thread of its own. Whatever was made is closed before an error leaves it.
+        """
+        raise NotImplementedError
+
+    @property
+    def parent(self) -> Any:
+        """What carries out the collectives now.
+
+        Raises:
+            ProcessGroupError: there is nothing now: aborted, never configured, or that failed.
+        """
+        return self._current().target()
+
+    def configure(
+        self,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        **about: Unpack[About],
+    ) -> None:
+        """See ProcessGroup.configure."""
+        store = parse_store_address(store_addr)
+        members = Membership(store, rank, world_size, self._timeout, about.get("quorum_id"))
+        global_ranks = about.get("global_ranks")
+        if global_ranks is not None and len(global_ranks) != world_size:
+            raise ValueError(f"{len(global_ranks)} global ranks for a world of {world_size}")
+        generation = Generation(members)
+        with self._replacing:
+            previous, self._generation = self._generation, generation
+        if previous is not None:
+            previous.end("the group is being configured anew")
+        generation.make(self._create)
+        self._members = members
+        self._global_ranks = global_ranks
+        self._refresh_registration()
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        """See ProcessGroup.abort. Before the first `configure` there is nothing to end."""
+        generation = self._generation
+        if generation is not None and quorum_id in (None, generation.membership.quorum_id):
+            generation.end(reason)
+
+    def shutdown(self) -> None:
+        """See ProcessGroup.shutdown. The group can be configured again."""
+        if (generation := self._generation) is not None:
+            generation.end("the group was shut down")
+            generation.wait_gone(SHUTDOWN_SECONDS)
+
+    def errored(self) -> BaseException | None:
+        """See ProcessGroup.errored."""
+        return self._generation.error() if self._generation is not None else None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See ProcessGroup.set_timeout."""
+        self._timeout = as_timedelta(timeout)
+        if self._generation is not None:
+            self._generation.set_timeout(self._timeout)
+
+    def size(self) -> int:
+        """The number of members in the last generation that was made."""
+        return self._last_members().world_size
+
+    def rank(self) -> int:
+        """The caller's place in the last generation that was made."""
+        return self._last_members().rank
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def __repr__(self) -> str:
+        state = "not configured" if self._generation is None else str(self._generation)
+        return f"<{type(self).__name__}: {state}>"
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        return self._current().run(collective, args, kwargs)
+
+    def _current(self) -> Generation:
+        if (generation := self._generation) is None:
+            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
+        return generation
+
+    def _last_members(self) -> Membership:
+        if self._members is None:
+            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
+        return self._members
+
+
+def as_timedelta(timeout: timedelta | float) -> timedelta:
+    """Seconds or a timedelta.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise ValueError(f"a timeout of {timeout} is not positive")
+    return limit
