@@ -15,28 +15,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
 
 Field = str | int | float | bool | None | list[str]
 
-LEVELS: Mapping[str, int] = MappingProxyType(
-    {
-        "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
-        "register": logging.INFO,  # a replica group opened its session
-        "leave": logging.INFO,  # a replica group left in good order: reason
-        "loss": logging.WARNING,  # a member died or fell silent: member, reason
-        "abort": logging.WARNING,  # the process group was aborted: reason
-        "error": logging.WARNING,  # the step will not be committed: reason
-        "heal": logging.INFO,  # state was fetched: source, bytes, seconds
-        "heal_sent": logging.INFO,  # state is offered to healing members: members
-        "commit": logging.DEBUG,  # the vote on a step: committed, participants
-        "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
-        "connected": logging.INFO,  # the lighthouse is back: address
-        "shutdown": logging.INFO,  # reason
-    }
-)
+LEVELS: Mapping[str, int] = {
+    "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
+    "register": logging.INFO,  # a replica group opened its session
+    "leave": logging.INFO,  # a replica group left in good order: reason
+    "loss": logging.WARNING,  # a member died or fell silent: member, reason
+    "abort": logging.WARNING,  # the process group was aborted: reason
+    "error": logging.WARNING,  # the step will not be committed: reason
+    "heal": logging.INFO,  # state was fetched: source, bytes, seconds
+    "heal_sent": logging.INFO,  # state is offered to healing members: members
+    "commit": logging.DEBUG,  # the vote on a step: committed, participants
+    "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
+    "connected": logging.INFO,  # the lighthouse is back: address
+    "shutdown": logging.INFO,  # reason
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,55 @@ class Event:
         return json.dumps({**common, **self.fields}, separators=(",", ":"))
 
     def to_text(self) -> str:
-        """One line for people."""
-        who = f"[{self.replica_id or self.source}/{self.group_rank} step {self.step} quorum {self.quorum_id}]"
-        details = " ".join(f"{k}={_text(v)}" for k, v in self.fields.items())
-        return f"{who} {self.kind} {details}".rstrip()
+        """One line for people; `short_name` makes ids readable."""
+        who = f"{short_name(self.replica_id)}/{self.group_rank}" if self.replica_id else self.source
+        where = f" step {self.step}" if self.step >= 0 else ""
+        quorum = f" quorum {self.quorum_id}" if self.quorum_id > 0 else ""
+        return f"[{who}{where}{quorum}] {_SENTENCES[self.kind](self.fields)}"
 
 
-def _text(value: Field) -> str:
-    if isinstance(value, list):
-        return "[" + " ".join(value) + "]"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def short_name(replica_id: str) -> str:
+    """`name:1b4e28ba-2fa1-...` as `name:1b4e`: unique enough among the restarts of one name."""
+    name, _, incarnation = replica_id.rpartition(":")
+    return f"{name}:{incarnation[:4]}" if name else replica_id[:12]
+
+
+Fields = Mapping[str, Field]
+
+
+def _names(value: Field) -> str:
+    return " ".join(map(short_name, value)) if isinstance(value, list) and value else "nobody"
+
+
+def _quorum_sentence(fields: Fields) -> str:
+    parts = [f"in: {_names(fields['members'])}"]
+    parts += [f"{key}: {_names(fields[key])}" for key in ("joined", "left", "healing") if fields.get(key)]
+    if "participants" in fields:
+        parts.append(f"{fields['participants']} participants")
+    if "seconds" in fields:
+        how = "ready" if fields["reconfigured"] else "FAILED"
+        parts.append(f"{how} after {fields['seconds']:.3f} s")
+    return "quorum " + ", ".join(parts)
+
+
+def _commit_sentence(fields: Fields) -> str:
+    return f"{'committed' if fields['committed'] else 'NOT committed'} with {fields['participants']} participants"
+
+
+_SENTENCES: Mapping[str, Callable[[Fields], str]] = {
+    "quorum": _quorum_sentence,
+    "register": lambda _: "registered",
+    "leave": lambda f: f"left: {f['reason']}",
+    "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
+    "abort": lambda f: f"aborted the process group: {f['reason']}",
+    "error": lambda f: f"error: {f['reason']}",
+    "heal": lambda f: f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s",
+    "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
+    "commit": _commit_sentence,
+    "disconnected": lambda f: f"lighthouse {f['address']} is away: {f['reason']}",
+    "connected": lambda f: f"lighthouse {f['address']} is back",
+    "shutdown": lambda f: f"shut down: {f['reason']}",
+}
 
 
 Subscriber = Callable[[Event], None]

@@ -1,0 +1,105 @@
+"""Event records: one form for logs, files and subscribers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lighthouse.events import EVENT_FILE_ENV, LEVELS, Event, EventLog, Field, read_events, short_name
+
+EXAMPLES: dict[str, dict[str, Field]] = {
+    "quorum": {
+        "members": ["a:1234567", "b:89abcde"],
+        "joined": ["b:89abcde"],
+        "left": [],
+        "healing": ["b:89abcde"],
+        "participants": 1,
+        "reconfigured": True,
+        "seconds": 0.0204,
+    },
+    "register": {},
+    "leave": {"reason": "shutdown"},
+    "loss": {"member": "b:89abcde", "reason": "its connection ended"},
+    "abort": {"reason": "lost b"},
+    "error": {"reason": "RuntimeError: x"},
+    "heal": {"source": "a:1234567", "bytes": 872, "seconds": 0.0081},
+    "heal_sent": {"members": ["b:89abcde"]},
+    "commit": {"committed": False, "participants": 2},
+    "disconnected": {"address": "127.0.0.1:1", "reason": "ping timeout"},
+    "connected": {"address": "127.0.0.1:1"},
+    "shutdown": {"reason": "stopped"},
+}
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    return logging.getLogger("tests.events")
+
+
+def test_every_kind_is_one_line_of_text_and_of_json() -> None:
+    assert EXAMPLES.keys() == LEVELS.keys()
+    for kind, fields in EXAMPLES.items():
+        event = Event(kind, "manager", 1.5, "a:1234567", 0, 3, 9, fields)
+        text = event.to_text()
+        assert text.startswith("[a:1234/0 step 3 quorum 9] ")
+        assert "\n" not in text
+        assert json.loads(event.to_json()) == {
+            **{"kind": kind, "source": "manager", "time": 1.5, "replica_id": "a:1234567"},
+            **{"group_rank": 0, "step": 3, "quorum_id": 9},
+            **fields,
+        }
+
+
+def test_the_quorum_line_says_who_is_in_who_left_and_who_heals() -> None:
+    text = Event("quorum", "manager", 0.0, fields={**EXAMPLES["quorum"], "left": ["c:ffff1"]}).to_text()
+    assert text == (
+        "[manager] quorum in: a:1234 b:89ab, joined: b:89ab, left: c:ffff, healing: b:89ab, "
+        "1 participants, ready after 0.020 s"
+    )
+
+
+def test_a_name_keeps_what_tells_its_restarts_apart() -> None:
+    assert short_name("trainer:1b4e28ba-2fa1-11d2-883f-0016d3cca427") == "trainer:1b4e"
+    assert short_name("1b4e28ba-2fa1-11d2-883f-0016d3cca427") == "1b4e28ba-2fa"
+
+
+def test_subscribers_and_the_file_get_every_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(EVENT_FILE_ENV, str(path))
+    log, seen = EventLog("manager", logger), list[Event]()
+    log.subscribe(seen.append)
+    log.emit("commit", step=4, committed=True, participants=3)
+    log.emit("abort", reason="lost b")
+    assert [event.kind for event in seen] == ["commit", "abort"]
+    assert [record["kind"] for record in read_events(path)] == ["commit", "abort"]
+
+
+def test_a_line_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind":"abort"}\n{"kind":"com')
+    assert [record["kind"] for record in read_events(path)] == ["abort"]
+    assert list(read_events(tmp_path / "missing")) == []
+
+
+def test_a_failing_subscriber_is_logged_and_stops_nothing(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: Event) -> None:
+        raise RuntimeError("no disk")
+
+    log, seen = EventLog("manager", logger), list[Event]()
+    log.subscribe(fail)
+    log.subscribe(seen.append)
+    log.emit("abort", reason="x")
+    assert len(seen) == 1
+    assert "an event subscriber failed on abort" in caplog.text
+
+
+def test_an_unknown_kind_is_a_programming_error(logger: logging.Logger) -> None:
+    with pytest.raises(KeyError):
+        EventLog("manager", logger).emit("no such kind")
