@@ -87,7 +87,8 @@ def _quorum_sentence(fields: Fields) -> str:
 
 
 def _commit_sentence(fields: Fields) -> str:
-    return f"{'committed' if fields['committed'] else 'NOT committed'} with {fields['participants']} participants"
+    verdict = "committed" if fields["committed"] else "NOT committed"
+    return f"{verdict} with {fields['participants']} participants"
 
 
 _SENTENCES: Mapping[str, Callable[[Fields], str]] = {

@@ -47,8 +47,13 @@ def test_every_kind_is_one_line_of_text_and_of_json() -> None:
         assert text.startswith("[a:1234/0 step 3 quorum 9] ")
         assert "\n" not in text
         assert json.loads(event.to_json()) == {
-            **{"kind": kind, "source": "manager", "time": 1.5, "replica_id": "a:1234567"},
-            **{"group_rank": 0, "step": 3, "quorum_id": 9},
+            "kind": kind,
+            "source": "manager",
+            "time": 1.5,
+            "replica_id": "a:1234567",
+            "group_rank": 0,
+            "step": 3,
+            "quorum_id": 9,
             **fields,
         }
 
