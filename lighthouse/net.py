@@ -17,7 +17,7 @@ import asyncio
 import re
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -174,6 +174,36 @@ def listen_tcp(bind: Address) -> socket.socket:
         return socket.create_server((bind.host, bind.port), family=family)
     except OSError as error:
         raise bind_error(bind, error) from error
+
+
+def connect_tcp(
+    address: Address, timeout_s: float, on_socket: Callable[[socket.socket], None] = lambda _: None
+) -> socket.socket:
+    """A connected TCP socket; connecting, and each later operation on it, takes `timeout_s` at the most.
+
+    `on_socket` sees a socket before it connects, so that another thread can end even that with
+    `shutdown`.
+
+    Raises:
+        OSError: the name does not resolve or nobody answers; the error of the last address tried.
+    """
+    failure: OSError | None = None
+    for family, kind, proto, _, target in socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    ):
+        connection = socket.socket(family, kind, proto)
+        try:
+            connection.settimeout(timeout_s)
+            on_socket(connection)
+            connection.connect(target)
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+    raise failure or OSError(f"{address} has no address")
 
 
 def bind_error(bind: Address, cause: Exception | None) -> BindError:

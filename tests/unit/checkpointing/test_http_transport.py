@@ -1,0 +1,499 @@
+"""HTTPTransport within one process: what is served, what is refused, what is waited for, what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lighthouse.net import LOOPBACK, Address, listen_tcp, parse_address
+from torchft_like.checkpointing import HTTPTransport, http_server
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
+
+LIMIT = timedelta(seconds=60)
+SOON = timedelta(milliseconds=300)
+State = dict[str, Any]
+
+
+@pytest.fixture
+def transports() -> Iterator[Callable[..., HTTPTransport[State]]]:
+    made: list[HTTPTransport[State]] = []
+
+    def make(**options: Any) -> HTTPTransport[State]:
+        made.append(HTTPTransport(**{"timeout": LIMIT, **options}))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.shutdown()
+
+
+Make = Callable[..., HTTPTransport[State]]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+def make_state(size: int = 1000) -> State:
+    return {"model": {"w": torch.randn(size), "b": torch.arange(7)}, "step": 3, "torchft": {1: None}}
+
+
+def fetch(receiver: HTTPTransport[State], source: HTTPTransport[State], step: int = 5) -> State:
+    return receiver.recv_checkpoint(0, source.metadata(), step, LIMIT)
+
+
+def assert_same(left: State, right: State) -> None:
+    assert torch.equal(left["model"]["w"], right["model"]["w"])
+    assert torch.equal(left["model"]["b"], right["model"]["b"])
+    assert (left["step"], left["torchft"]) == (right["step"], right["torchft"])
+
+
+@contextmanager
+def scripted_server(answer: bytes, then: Callable[[socket.socket], None] = lambda _: None) -> Iterator[str]:
+    """Answers every request with the same bytes."""
+    listener = listen_tcp(Address(LOOPBACK, 0))
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                if ended.is_set():
+                    return
+                peer.recv(65536)
+                peer.sendall(answer)
+                then(peer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    finally:
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+
+
+class TestTransfer:
+    @pytest.mark.parametrize("num_chunks", [0, 1, 2, 5])
+    def test_the_state_arrives_over_any_number_of_connections(
+        self, transports: Make, num_chunks: int
+    ) -> None:
+        source, receiver = transports(), transports(num_chunks=num_chunks)
+        state = make_state(5_000_000)
+        source.send_checkpoint([1], 5, state, LIMIT)
+        assert_same(fetch(receiver, source), state)
+
+    def test_what_is_sent_is_the_state_at_the_time_of_sending(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        state = make_state()
+        source.send_checkpoint([1], 5, state, LIMIT)
+        before = state["model"]["w"].clone()
+        state["model"]["w"].zero_()
+        assert torch.equal(fetch(receiver, source)["model"]["w"], before)
+
+    def test_many_receivers_are_served_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
+        source = transports()
+        state = make_state(300_000)
+        source.send_checkpoint([1, 2, 3], 5, state, LIMIT)
+        receivers = [transports() for _ in range(6)]
+        for received in [pool.submit(fetch, receiver, source) for receiver in receivers]:
+            assert_same(received.result(), state)
+
+    def test_a_type_that_does_not_travel_is_named_at_the_sender(self, transports: Make) -> None:
+        with pytest.raises(CheckpointFormatError, match=r"^a\.b is a set"):
+            transports().send_checkpoint([1], 5, {"a": {"b": {1}}}, LIMIT)
+
+    def test_it_listens_and_advertises_where_it_is_told_to(self, transports: Make) -> None:
+        source, receiver = transports(hostname="localhost", bind_host="127.0.0.1"), transports()
+        assert source.metadata().startswith("http://localhost:")
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        assert fetch(receiver, source)["step"] == 3
+
+    def test_it_listens_on_loopback_unless_told_otherwise(self, transports: Make) -> None:
+        assert parse_address(transports().metadata()).host == LOOPBACK
+
+    def test_an_address_of_another_host_is_refused(self) -> None:
+        with pytest.raises(BindError, match=r"cannot listen on 192\.0\.2\.1"):
+            HTTPTransport(LIMIT, hostname="192.0.2.1")
+
+    @pytest.mark.parametrize("options", [{"num_chunks": -1}, {"num_chunks": 65}, {"timeout": timedelta(0)}])
+    def test_numbers_out_of_range_are_refused(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be"):
+            HTTPTransport(**{"timeout": LIMIT, **options})
+
+
+class TestSteps:
+    def test_a_receiver_that_asks_too_early_waits_until_the_step_is_offered(
+        self, transports: Make, pool: ThreadPoolExecutor
+    ) -> None:
+        source, receiver = transports(), transports(stall_timeout=timedelta(seconds=1))
+        asked = pool.submit(fetch, receiver, source)
+        source.send_checkpoint([1], 4, {"step": "the one before"}, LIMIT)
+        with pytest.raises(TimeoutError):
+            asked.result(1.2)  # more than once asked again by then
+        state = make_state()
+        source.send_checkpoint([1], 5, state, LIMIT)
+        assert_same(asked.result(30), state)
+
+    def test_a_step_that_is_never_offered_ends_with_the_timeout(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        with pytest.raises(CheckpointError, match=r"http://127.*after 0\.3 s it had not"):
+            receiver.recv_checkpoint(0, source.metadata(), 5, SOON)
+
+    def test_a_step_that_is_past_is_refused_at_once(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        source.send_checkpoint([1], 6, make_state(), LIMIT)
+        with pytest.raises(CheckpointError, match="410 step 6 is offered by now"):
+            fetch(receiver, source)
+
+    def test_after_disallow_nothing_is_offered(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        source.disallow_checkpoint()
+        with pytest.raises(CheckpointError, match=r"after 0\.3 s"):
+            receiver.recv_checkpoint(0, source.metadata(), 5, SOON)
+        source.disallow_checkpoint()
+
+    def test_disallow_frees_the_snapshot(self, monkeypatch: pytest.MonkeyPatch, transports: Make) -> None:
+        snapshots: list[weakref.ref[EncodedState]] = []
+
+        class Watched(EncodedState):
+            def __init__(self, state: object) -> None:
+                super().__init__(state)
+                snapshots.append(weakref.ref(self))
+
+        monkeypatch.setattr("torchft_like.checkpointing.http_transport.EncodedState", Watched)
+        source = transports()
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        assert snapshots[0]() is not None
+        source.disallow_checkpoint()
+        gc.collect()
+        assert snapshots[0]() is None
+
+    def test_a_transfer_in_progress_outlives_disallow(self, transports: Make) -> None:
+        source = transports()
+        state = make_state(8_000_000)
+        source.send_checkpoint([1], 5, state, LIMIT)
+        with request(source, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            begun = client.recv(1000)
+            source.disallow_checkpoint()
+            source.send_checkpoint([1], 6, make_state(), LIMIT)
+            rest = len(begun) + drain(client)
+        assert b" 200 OK" in begun
+        assert rest > state["model"]["w"].nbytes
+
+    def test_transfers_of_snapshots_long_gone_are_cut_off(self, transports: Make) -> None:
+        source = transports()
+        state = make_state(8_000_000)
+        source.send_checkpoint([1], 5, state, LIMIT)
+        with request(source, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert b" 200 OK" in client.recv(1000)
+            source.send_checkpoint([1], 6, make_state(), LIMIT)
+            source.send_checkpoint([1], 7, make_state(), LIMIT)
+            assert drain(client) < state["model"]["w"].nbytes
+
+
+class TestFailures:
+    def test_a_peer_that_is_not_there_is_named_with_its_address(self, transports: Make) -> None:
+        with listen_tcp(Address(LOOPBACK, 0)) as listener:
+            port = listener.getsockname()[1]
+        with pytest.raises(CheckpointError, match=f"127.0.0.1:{port}: .*refused"):
+            transports().recv_checkpoint(0, f"http://127.0.0.1:{port}", 5, LIMIT)
+
+    def test_a_peer_that_accepts_and_says_nothing_is_given_up(self, transports: Make) -> None:
+        receiver = transports(stall_timeout=SOON)
+        with (
+            listen_tcp(Address(LOOPBACK, 0)) as listener,
+            pytest.raises(CheckpointError, match=r"no byte came for 0\.3 s"),
+        ):
+            receiver.recv_checkpoint(0, f"127.0.0.1:{listener.getsockname()[1]}", 5, LIMIT)
+
+    def test_a_peer_that_stops_in_the_middle_is_given_up(self, transports: Make) -> None:
+        ended = threading.Event()
+        answer = b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\nCheckpoint-Step: 5\r\n\r\nTFTSTATE"
+        receiver = transports(stall_timeout=SOON)
+
+        def stop(_: socket.socket) -> None:
+            ended.wait(30)
+
+        with scripted_server(answer, stop) as address:
+            with pytest.raises(CheckpointError, match=r"no byte came for 0\.3 s"):
+                receiver.recv_checkpoint(0, address, 5, LIMIT)
+            ended.set()
+
+    @pytest.mark.parametrize(
+        ("answer", "message"),
+        [
+            (b"", "Remote end closed connection"),
+            (b"HTTP/1.0 500 broken\r\n\r\n", "500 broken"),
+            (b"HTTP/1.0 301 Moved\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "301 Moved"),
+            (b"SSH-2.0-OpenSSH\r\n\r\n", "SSH-2.0"),
+            (b"HTTP/1.0 200 OK\r\nCheckpoint-Step: 4\r\n\r\n", "it sent step 4"),
+            (b"HTTP/1.0 200 OK\r\n\r\nPK\x03\x04" + bytes(100), "it sent step None"),
+            (
+                b"HTTP/1.0 200 OK\r\nCheckpoint-Step: 5\r\n\r\nPK\x03\x04" + bytes(100),
+                "this is no state stream",
+            ),
+            (b"HTTP/1.0 200 OK\r\nCheckpoint-Step: 5\r\n\r\nTFTSTATE", "truncated"),
+            (b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", "more than 100 headers"),
+            (b"HTTP/1.0 200 " + b"x" * 70_000, "more than 65536 bytes"),
+        ],
+    )
+    def test_whatever_else_a_peer_answers_is_a_checkpoint_error(
+        self, transports: Make, answer: bytes, message: str
+    ) -> None:
+        with scripted_server(answer) as address, pytest.raises(CheckpointError, match=message):
+            transports().recv_checkpoint(0, address, 5, LIMIT)
+
+    @pytest.mark.parametrize("metadata", ["", "nowhere", "http://host:1/checkpoint/", "<checkpoint>"])
+    def test_metadata_of_another_transport_is_a_checkpoint_error(
+        self, transports: Make, metadata: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match="replica 3 does not send over this transport"):
+            transports().recv_checkpoint(3, metadata, 5, LIMIT)
+
+    def test_parts_of_two_snapshots_are_not_mixed(self, transports: Make) -> None:
+        state = EncodedState({"w": torch.ones(3_000_000)})
+        ids = iter("abcdef")
+
+        class Changing(CheckpointServer):
+            def wait_for_offer(self, step: int, wait_s: float) -> http_server.Offer | None:
+                return http_server.Offer(step, state, next(ids))
+
+        server = Changing(Address(LOOPBACK, 0), ServerLimits())
+        try:
+            with pytest.raises(CheckpointError, match="replaced between two parts"):
+                transports(num_chunks=2).recv_checkpoint(0, f"127.0.0.1:{server.port}", 5, LIMIT)
+        finally:
+            server.close(wait=True)
+
+
+class TestAbort:
+    def wait_until_fetching(self, receiver: HTTPTransport[State], count: int = 1) -> None:
+        deadline = threading.Event()
+        for _ in range(3000):
+            if len(receiver._fetches) == count:
+                return
+            deadline.wait(0.01)
+        pytest.fail("no fetch began")
+
+    def test_abort_ends_a_wait_for_a_step_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
+        source, receiver = transports(), transports()
+        fetches = [pool.submit(fetch, receiver, source) for _ in range(3)]
+        self.wait_until_fetching(receiver, 3)
+        receiver.abort_recv("replica b died")
+        for result in fetches:
+            with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:.* replica b died"):
+                result.result(10)
+
+    def test_abort_ends_a_connect_that_hangs(self, transports: Make, pool: ThreadPoolExecutor) -> None:
+        receiver = transports()
+        with socket.create_server((LOOPBACK, 0), backlog=0) as full:
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(full.getsockname())
+            asked = pool.submit(receiver.recv_checkpoint, 0, f"127.0.0.1:{full.getsockname()[1]}", 5, LIMIT)
+            self.wait_until_fetching(receiver)
+            with pytest.raises(TimeoutError):
+                asked.result(0.2)
+            receiver.abort_recv("enough")
+            with pytest.raises(CheckpointError, match="enough"):
+                asked.result(5)
+            for filler in fillers:
+                filler.close()
+
+    def test_a_receive_after_an_abort_works(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        receiver.abort_recv()
+        receiver.abort_recv()
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        assert fetch(receiver, source)["step"] == 3
+
+    def test_shutdown_of_the_source_ends_a_waiting_receiver(
+        self, transports: Make, pool: ThreadPoolExecutor
+    ) -> None:
+        source, receiver = transports(), transports()
+        asked = pool.submit(fetch, receiver, source)
+        self.wait_until_fetching(receiver)
+        source.shutdown()
+        with pytest.raises(CheckpointError, match=r"127\.0\.0\.1"):
+            asked.result(10)
+
+    def test_shutdown_ends_a_receive_in_progress(self, transports: Make, pool: ThreadPoolExecutor) -> None:
+        source, receiver = transports(), transports()
+        asked = pool.submit(fetch, receiver, source)
+        self.wait_until_fetching(receiver)
+        receiver.shutdown()
+        with pytest.raises(CheckpointError, match="the transport is shut down"):
+            asked.result(10)
+
+    def test_use_after_shutdown_is_an_error(self, transports: Make) -> None:
+        source = transports()
+        source.shutdown()
+        source.shutdown()
+        with pytest.raises(ShutdownError):
+            source.send_checkpoint([1], 5, make_state(), LIMIT)
+        with pytest.raises(ShutdownError):
+            source.recv_checkpoint(0, "127.0.0.1:1", 5, LIMIT)
+
+
+def request(source: HTTPTransport[State] | CheckpointServer, path: str) -> socket.socket:
+    port = source.port if isinstance(source, CheckpointServer) else parse_address(source.metadata()).port
+    client = socket.create_connection((LOOPBACK, port), timeout=30)
+    client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return client
+
+
+def drain(client: socket.socket) -> int:
+    """How many more bytes come until the connection ends, in good order or not."""
+    count = 0
+    try:
+        while received := client.recv(1 << 20):
+            count += len(received)
+    except ConnectionError:
+        pass
+    return count
+
+
+@pytest.fixture
+def server() -> Iterator[CheckpointServer]:
+    limits = ServerLimits(request_s=0.3, chunk_s=0.3, transfer_s=30, connections=3)
+    server = CheckpointServer(Address(LOOPBACK, 0), limits)
+    yield server
+    server.close(wait=True)
+
+
+class TestHostileClients:
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/",
+            "/checkpoint/x?part=0&parts=1&wait_ms=0",
+            "/checkpoint/5",
+            "/checkpoint/5?part=1&parts=1&wait_ms=0",
+            "/checkpoint/5?part=0&parts=0&wait_ms=0",
+            "/checkpoint/-5?part=0&parts=1&wait_ms=0",
+            "/checkpoint/" + "9" * 5000 + "?part=0&parts=1&wait_ms=0",
+            "/../../etc/passwd",
+        ],
+    )
+    def test_a_bad_request_is_answered_with_400(self, server: CheckpointServer, path: str) -> None:
+        with request(server, path) as client:
+            assert client.recv(1000).split()[1] == b"400"
+
+    @pytest.mark.parametrize(
+        "junk", [b"\r\n\r\n", b"\x00\xff" * 100 + b"\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"]
+    )
+    def test_junk_ends_its_own_connection_only(self, server: CheckpointServer, junk: bytes) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            client.sendall(junk)
+            drain(client)
+        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"202"
+
+    def test_a_request_that_never_ends_is_cut_off(self, server: CheckpointServer) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            client.sendall(b"GET / HT")
+            assert drain(client) == 0
+
+    def test_a_request_without_end_is_cut_off_by_its_size(self, server: CheckpointServer) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            try:
+                for _ in range(10_000):
+                    client.sendall(b"a" * 4096)
+            except ConnectionError:
+                return
+        pytest.fail("40 MB of request were taken")
+
+    def test_a_client_that_does_not_read_is_cut_off(self, server: CheckpointServer) -> None:
+        state = EncodedState({"w": torch.zeros(20_000_000)})
+        server.offer(5, state)
+        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert b" 200 OK" in client.recv(1000)
+            for connection in list(server._connections.values()):
+                connection.thread.join(30)
+                assert not connection.thread.is_alive()
+            assert drain(client) < state.nbytes
+
+    def test_connections_beyond_the_limit_are_refused_and_places_become_free(
+        self, server: CheckpointServer
+    ) -> None:
+        waiting = [request(server, "/checkpoint/5?part=0&parts=1&wait_ms=4000") for _ in range(3)]
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            assert client.recv(1000).split()[1] == b"503"
+        server.offer(5, EncodedState(None))
+        for client in waiting:
+            with client:
+                drain(client)
+        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"200"
+
+    def test_a_wait_is_bounded_whatever_the_client_asks(
+        self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
+        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
+            assert client.recv(1000).split()[1] == b"202"
+
+
+def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
+    def use() -> None:
+        source: HTTPTransport[State] = HTTPTransport(LIMIT)
+        receiver: HTTPTransport[State] = HTTPTransport(LIMIT, num_chunks=2)
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        fetch(receiver, source)
+        with request(source, "/checkpoint/9?part=0&parts=1&wait_ms=5000"):
+            source.shutdown()
+        receiver.shutdown()
+
+    use()
+    gc.collect()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        use()
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_concurrent_receives_offers_and_aborts_end_in_a_state_or_a_checkpoint_error(
+    transports: Make, pool: ThreadPoolExecutor
+) -> None:
+    source, receiver = transports(), transports(num_chunks=3)
+    outcomes: list[Future[State]] = []
+    for step in range(30):
+        outcomes += [pool.submit(fetch, receiver, source, step) for _ in range(2)]
+        source.send_checkpoint([1], step, {"step": step, "w": torch.full((2_000_000,), float(step))}, LIMIT)
+        if step % 3 == 0:
+            receiver.abort_recv()
+        if step % 4 == 0:
+            source.disallow_checkpoint()
+    source.shutdown()
+    for outcome in outcomes:
+        error = outcome.exception(60)
+        if error is None:
+            state = outcome.result()
+            assert torch.equal(state["w"], torch.full((2_000_000,), float(state["step"])))
+        else:
+            assert isinstance(error, CheckpointError)

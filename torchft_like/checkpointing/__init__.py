@@ -1,0 +1,6 @@
+"""Live transfer of training state between peers."""
+
+from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.checkpointing.transport import CheckpointTransport
+
+__all__ = ["CheckpointTransport", "HTTPTransport"]

@@ -1,0 +1,173 @@
+"""One fetch of a peer's state over HTTP, which another thread can end at any moment."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from http import HTTPStatus
+
+from lighthouse.net import Address, connect_tcp
+from torchft_like.checkpointing.state_stream import IncomingState, read_header
+from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.futures import context_timeout
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """How to fetch.
+
+    Attributes:
+        step: whose state.
+        parts: over how many connections at a time.
+        timeout_s: for everything, the wait until the peer offers the step included.
+        stall_s: without a byte from the peer; then it counts as dead.
+    """
+
+    step: int
+    parts: int
+    timeout_s: float
+    stall_s: float
+
+
+class Fetch:
+    """Fetches once. `end` makes a blocked `run` raise at once, and a later `run` too."""
+
+    def __init__(self, address: Address, options: FetchOptions) -> None:
+        self._address = address
+        self._options = options
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._end_reason: str | None = None
+        self._offer_id: str | None = None
+        self._progress = "it had not answered"
+
+    def run(self) -> object:
+        """The state.
+
+        Raises:
+            CheckpointError: it could not be had; names the peer and why.
+        """
+        with context_timeout(self._expire, timedelta(seconds=self._options.timeout_s)):
+            try:
+                return self._fetch()
+            except (OSError, http.client.HTTPException, CheckpointError) as error:
+                raise self._explain(error) from error
+            finally:
+                self.end("it is over")
+
+    def end(self, reason: str) -> None:
+        """Close every connection of this fetch; the first reason is the one that is told."""
+        with self._lock:
+            self._end_reason = self._end_reason or reason
+            for connection in self._sockets:
+                _shut(connection)
+            self._sockets.clear()
+
+    def _expire(self) -> None:
+        self.end(f"after {self._options.timeout_s:g} s {self._progress}")
+
+    def _fetch(self) -> object:
+        with self._response(0) as response:
+            incoming = IncomingState(read_header(response))
+            incoming.check_length(response.length or 0, 0, self._options.parts)
+            incoming.allocate()
+            if self._options.parts == 1:
+                incoming.read_part(response)
+            else:
+                self._read_all_parts(incoming, response)
+        return incoming.state()
+
+    def _read_all_parts(self, incoming: IncomingState, first: http.client.HTTPResponse) -> None:
+        parts = self._options.parts
+        with ThreadPoolExecutor(parts - 1, thread_name_prefix="torchft-checkpoint-fetch") as pool:
+            others = [pool.submit(self._read_part, incoming, index) for index in range(1, parts)]
+            try:
+                incoming.read_part(first, 0, parts)
+                for other in others:
+                    other.result()
+            except BaseException as error:
+                self.end(self._describe(error))  # so that the other parts fail now and not later
+                raise
+
+    def _read_part(self, incoming: IncomingState, index: int) -> None:
+        with self._response(index) as response:
+            if read_header(response) != incoming.header:
+                raise CheckpointFormatError("its parts have different headers")
+            incoming.check_length(response.length or 0, index, self._options.parts)
+            incoming.read_part(response, index, self._options.parts)
+
+    @contextmanager
+    def _response(self, part: int) -> Iterator[http.client.HTTPResponse]:
+        """An open response that brings the part; asks again for as long as the step is not offered."""
+        while True:
+            connection = http.client.HTTPConnection(self._address.host, self._address.port)
+            connection.sock = connect_tcp(self._address, self._options.stall_s, self._register)
+            try:
+                connection.request("GET", self._path(part))
+                with connection.getresponse() as response:
+                    if response.status != HTTPStatus.ACCEPTED:
+                        self._check(response)
+                        yield response
+                        return
+            finally:
+                connection.close()
+            self._progress = "it had not offered that step"
+
+    def _register(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._end_reason is not None:
+                raise CheckpointError(self._end_reason)
+            self._sockets = [other for other in self._sockets if other.fileno() >= 0]
+            self._sockets.append(connection)
+
+    def _path(self, part: int) -> str:
+        """The peer may wait for the step for half of the time after which it would count as dead."""
+        options = self._options
+        wait_ms = int(options.stall_s / 2 * 1000)
+        return f"/checkpoint/{options.step}?part={part}&parts={options.parts}&wait_ms={wait_ms}"
+
+    def _check(self, response: http.client.HTTPResponse) -> None:
+        if response.status != HTTPStatus.OK:
+            raise CheckpointError(f"it answered {response.status} {response.reason:.200}")
+        step = response.getheader("Checkpoint-Step")
+        if step != str(self._options.step):
+            raise CheckpointFormatError(f"it sent step {step}")
+        self._progress = "it had not sent everything"
+        with self._lock:
+            offer_id = response.getheader("Checkpoint-Id")
+            self._offer_id = self._offer_id or offer_id
+            if offer_id != self._offer_id:
+                raise CheckpointError("its snapshot was replaced between two parts")
+
+    def _explain(self, error: Exception) -> CheckpointError:
+        own = self._describe(error)
+        cause = self._end_reason or own
+        kind = (
+            CheckpointFormatError
+            if isinstance(error, CheckpointFormatError) and cause == own
+            else CheckpointError
+        )
+        return kind(
+            f"state of step {self._options.step} could not be fetched from {self._address.url}: {cause}"
+        )
+
+    def _describe(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no byte came for {self._options.stall_s:g} s"
+        return str(error) or type(error).__name__
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:  # not connected yet, or it has ended by itself
+        _logger.debug("shutdown of a socket: %s", error)

@@ -1,0 +1,289 @@
+"""The HTTP server that offers one snapshot at a time to the replicas that heal.
+
+    GET /checkpoint/{step}?part=0&parts=1&wait_ms=5000
+
+    200  the part, with Checkpoint-Step and Checkpoint-Id (the same for all parts of one snapshot)
+    202  nothing is offered yet; it was waited for `wait_ms`, ask again
+    400  not such a request
+    410  a later step is offered: this one will not come again
+    503  all connections are taken, or the server ends
+
+A connection carries one request. Whatever a client does, or does not do, it holds one of a limited
+number of threads for a limited time: to send its request, to wait, to take each chunk, and for the
+whole. A transfer keeps its snapshot in memory until it ends; the last snapshot and the one before
+may be in transfer, older ones are cut off.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+
+from lighthouse.net import Address, listen_tcp
+from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.futures import context_timeout
+
+_logger = logging.getLogger(__name__)
+
+WAIT_S_MAX = 5.0
+HEAD_BYTES_MAX = 8 * 1024
+_REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
+_ACCEPT_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a client may use up.
+
+    Attributes:
+        request_s: to send its request.
+        chunk_s: to take 4 MiB; a client that is slower than that, or stopped, is cut off.
+        transfer_s: for everything together.
+        connections: how many at a time; each has a thread.
+    """
+
+    request_s: float = 5.0
+    chunk_s: float = 10.0
+    transfer_s: float = 60.0
+    connections: int = 64
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A snapshot that may be fetched."""
+
+    step: int
+    state: EncodedState
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class CheckpointServer:
+    """Serves the current offer until `close`.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+
+    def __init__(self, bind: Address, limits: ServerLimits) -> None:
+        self.limits = limits
+        self._listener = listen_tcp(bind)
+        self.port: int = self._listener.getsockname()[1]
+        self._changed = threading.Condition()
+        self._offer: Offer | None = None
+        self._recent_ids: deque[str] = deque(maxlen=2)
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="torchft-checkpoint", daemon=True)
+        self._thread.start()
+
+    def offer(self, step: int, state: EncodedState) -> None:
+        """Offer `state` from now on, and wake who waits for it."""
+        with self._changed:
+            self._offer = Offer(step, state)
+            self._recent_ids.append(self._offer.id)
+            outdated = [
+                c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
+            ]
+            self._changed.notify_all()
+        for connection in outdated:
+            connection.end()
+
+    def withdraw(self) -> None:
+        """Offer nothing; transfers in progress go on."""
+        with self._changed:
+            self._offer = None
+
+    def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
+        """The offer of `step` or of a later one; None if there is none after `wait_s` seconds."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while not self._closing.is_set():
+                if self._offer is not None and self._offer.step >= step:
+                    return self._offer
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                self._changed.wait(remaining_s)
+        return None
+
+    def close(self, wait: bool) -> None:
+        """End every connection and the threads; with `wait`, return when they have ended."""
+        self._closing.set()
+        with self._changed:
+            self._offer = None
+            self._changed.notify_all()
+            connections = list(self._connections.values())
+        _shut(self._listener)  # wakes `accept`, which `close` would not
+        for connection in connections:
+            connection.end()
+        if wait:
+            self._thread.join()
+            for connection in connections:
+                connection.join()
+
+    @property
+    def closing(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closing.is_set()
+
+    def _accept(self) -> None:
+        while not self.closing:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                if not self.closing:  # most likely out of file descriptors: some may come back
+                    _logger.warning("the checkpoint server cannot accept a connection: %s", error)
+                    self._closing.wait(_ACCEPT_RETRY_S)
+                continue
+            self._admit(peer)
+        self._listener.close()
+
+    def _admit(self, peer: socket.socket) -> None:
+        with self._changed:
+            full = len(self._connections) >= self.limits.connections or self.closing
+            if not full:
+                connection = self._connections[peer] = _Connection(self, peer)
+        if full or not connection.start():
+            _refuse(peer)
+
+    def forget(self, peer: socket.socket) -> None:
+        """A connection has ended."""
+        with self._changed:
+            del self._connections[peer]
+
+
+class _Connection:
+    """One client: its socket, its thread, and the offer that it is being sent."""
+
+    def __init__(self, server: CheckpointServer, peer: socket.socket) -> None:
+        self.server = server
+        self.peer = peer
+        self.offer: Offer | None = None
+        self.thread = threading.Thread(target=self._run, name="torchft-checkpoint-client", daemon=True)
+
+    def start(self) -> bool:
+        """False when the system has no thread for it."""
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            _logger.warning("no thread for a checkpoint client: %s", error)
+            self.server.forget(self.peer)
+            return False
+        return True
+
+    def end(self) -> None:
+        """Make whatever the thread is doing on the socket fail now."""
+        _shut(self.peer)
+
+    def join(self) -> None:
+        """Wait for the thread, if it ever started."""
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            with context_timeout(self.end, timedelta(seconds=self.server.limits.transfer_s)):
+                _Handler(self)
+        except OSError as error:
+            _logger.info("a checkpoint client was lost: %s", error)
+        finally:
+            self.server.forget(self.peer)
+            self.peer.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Reads one request and answers it; the constructor does it all, as in the base class."""
+
+    server_version = "torchft_like"
+    sys_version = ""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._owner = connection
+        self._limits = connection.server.limits
+        client = connection.peer.getpeername()
+        super().__init__(connection.peer, client, connection.server)  # type: ignore[arg-type] # only kept
+
+    def setup(self) -> None:
+        """The head is read here, under one deadline: a trickle of bytes does not extend it."""
+        super().setup()
+        self.rfile = io.BytesIO(_read_head(self._owner.peer, self._limits.request_s))
+        self._owner.peer.settimeout(self._limits.chunk_s)
+
+    def do_GET(self) -> None:
+        match = _REQUEST.fullmatch(self.path)
+        if match is None:
+            self.send_error(HTTPStatus.BAD_REQUEST, "expected /checkpoint/STEP?part=I&parts=N&wait_ms=T")
+            return
+        step, part, parts, wait_ms = map(int, match.groups())
+        if part >= parts:
+            self.send_error(HTTPStatus.BAD_REQUEST, f"part {part} of {parts} does not exist")
+            return
+        offer = self._owner.server.wait_for_offer(step, min(wait_ms / 1000, WAIT_S_MAX))
+        if offer is None:
+            self._answer_without_offer()
+        elif offer.step > step:
+            self.send_error(HTTPStatus.GONE, f"step {offer.step} is offered by now")
+        else:
+            self._send(offer, part, parts)
+
+    def _answer_without_offer(self) -> None:
+        if self._owner.server.closing:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down")
+            return
+        self.send_response(HTTPStatus.ACCEPTED)
+        self.end_headers()
+
+    def _send(self, offer: Offer, part: int, parts: int) -> None:
+        self._owner.offer = offer
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(offer.state.part_nbytes(part, parts)))
+        self.send_header("Checkpoint-Step", str(offer.step))
+        self.send_header("Checkpoint-Id", offer.id)
+        self.end_headers()
+        for piece in offer.state.part(part, parts):
+            self._owner.peer.sendall(piece)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        _logger.debug("%s: %s", self.client_address, format % args)
+
+
+def _read_head(peer: socket.socket, limit_s: float) -> bytes:
+    deadline = time.monotonic() + limit_s
+    head = b""
+    while b"\r\n\r\n" not in head:
+        remaining_s = deadline - time.monotonic()
+        if len(head) > HEAD_BYTES_MAX or remaining_s <= 0:
+            raise ConnectionError(f"no request within {limit_s:g} s and {HEAD_BYTES_MAX} bytes")
+        peer.settimeout(remaining_s)
+        received = peer.recv(HEAD_BYTES_MAX)
+        if not received:
+            raise ConnectionError("the connection ended before the request did")
+        head += received
+    return head
+
+
+def _refuse(peer: socket.socket) -> None:
+    with peer:
+        peer.setblocking(False)
+        try:
+            peer.send(b"HTTP/1.0 503 all connections are taken\r\nContent-Length: 0\r\n\r\n")
+        except OSError as error:
+            _logger.debug("a refused checkpoint client did not hear of it: %s", error)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:  # it has ended by itself
+        _logger.debug("shutdown of a socket: %s", error)

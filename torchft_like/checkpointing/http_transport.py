@@ -1,0 +1,117 @@
+"""State over HTTP from a snapshot in memory: the transport that needs nothing but a network.
+
+The source copies its state once and goes on training; receivers fetch the copy when they come, and
+read straight into the tensors that they keep. No bytes from the network are ever unpickled.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TypeVar, cast
+
+from lighthouse.net import LOOPBACK, Address, parse_address
+from torchft_like.checkpointing.http_client import Fetch, FetchOptions
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import AddressError, CheckpointError, ShutdownError
+
+T = TypeVar("T")
+CHUNKS_MAX = 64
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Offers this rank's state over HTTP and fetches that of others.
+
+    Memory: one copy of the state on the CPU from `send_checkpoint` until `disallow_checkpoint`; a
+    transfer in progress keeps its copy until it ends, and at most two different ones are kept.
+
+    Args:
+        timeout: the longest that sending the state to one receiver may take.
+        num_chunks: over how many connections at a time to fetch; 0 means one.
+        hostname: under which other hosts reach this one. The default serves this host only.
+        bind_host: where to listen; the same as `hostname` unless given.
+        stall_timeout: without a byte from the peer; then it counts as dead.
+
+    Raises:
+        BindError: the address is not of this host.
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        num_chunks: int = 0,
+        *,
+        hostname: str = LOOPBACK,
+        bind_host: str | None = None,
+        stall_timeout: timedelta = timedelta(seconds=10),
+    ) -> None:
+        if not 0 <= num_chunks <= CHUNKS_MAX:
+            raise ValueError(f"num_chunks is {num_chunks}, must be in [0, {CHUNKS_MAX}]")
+        if timeout <= timedelta(0) or stall_timeout <= timedelta(0):
+            raise ValueError(f"timeout {timeout} and stall_timeout {stall_timeout} must be above 0")
+        self._parts = max(1, num_chunks)
+        self._stall_s = stall_timeout.total_seconds()
+        limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
+        self._server = CheckpointServer(Address(bind_host or hostname, 0), limits)
+        self._address = Address(hostname, self._server.port)
+        self._lock = threading.Lock()
+        self._fetches: set[Fetch] = set()
+        self._closed = False
+
+    def metadata(self) -> str:
+        """The address of this rank's server, http://host:port."""
+        return self._address.url
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Copy the state and offer the copy; receivers fetch it when they come.
+
+        It replaces what was offered before. `dst_ranks` and `timeout` are not needed here: whoever
+        asks for the step is served, and copying waits for nobody.
+        """
+        self._check_open()
+        self._server.offer(step, EncodedState(state_dict))
+
+    def disallow_checkpoint(self) -> None:
+        """Offer nothing to new requests. Transfers in progress finish: the copy is theirs."""
+        self._server.withdraw()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Fetch the state of `step`; asked too early, wait until it is offered.
+
+        The tensors are on the CPU, contiguous and without gradient: `load_state_dict` copies them
+        to where they belong.
+        """
+        try:
+            address = parse_address(metadata, "the metadata of a checkpoint")
+        except AddressError as error:
+            raise CheckpointError(f"replica {src_rank} does not send over this transport: {error}") from error
+        fetch = Fetch(address, FetchOptions(step, self._parts, timeout.total_seconds(), self._stall_s))
+        with self._lock:
+            self._check_open()
+            self._fetches.add(fetch)
+        try:
+            return cast(T, fetch.run())
+        finally:
+            with self._lock:
+                self._fetches.discard(fetch)
+
+    def abort_recv(self, reason: str = "aborted") -> None:
+        """End any receive in progress with a CheckpointError that tells `reason`; thread-safe."""
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.end(reason)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Close every socket, transfers in progress included; with `wait`, join the threads."""
+        with self._lock:
+            self._closed = True
+        self.abort_recv("the transport is shut down")
+        self._server.close(wait)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ShutdownError("the checkpoint transport was used after shutdown")
