@@ -341,13 +341,14 @@ class QuorumCore:
         last, last_id = self._last, self._last_id
         self._adopt(self._next_id(chosen), last if self._is_same(chosen) else frozenset(chosen))
         self._begin_round(chosen, now)
-        for replica_id, join in chosen.items():
-            if join.in_call:
-                self._members.close_call(replica_id, now)
+        ids = sorted(chosen)
+        callers = tuple(i for i in ids if chosen[i].in_call)
+        for replica_id in callers:
+            self._members.close_call(replica_id, now)
         return QuorumFormed(
-            Quorum(self._last_id, tuple(chosen[i].member for i in sorted(chosen))),
-            sessions=self._sessions(i for i, join in chosen.items() if join.in_session),
-            callers=tuple(i for i, join in chosen.items() if join.in_call),
+            Quorum(self._last_id, tuple(chosen[i].member for i in ids)),
+            sessions=self._sessions(i for i in ids if chosen[i].in_session),
+            callers=callers,
             new_id=self._last_id != last_id,
             joined=tuple(sorted(self._last - last)),
             left=tuple(sorted(last - self._last)),
@@ -415,12 +416,12 @@ class QuorumCore:
             return False
         self._departed.add(replica_id)
         self._alarms += 1
-        survivors = self._last - self._departed if self._alarms <= ALARMS_PER_QUORUM_MAX else ()
+        survivors = sorted(self._last - self._departed) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
         decisions.append(MemberLost(self._last_id, replica_id, reason, self._sessions(survivors)))
         return True
 
     def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
-        sessions = (self._members.session_of(i) for i in sorted(replica_ids))
+        sessions = (self._members.session_of(i) for i in replica_ids)
         return tuple(session.number for session in sessions if session is not None)
 
     def _learn(self, quorum_id: int, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:

@@ -1,0 +1,125 @@
+"""Golden scenarios for the quorum core: commands and the transcript that they must give, in one file.
+
+A file is made of blocks: commands, `----`, what they printed, an empty line. `#` begins a comment that
+is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then read the diff.
+
+    new KEY=VALUE ...      a lighthouse (another `new` is its restart); keys of LighthouseConfig, or first_id
+    wait MS                time passes, and what is due happens
+    register R [last=ID:A,B]
+    join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
+    leave R, lost R                 the same
+    call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
+    deadline, describe
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed
+
+SEPARATOR = "----"
+
+
+def replay(text: str) -> str:
+    """The file with the transcripts that the core gives now."""
+    player = _Player()
+    return "\n\n".join(_replay_block(block, player) for block in text.strip().split("\n\n")) + "\n"
+
+
+def _replay_block(block: str, player: _Player) -> str:
+    commands = block.split(f"\n{SEPARATOR}")[0].splitlines()
+    outputs = [player.play(line) for line in commands if line and not line.startswith("#")]
+    if not outputs:
+        return "\n".join(commands)
+    printed = [line for output in outputs for line in output]
+    return "\n".join([*commands, SEPARATOR, *(printed or ["-"])])
+
+
+class _Player:
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._sessions: dict[str, int] = {}
+        self._number = 0
+        self._core = QuorumCore(LighthouseConfig(), 1)
+
+    def play(self, line: str) -> list[str]:
+        command, *words = line.split()
+        plain = [word for word in words if "=" not in word]
+        named = dict(word.split("=", 1) for word in words if "=" in word)
+        if command == "describe":
+            return self._core.describe(self._now).splitlines()
+        if command == "deadline":
+            return [self._deadline()]
+        handler: Callable[..., list[Decision]] = getattr(self, f"_{command}")
+        return [_show(decision) for decision in handler(*plain, **named)]
+
+    def _deadline(self) -> str:
+        deadline = self._core.next_deadline()
+        return "no deadline" if deadline is None else f"deadline in {(deadline - self._now) * 1000:.0f} ms"
+
+    def _new(self, first_id: str = "100", **settings: str) -> list[Decision]:
+        config = LighthouseConfig(**{key: int(value) for key, value in settings.items()})
+        self._core = QuorumCore(config, int(first_id))
+        self._sessions.clear()
+        return []
+
+    def _wait(self, milliseconds: str) -> list[Decision]:
+        self._now += int(milliseconds) / 1000
+        return self._core.advance(self._now)
+
+    def _register(self, replica_id: str, last: str = "0:") -> list[Decision]:
+        self._number += 1
+        self._sessions[replica_id] = self._number
+        quorum_id, ids = last.split(":")
+        last_ids = [i for i in ids.split(",") if i]
+        return self._core.register(self._number, replica_id, int(quorum_id), last_ids, self._now)
+
+    def _join(self, who: str, **named: str) -> list[Decision]:
+        replica_id, session = self._session(who)
+        return self._core.join(session, _member(replica_id, named), self._now)
+
+    def _leave(self, who: str) -> list[Decision]:
+        return self._core.leave(self._session(who)[1], self._now)
+
+    def _lost(self, who: str) -> list[Decision]:
+        return self._core.lost(self._session(who)[1], "connection closed", self._now)
+
+    def _call(self, replica_id: str, **named: str) -> list[Decision]:
+        return self._core.call(_member(replica_id, named), self._now)
+
+    def _withdraw(self, replica_id: str) -> list[Decision]:
+        return self._core.withdraw(replica_id, self._now)
+
+    def _heartbeat(self, replica_id: str) -> list[Decision]:
+        return self._core.heartbeat(replica_id, self._now)
+
+    def _session(self, who: str) -> tuple[str, int]:
+        replica_id, _, number = who.partition("#")
+        return replica_id, int(number) if number else self._sessions[replica_id]
+
+
+def _member(replica_id: str, named: dict[str, str]) -> Member:
+    numbers = {f.name for f in fields(Member)} - {"replica_id", "address", "store_address", "data"}
+    return Member(replica_id, **{k: int(v) if k in numbers else v for k, v in named.items()})  # type: ignore[arg-type]
+
+
+def _show(decision: Decision) -> str:
+    if isinstance(decision, QuorumFormed):
+        members = " ".join(m.replica_id for m in decision.quorum.participants)
+        text = f"quorum {decision.quorum.quorum_id} of {members}; answers {_sessions(decision.sessions)}"
+        text += f" and calls of {' '.join(sorted(decision.callers))}" if decision.callers else ""
+        if not decision.new_id:
+            return f"{text}; same id"
+        joined, left = " ".join(decision.joined) or "nobody", " ".join(decision.left) or "nobody"
+        return f"{text}; new id, joined: {joined}, left: {left}"
+    if isinstance(decision, MemberLost):
+        told = _sessions(decision.sessions)
+        return f"lost {decision.replica_id} of quorum {decision.quorum_id} ({decision.reason}); tells {told}"
+    return f"superseded #{decision.session} of {decision.replica_id}"
+
+
+def _sessions(numbers: tuple[int, ...]) -> str:
+    return " ".join(f"#{number}" for number in sorted(numbers)) or "nobody"

@@ -1,0 +1,254 @@
+"""A naive twin of the quorum core: the same rules, worked out anew from a list of facts every time.
+
+Slow, and short enough to be checked by reading. It keeps no counter, no order and no index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.quorum import (
+    ALARMS_PER_QUORUM_MAX,
+    NO_QUORUM,
+    Decision,
+    Member,
+    MemberLost,
+    Quorum,
+    QuorumFormed,
+    SessionSuperseded,
+)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A session that is open."""
+
+    number: int
+    replica_id: str
+    last_quorum_id: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A replica that has joined, and where it wants its answer."""
+
+    member: Member
+    since: float
+    in_session: bool
+    in_call: bool
+
+
+class Twin:
+    """Events in, decisions out, as `QuorumCore`."""
+
+    def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
+        self.config = config
+        self.sessions: list[Open] = []
+        self.calling: list[str] = []
+        self.seen: list[tuple[str, float]] = []
+        self.expected: list[str] = []
+        self.expected_until = 0.0
+        self.joined: list[Joined] = []
+        self.last: tuple[int, frozenset[str]] = (NO_QUORUM, frozenset())
+        self.departed: list[str] = []
+        self.alarms = 0
+        self.highest_id = first_quorum_id - 1
+
+    # -- facts
+
+    def healthy(self) -> set[str]:
+        return {s.replica_id for s in self.sessions} | {*self.calling, *self.expected, *dict(self.seen)}
+
+    def has_session(self, replica_id: str) -> bool:
+        return replica_id in [s.replica_id for s in self.sessions]
+
+    def owner(self, number: int) -> str | None:
+        return next((s.replica_id for s in self.sessions if s.number == number), None)
+
+    def numbers(self, replica_ids: set[str]) -> tuple[int, ...]:
+        return tuple(
+            s.number for s in sorted(self.sessions, key=lambda s: s.replica_id) if s.replica_id in replica_ids
+        )
+
+    def clear(self, replica_id: str, *, joined: bool = True) -> None:
+        self.sessions = [s for s in self.sessions if s.replica_id != replica_id]
+        self.calling = [i for i in self.calling if i != replica_id]
+        self.seen = [(i, t) for i, t in self.seen if i != replica_id]
+        self.expected = [i for i in self.expected if i != replica_id]
+        if joined:
+            self.joined = [j for j in self.joined if j.member.replica_id != replica_id]
+
+    # -- events
+
+    def register(
+        self, number: int, replica_id: str, last_id: int, ids: list[str], now: float
+    ) -> list[Decision]:
+        out = self.advance(now)
+        older = [s for s in self.sessions if s.replica_id == replica_id]
+        self.clear(replica_id, joined=False)
+        self.sessions.append(Open(number, replica_id, last_id))
+        for session in older:
+            out.append(SessionSuperseded(session.number, replica_id))
+            self.answer_no_more(replica_id, session=True)
+        self.highest_id = max(self.highest_id, last_id)
+        if last_id > max(self.last[0], 0) and ids:
+            self.learn(last_id, frozenset(ids), now, out)
+        if last_id != self.last[0]:
+            self.depart(replica_id, "came back without the quorum", out)
+        return out + self.form(now)
+
+    def learn(self, last_id: int, ids: frozenset[str], now: float, out: list[Decision]) -> None:
+        if not self.expected:
+            self.expected_until = now + self.config.reconnect_grace_ms / 1000
+        self.last, self.departed, self.alarms = (last_id, ids), [], 0
+        self.expected = []
+        self.expected = sorted(ids - self.healthy())
+        for session in sorted(self.sessions, key=lambda s: s.replica_id):
+            if session.last_quorum_id != last_id:
+                self.depart(session.replica_id, "came back without the quorum", out)
+
+    def join(self, number: int, member: Member, now: float) -> list[Decision]:
+        out = self.advance(now)
+        if self.owner(number) == member.replica_id:
+            self.enter(member, now, session=True)
+        return out + self.form(now)
+
+    def leave(self, number: int, now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(number)
+        if replica_id is not None:
+            self.clear(replica_id)
+            if replica_id in self.last[1]:
+                self.departed.append(replica_id)
+        return out + self.form(now)
+
+    def lost(self, number: int, reason: str, now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(number)
+        if replica_id is not None:
+            self.lose(replica_id, reason, out)
+        return out + self.form(now)
+
+    def call(self, member: Member, now: float) -> list[Decision]:
+        out = self.advance(now)
+        if not self.has_session(member.replica_id):
+            self.clear(member.replica_id, joined=False)
+            self.calling.append(member.replica_id)
+        self.enter(member, now, session=False)
+        return out + self.form(now)
+
+    def withdraw(self, replica_id: str, now: float) -> list[Decision]:
+        out = self.advance(now)
+        self.end_call(replica_id, now)
+        self.answer_no_more(replica_id, session=False)
+        return out + self.form(now)
+
+    def heartbeat(self, replica_id: str, now: float) -> list[Decision]:
+        out = self.advance(now)
+        if not self.has_session(replica_id) and replica_id not in self.calling:
+            self.clear(replica_id, joined=False)
+            self.seen.append((replica_id, now))
+        return out
+
+    def advance(self, now: float) -> list[Decision]:
+        out: list[Decision] = []
+        silent = [
+            i
+            for i, t in sorted(self.seen, key=lambda s: s[1])
+            if now >= t + self.config.heartbeat_timeout_ms / 1000
+        ]
+        missed = self.expected if now >= self.expected_until else []
+        for replica_id in silent:
+            self.lose(replica_id, "no heartbeat within heartbeat_timeout", out)
+        for replica_id in missed:
+            self.lose(replica_id, "did not come back within reconnect_grace", out)
+        return out + self.form(now)
+
+    # -- the rules
+
+    def form(self, now: float) -> list[Decision]:
+        out: list[Decision] = []
+        while self.is_quorum(now):
+            out.append(self.next_quorum(now))
+        return out
+
+    def chosen(self) -> list[Joined]:
+        if self.last[1] and any(j.member.shrink_only for j in self.joined):
+            return [j for j in self.joined if j.member.replica_id in self.last[1]]
+        return self.joined
+
+    def is_quorum(self, now: float) -> bool:
+        joined, healthy, last = {j.member.replica_id for j in self.joined}, self.healthy(), self.last[1]
+        if not joined or len(self.chosen()) < self.config.min_replicas:
+            return False
+        if last and last <= joined:
+            return True
+        if not len(joined) > len(healthy) // 2:
+            return False
+        first = min(j.since for j in self.joined)
+        return joined == healthy or now >= first + self.config.join_timeout_ms / 1000
+
+    def next_quorum(self, now: float) -> QuorumFormed:
+        chosen = sorted(self.chosen(), key=lambda j: j.member.replica_id)
+        ids = frozenset(j.member.replica_id for j in chosen)
+        last_id, last = self.last
+        keeps = ids == last and not self.departed and all(j.member.commit_failures <= 0 for j in chosen)
+        quorum_id = last_id if keeps else self.highest_id + 1
+        self.highest_id = max(self.highest_id, quorum_id)
+        self.last, self.departed, self.alarms = (quorum_id, ids), [], 0
+        self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
+        callers = [j.member.replica_id for j in chosen if j.in_call]
+        for replica_id in callers:
+            self.end_call(replica_id, now)
+        return QuorumFormed(
+            Quorum(quorum_id, tuple(j.member for j in chosen)),
+            self.numbers({j.member.replica_id for j in chosen if j.in_session}),
+            tuple(callers),
+            quorum_id != last_id,
+            tuple(sorted(ids - last)),
+            tuple(sorted(last - ids)),
+        )
+
+    # -- what events have in common
+
+    def enter(self, member: Member, now: float, *, session: bool) -> None:
+        older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
+        self.joined = [j for j in self.joined if j is not older]
+        self.joined.append(
+            Joined(
+                member,
+                older.since if older else now,
+                session or bool(older and older.in_session),
+                not session or bool(older and older.in_call),
+            )
+        )
+
+    def end_call(self, replica_id: str, now: float) -> None:
+        if replica_id in self.calling:
+            self.calling.remove(replica_id)
+            self.seen.append((replica_id, now))
+
+    def answer_no_more(self, replica_id: str, *, session: bool) -> None:
+        kept = []
+        for j in self.joined:
+            if j.member.replica_id == replica_id:
+                j = replace(j, in_session=False) if session else replace(j, in_call=False)  # noqa: PLW2901
+            if j.in_session or j.in_call:
+                kept.append(j)
+        self.joined = kept
+
+    def lose(self, replica_id: str, reason: str, out: list[Decision]) -> None:
+        self.clear(replica_id)
+        if not self.depart(replica_id, reason, out):
+            out.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
+
+    def depart(self, replica_id: str, reason: str, out: list[Decision]) -> bool:
+        quorum_id, ids = self.last
+        if replica_id not in ids or replica_id in self.departed:
+            return False
+        self.departed.append(replica_id)
+        self.alarms += 1
+        survivors = set(ids) - set(self.departed) if self.alarms <= ALARMS_PER_QUORUM_MAX else set()
+        out.append(MemberLost(quorum_id, replica_id, reason, self.numbers(survivors)))
+        return True
