@@ -20,7 +20,7 @@ SECONDS_MAX = 60.0
 METHOD = [
     "Two processes on one machine, one torch thread each: one offers a state of 1 MB float32 tensors through "
     "its package's HTTPTransport, the other fetches it. The sender's snapshot and the transfer are both "
-    "counted; process start and connection to the lighthouse are not.",
+    "counted, the snapshot also by itself; process start and connection to the lighthouse are not.",
     "The systems take turns. Every fetched state was compared with the offered one by checksum.",
     "torchft sends the live tensors, unchecked; ours a snapshot with a checksum for every chunk.",
 ]
@@ -37,14 +37,20 @@ def main(samples: int = 5) -> Result:
         for pair in pairs:
             pair.transfer(1)
         for megabytes in MEGABYTES:
-            seconds: dict[str, list[float]] = {pair.system.name: [] for pair in pairs}
-            for _ in range(samples):
-                for pair in pairs:
-                    seconds[pair.system.name].append(pair.transfer(megabytes))
-            for name, of_system in seconds.items():
-                result.add(f"{megabytes} MB", name, "s", of_system)
+            _measure(result, pairs, megabytes, samples)
     result.save()
     return result
+
+
+def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -> None:
+    times: dict[str, list[tuple[float, float]]] = {pair.system.name: [] for pair in pairs}
+    for _ in range(samples):
+        for pair in pairs:
+            times[pair.system.name].append(pair.transfer(megabytes))
+    for name, of_system in times.items():
+        result.add(f"{megabytes} MB", name, "ms", [(offer + fetch) * 1e3 for offer, fetch in of_system])
+    for name, of_system in times.items():
+        result.add(f"{megabytes} MB, the offer alone", name, "ms", [offer * 1e3 for offer, _ in of_system])
 
 
 class _Pair:
@@ -56,15 +62,15 @@ class _Pair:
         self._source, self._sink = (self._start(role) for role in ("source", "sink"))
         self._step = 0
 
-    def transfer(self, megabytes: int) -> float:
-        """Seconds for the offer and the fetch together."""
+    def transfer(self, megabytes: int) -> tuple[float, float]:
+        """Seconds for the offer and for the fetch."""
         self._step += 1
         offered = self._ask(self._source, do="offer", megabytes=megabytes, step=self._step)
         fetched = self._ask(self._sink, do="fetch", metadata=offered["metadata"], step=self._step)
         self._ask(self._source, do="withdraw")
         if fetched["checksum"] != offered["checksum"]:
             raise CorruptStateError(f"{self.system.name}: {megabytes} MB arrived with another checksum")
-        return float(offered["seconds"] + fetched["seconds"])
+        return float(offered["seconds"]), float(fetched["seconds"])
 
     def _start(self, role: str) -> FleetProcess:
         script = [self.system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]

@@ -8,11 +8,13 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.report import RESULTS
 from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT
 
 COLUMNS_MAX = 4
+LINEAR_SPAN_MAX = 20
 COLORS = {system.name: system.color for system in (OURS, TORCHFT, PLAIN_DDP)}
 OTHER_COLORS = ("tab:red", "tab:purple", "tab:brown")
 
@@ -59,16 +61,24 @@ def _draw_case(axes: Axes, case: str, rows: Case) -> None:
         axes.barh(place, row["median"], color=colors[place], alpha=0.55)
         axes.plot(row["samples"], [place] * len(row["samples"]), ".", color="black", markersize=3)
         axes.annotate(f" {row['median']:.3g}", (row["median"], place - 0.27), fontsize=7)
-    medians = [row["median"] for row in rows if row["median"]]
-    if medians and max(medians) > 20 * min(medians):
-        axes.set_xscale("log")
-    else:
-        axes.set_xlim(left=0)
+    _scale(
+        axes, [row["median"] for row in rows if row["median"]], [x for row in rows for x in row["samples"]]
+    )
     axes.set_yticks(range(len(rows)), [row["system"] for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_title(case, fontsize=8)
     axes.set_xlabel(rows[0]["unit"], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
+
+
+def _scale(axes: Axes, medians: list[float], samples: list[float]) -> None:
+    """Logarithmic where the systems differ by more than a glance at a linear axis shows."""
+    if medians and max(medians) > LINEAR_SPAN_MAX * min(medians):
+        axes.set_xscale("log")
+        axes.set_xlim(min(samples) / 2, max(samples) * 4)
+        return
+    axes.set_xlim(0, max([*samples, 1e-9]) * 1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
 def _colors(rows: Case) -> list[str]:

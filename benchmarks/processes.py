@@ -30,10 +30,11 @@ Record = dict[str, Any]
 LEASH = Path(__file__).with_name("leash.py")
 KEPT_LINES_MAX = 40
 LEAVE_SECONDS_MAX = 3.0
+ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-class ReportTimeoutError(TimeoutError):
-    """What was awaited did not happen; the message has the processes' last words."""
+class NotReportedError(RuntimeError):
+    """What was awaited did not happen; the message says why and has the processes' last words."""
 
 
 class FleetProcess:
@@ -47,6 +48,7 @@ class FleetProcess:
         self._popen = popen
         self._errors = errors
         self._changed = changed
+        self._end_is_expected = False
         self._lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
         self._reader.start()
@@ -62,7 +64,12 @@ class FleetProcess:
         """None while it runs; minus the signal's number when one ended it."""
         return self._popen.poll()
 
+    def ended_by_itself(self) -> bool:
+        """Whether it is gone although nobody asked it to end."""
+        return not self._end_is_expected and not self.is_alive()
+
     def signal(self, number: signal.Signals) -> None:
+        self._end_is_expected |= number in ENDING_SIGNALS
         self._popen.send_signal(number)
 
     def tell(self, **command: object) -> None:
@@ -82,7 +89,7 @@ class FleetProcess:
     def kill(self) -> None:
         """End it now, stopped or not, and collect everything that it still had to say."""
         if self.is_alive():
-            self._popen.kill()
+            self.signal(signal.SIGKILL)
         self.wait()
 
     def wait(self) -> None:
@@ -163,14 +170,16 @@ class Fleet:
         """The first answer of `probe` that is not None; it is asked again after every new report.
 
         Raises:
-            ReportTimeoutError: there was none within `seconds`.
+            NotReportedError: there was none within `seconds`, or a process ended by itself.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
             while (answer := probe()) is None:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise ReportTimeoutError(f"no {what} within {seconds} s\n{self.last_words()}")
+                    raise NotReportedError(f"no {what} within {seconds} s\n{self.last_words()}")
+                if any(process.ended_by_itself() for process in self._processes):
+                    raise NotReportedError(f"no {what}: a process has ended\n{self.last_words()}")
                 self._changed.wait(remaining)
             return answer
 

@@ -28,19 +28,28 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
 
 def main() -> int:
     options = _options()
+    failed = [] if options.tables else _measure_all(options.names, options.quick)
+    for name in saved_results():
+        plots.plot(load(name))
+    tables.write_readme(saved_results())
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _measure_all(names: list[str], quick: bool) -> list[str]:
+    """The names of those that failed."""
     try:
         print(f"{PEER} runs in {TORCHFT.interpreter}", flush=True)  # installs it where it is missing
     except PeerUnavailableError as error:
         print(error, file=sys.stderr)
-        return 2
-    failed = [name for name in options.names if not _measure(name, options.quick)]
-    saved = [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
-    for name in saved:
-        plots.plot(load(name))
-    tables.write_readme(saved)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+        return names
+    return [name for name in names if not _measure(name, quick)]
+
+
+def saved_results() -> list[str]:
+    """The benchmarks that have a result, of this run or of an earlier one."""
+    return [name for name in BENCHMARKS if (RESULTS / f"{name}.json").exists()]
 
 
 def _measure(name: str, quick: bool) -> bool:
@@ -60,6 +69,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"some of: {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="a sample or two of each, to try the benchmarks")
+    parser.add_argument(
+        "--tables", action="store_true", help="measure nothing: tables and plots of what is saved"
+    )
     options = parser.parse_args()
     if unknown := set(options.names) - BENCHMARKS.keys():
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")

@@ -1,0 +1,100 @@
+"""The processes of benchmarks and interop tests: awaited by what they report, always ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import peer, run, tables
+from benchmarks.peer import PeerUnavailableError
+from benchmarks.processes import Fleet, FleetProcess, NotReportedError, Record
+
+pytestmark = pytest.mark.integration
+
+SECONDS_MAX = 30.0
+REPORT_THEN_SLEEP = 'print(\'{"event": "up"}\', flush=True); import time; time.sleep(600)'
+FLEET_OF_ONE = f"""
+from benchmarks.processes import Fleet
+import json, sys, time
+with Fleet() as fleet:
+    child = fleet.start("child", [sys.executable, "-c", {REPORT_THEN_SLEEP!r}])
+    fleet.wait_for(lambda: child.records or None, "record", 30)
+    print(json.dumps({{"child": child.pid}}), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_record_is_awaited(fleet: Fleet) -> None:
+    process = _start(fleet, REPORT_THEN_SLEEP)
+    assert _first_record(fleet, process) == {"event": "up"}
+
+
+def test_what_never_comes_is_an_error(fleet: Fleet) -> None:
+    _start(fleet, REPORT_THEN_SLEEP)
+    with pytest.raises(NotReportedError, match=r"no miracle within 0\.1 s"):
+        fleet.wait_for(lambda: None, "miracle", 0.1)
+
+
+def test_a_process_that_ends_by_itself_ends_the_wait_with_its_last_words(fleet: Fleet) -> None:
+    _start(fleet, "import sys; sys.exit('out of paper')")
+    with pytest.raises(NotReportedError, match=r"no miracle: a process has ended(.|\n)*out of paper"):
+        fleet.wait_for(lambda: None, "miracle", SECONDS_MAX)
+
+
+def test_a_stopped_process_is_ended_with_its_fleet() -> None:
+    with Fleet() as fleet:
+        process = _start(fleet, REPORT_THEN_SLEEP)
+        _first_record(fleet, process)
+        process.signal(signal.SIGSTOP)
+    assert process.exit_code() is not None
+
+
+def test_a_process_does_not_outlive_a_fleet_that_was_killed(fleet: Fleet) -> None:
+    parent = _start(fleet, FLEET_OF_ONE)
+    child = psutil.Process(_first_record(fleet, parent)["child"])
+    child.suspend()
+    parent.kill()
+    psutil.wait_procs([child], timeout=SECONDS_MAX)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_half_made_environment_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(peer, "ENVIRONMENT", tmp_path / "environment")
+    monkeypatch.setattr(peer, "_run", lambda command: _pretend(commands, command))
+    assert peer.peer_python() == tmp_path / "environment" / "bin" / "python"
+    made_once = len(commands)
+    peer.peer_python()
+    assert len(commands) == made_once, "a complete environment is used as it is"
+    (tmp_path / "environment" / ".ready").unlink()
+    peer.peer_python()
+    assert len(commands) == 2 * made_once
+
+
+def test_a_failed_installation_is_told_with_its_reason() -> None:
+    with pytest.raises(PeerUnavailableError, match=r"cannot be installed: .*no such index"):
+        peer._run([sys.executable, "-c", "import sys; sys.exit('no such index')"])
+
+
+def test_the_readme_shows_the_saved_results() -> None:
+    assert tables.README.read_text().endswith(tables.generated(run.saved_results()))
+
+
+def _start(fleet: Fleet, code: str) -> FleetProcess:
+    return fleet.start("process", [sys.executable, "-c", code])
+
+
+def _first_record(fleet: Fleet, process: FleetProcess) -> Record:
+    return fleet.wait_for(lambda: process.records[0] if process.records else None, "record", SECONDS_MAX)
+
+
+def _pretend(commands: list[list[str]], command: list[str]) -> None:
+    """Leave what `python -m venv` leaves."""
+    commands.append(command)
+    interpreter = peer.ENVIRONMENT / "bin" / "python"
+    interpreter.parent.mkdir(parents=True, exist_ok=True)
+    interpreter.touch()
