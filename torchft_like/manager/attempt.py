@@ -42,7 +42,7 @@ class Attempt:
     @property
     def is_agreed(self) -> bool:
         """Whether the quorum is known."""
-        return self._agreed.is_set()
+        return self.result is not None
 
     def agree(self, result: QuorumResult) -> None:
         """The quorum is known."""
@@ -88,7 +88,8 @@ class Attempt:
     def wait_decided(self, timeout_s: float) -> bool | None:
         """The group's verdict, or None when there is none within the timeout."""
         self._decided.wait(timeout_s)
-        self._raise_error()
+        if self.verdict is None:
+            self._raise_error()
         return self.verdict
 
     def _wait_agreed(self, describe: Callable[[], str]) -> None:

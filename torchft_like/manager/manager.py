@@ -200,7 +200,7 @@ class Manager:
         """
         self._raise_if_over()
         last = self._driver.attempt
-        if last is not None and last.is_agreed:
+        if last is not None and last.is_agreed and last.error is None:
             last.wait_ready(self._why_no_quorum)
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
@@ -431,7 +431,7 @@ class Manager:
     def _check_process_group(self) -> None:
         error = self._group.pg.errored()
         # An abort alone does not spoil a step whose collectives had all succeeded before.
-        if error is not None and not isinstance(error, ProcessGroupAbortedError):
+        if isinstance(error, Exception) and not isinstance(error, ProcessGroupAbortedError):
             self._group.fail(self._protocol.quorum_id, error)
 
     def _load_pending_state(self, attempt: Attempt) -> None:

@@ -9,6 +9,7 @@ calls, and direct calls for the rank in its own process. What any of them says g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ from torchft_like.manager.service import manager_service
 
 logger = logging.getLogger(__name__)
 
+LOCAL_RANK = 0
+RANKS_LEAVE_S = 0.5
 STOP_GRACE_S = 0.2
 KILL_EXIT_CODE = 1
 
@@ -80,6 +83,7 @@ class ManagerServer:
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size)
         self._ranks: dict[int, RankListener] = {}
+        self._rank_gone = asyncio.Event()
         self._loop = coordination_loop()
         self._is_shut_down = False
         self._loop.run(
@@ -128,14 +132,18 @@ class ManagerServer:
 
     def rank_left(self, group_rank: int, reason: str) -> None:
         """A rank left in good order; without it the group cannot go on, so it leaves as a whole."""
-        self._ranks.pop(group_rank, None)
+        self._forget(group_rank)
         asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - ends with the link
 
     def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
         """A rank's line ended without a word; ignored for a line that was replaced."""
         if self._ranks.get(group_rank) is listener:
-            del self._ranks[group_rank]
+            self._forget(group_rank)
             self._perform(self._group.rank_lost(group_rank, reason))
+
+    def _forget(self, group_rank: int) -> None:
+        self._ranks.pop(group_rank, None)
+        self._rank_gone.set()
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Where that rank's state can be fetched."""
@@ -249,7 +257,16 @@ class ManagerServer:
             await self._link.close()
         else:
             await self._link.leave(reason)
+            await self._wait_for_other_ranks()
         await self._server.stop(STOP_GRACE_S)
+
+    async def _wait_for_other_ranks(self) -> None:
+        """They are told the last verdict by this server, and end their sessions a moment later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RANKS_LEAVE_S):
+                while any(rank != LOCAL_RANK for rank in self._ranks):
+                    self._rank_gone.clear()
+                    await self._rank_gone.wait()
 
 
 class LocalLink:
