@@ -1,8 +1,25 @@
 """Process groups whose members can change, and which can be aborted at any moment."""
 
 from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.dummy import ProcessGroupDummy
+from torchft_like.process_group.fault_injection import (
+    FakeProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+)
 from torchft_like.process_group.gloo import ProcessGroupGloo
+from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.store import create_store_client
+from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
-__all__ = ["ProcessGroup", "ProcessGroupGloo", "ProcessGroupWrapper", "create_store_client"]
+__all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "FaultInjectingProcessGroup",
+    "ManagedProcessGroup",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupWrapper",
+    "create_store_client",
+]

@@ -87,8 +87,13 @@ class ProcessGroup(dist.ProcessGroup):
         """Abort, and wait until the resources are given back."""
         raise NotImplementedError
 
-    def errored(self) -> BaseException | None:
+    def errored(self) -> Exception | None:
         """The error that made the group unusable, None while it is fine."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """How often `configure` was called: an error of an earlier epoch is no news in this one."""
         raise NotImplementedError
 
     def set_timeout(self, timeout: timedelta) -> None:

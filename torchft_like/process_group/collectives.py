@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -99,6 +99,8 @@ class Collective:
         output, input: the tensor arguments, None where there is none.
         alone: what it does in a group of one, see `Call.apply_locally`.
         blocking: it returns None after it is done, not a Work.
+        everyone: its result makes sense only if every member takes part, because tensors are shared
+            out by rank or the reduction counts the members.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Collective:
     alone: Callable[[Call, int, int], None]
     aliases: tuple[str, ...] = ()
     blocking: bool = False
-    summary: str = field(default="", compare=False)
+    everyone: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -229,6 +231,9 @@ def _flat(nested: Tensors) -> list[Tensor]:
     return list(tensors_of(nested))
 
 
+_WITHOUT_RANKS = (_keep, _clear)
+
+
 def _row(
     name: str,
     signature: str,
@@ -237,7 +242,9 @@ def _row(
     input: Argument | None = None,  # noqa: A002 - the word for it
     **more: Any,
 ) -> Collective:
-    return Collective(name, signature, output, input, alone, **more)
+    return Collective(
+        name, signature, output, input, alone, **{"everyone": alone not in _WITHOUT_RANKS} | more
+    )
 
 
 def _first(*names: str, depth: int = 1) -> Argument:
@@ -260,7 +267,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row("allreduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
     _row("allreduce_coalesced", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
     _row("broadcast", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
-    _row("reduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
+    _row("reduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS, everyone=True),
     _row("allgather", "(output_tensors, input_tensors, opts=...)", _spread, _OUTPUT_LISTS, _INPUTS),
     _row(
         "allgather_coalesced",

@@ -136,7 +136,7 @@ class Generation:
     _gone: threading.Event = field(default_factory=threading.Event)
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
-    _failure: BaseException | None = None
+    _failure: Exception | None = None
 
     def make(self, create: Create) -> None:
         """Have the backend made; blocks until it is, or until an abort.
@@ -174,7 +174,7 @@ class Generation:
             raise
         return None if work is None else GroupWork(work, self.explain)
 
-    def explain(self, error: BaseException) -> BaseException | None:
+    def explain(self, error: Exception) -> Exception | None:
         """Record an error of the backend; what the caller shall see instead of it, if anything."""
         if self.abort_signal.reason is not None:
             return self._aborted()
@@ -182,7 +182,7 @@ class Generation:
             self._failure = type(error)(*error.args)  # a copy: frames would keep the backend
         return None
 
-    def error(self) -> BaseException | None:
+    def error(self) -> Exception | None:
         """What ended the generation, None while it is fine."""
         if self.abort_signal.reason is not None:
             return self._aborted()
@@ -252,13 +252,13 @@ class Generation:
         finally:
             self._gone.set()
 
-    def _unusable(self) -> BaseException:
+    def _unusable(self) -> Exception:
         return self.error() or ProcessGroupNotConfiguredError(f"{self.membership} is being configured")
 
     def _aborted(self) -> ProcessGroupAbortedError:
         return ProcessGroupAbortedError(f"{self.membership} was aborted: {self.abort_signal.reason}")
 
-    def _failed(self, error: BaseException) -> BaseException:
+    def _failed(self, error: BaseException) -> Exception:
         failure = ProcessGroupNotConfiguredError(f"configuring {self.membership} failed: {error}")
         failure.__cause__ = error.with_traceback(None)
         return failure

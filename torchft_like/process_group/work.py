@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 # The error that the caller shall see instead of the backend's; None if that says it best.
-Explain = Callable[[BaseException], BaseException | None]
+Explain = Callable[[Exception], Exception | None]
 
 
 class GroupWork(Work):
@@ -81,7 +81,7 @@ class DoneWork(Work):
     Both `wait` and `get_future` give the same.
     """
 
-    def __init__(self, result: list[Any], error: BaseException | None = None) -> None:
+    def __init__(self, result: list[Any], error: Exception | None = None) -> None:
         super().__init__()
         self._result = result
         self._error = error
@@ -109,7 +109,7 @@ class DoneWork(Work):
         """Whether it carries a result."""
         return self._error is None
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         """The error it carries."""
         return self._error
 

@@ -63,9 +63,14 @@ class ProcessGroupWrapper(ProcessGroup):
         """See ProcessGroup.shutdown."""
         self.parent.shutdown()
 
-    def errored(self) -> BaseException | None:
+    def errored(self) -> Exception | None:
         """See ProcessGroup.errored."""
         return self.parent.errored()  # type: ignore[no-any-return]
+
+    @property
+    def epoch(self) -> int:
+        """See ProcessGroup.epoch."""
+        return self.parent.epoch  # type: ignore[no-any-return]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""
@@ -102,6 +107,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         super().__init__(timeout)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
+        self._epoch = 0
         self._members: Membership | None = None  # of the last generation that was made
 
     def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
@@ -136,6 +142,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         generation = Generation(members)
         with self._replacing:
             previous, self._generation = self._generation, generation
+            self._epoch += 1
         if previous is not None:
             previous.end("the group is being configured anew")
         generation.make(self._create)
@@ -155,9 +162,14 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             generation.end("the group was shut down")
             generation.wait_gone(SHUTDOWN_SECONDS)
 
-    def errored(self) -> BaseException | None:
+    def errored(self) -> Exception | None:
         """See ProcessGroup.errored."""
         return self._generation.error() if self._generation is not None else None
+
+    @property
+    def epoch(self) -> int:
+        """See ProcessGroup.epoch."""
+        return self._epoch
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""

@@ -1,0 +1,96 @@
+"""A group of one that moves nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Unpack
+
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from torchft_like.process_group.base import About, ProcessGroup
+from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.work import DoneWork
+
+
+class ProcessGroupDummy(ProcessGroup):
+    """Every collective is done at once, with the result that a group of one has; and is counted.
+
+    For code that insists on a group where none is wanted, and for tests.
+
+    Args:
+        rank: 0.
+        world: 1.
+
+    Attributes:
+        calls: how often each collective was called, by name.
+        configure_count, wait_count, get_future_count: how often each of these was called.
+
+    Raises:
+        ValueError: another rank or world.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        if (rank, world) != (0, 1):
+            raise ValueError(f"a dummy group is rank 0 of a world of 1, not rank {rank} of {world}")
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.configure_count = 0
+        self.wait_count = 0
+        self.get_future_count = 0
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
+        """Only counts: whoever the members are, this group has one."""
+        self.configure_count += 1
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        """There is never anything to end."""
+
+    def shutdown(self) -> None:
+        """There is nothing to give back."""
+
+    def errored(self) -> Exception | None:
+        """Never."""
+        return None
+
+    @property
+    def epoch(self) -> int:
+        """How often it was configured."""
+        return self.configure_count
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing takes time."""
+
+    def size(self) -> int:
+        """1."""
+        return 1
+
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """torchft-dummy."""
+        return "torchft-dummy"
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        self.calls[collective.name] += 1
+        call = collective.bind(args, kwargs)
+        call.apply_locally(rank=0, world_size=1)
+        return None if collective.blocking else _CountedWork(self, call.result)
+
+
+class _CountedWork(DoneWork):
+    def __init__(self, group: ProcessGroupDummy, result: list[Any]) -> None:
+        super().__init__(result)
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.wait_count += 1
+        return super().wait(timeout)
+
+    def get_future(self) -> Future[Any]:
+        self._group.get_future_count += 1
+        return super().get_future()

@@ -1,0 +1,135 @@
+"""The group to hand to code that wants a plain process group: DDP, FSDP, a device mesh.
+
+Its members are those of the Manager's current quorum, and what goes wrong is the Manager's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.distributed import ReduceOp
+from torch.futures import Future
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.swallowing import skipped, swallowed
+from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.wrapper import ProcessGroupWrapper
+
+
+class GroupManager(Protocol):
+    """What a managed group needs of a Manager."""
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group that the manager configures."""
+
+    def wait_quorum(self) -> None:
+        """Until the group is configured for the current step."""
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType) -> Work:
+        """Reduce in place over the participants; never fails."""
+
+    def num_participants(self) -> int:
+        """How many contribute to the current step."""
+
+    def participating_rank(self) -> int | None:
+        """The caller's place among them; None while it does not contribute."""
+
+    def errored(self) -> Exception | None:
+        """Why the current step is lost, if it is."""
+
+    def report_error(self, e: Exception) -> None:
+        """The current step is lost."""
+
+
+class ManagedProcessGroup(ProcessGroupWrapper):
+    """A group whose collectives never fail and whose size is the number of participants.
+
+    An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals
+    adds zero. Every other collective goes to the manager's group; where some members of it do not
+    participate, one that shares tensors out by rank cannot have a right result: it is skipped and
+    the step is lost. Once the step is lost, collectives are skipped (see ErrorSwallowing...).
+
+    Args:
+        manager: a Manager.
+        pg: the group it configures; asked of the manager if left out.
+    """
+
+    def __init__(self, manager: GroupManager, pg: ProcessGroup | None = None) -> None:
+        super().__init__(pg=pg or manager.process_group)
+        self._manager = manager
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Any) -> None:
+        """Not for the user of a managed group.
+
+        Raises:
+            ProcessGroupError: always.
+        """
+        raise ProcessGroupError("a managed process group is configured by its Manager")
+
+    def errored(self) -> Exception | None:
+        """Why the current step is lost, if it is."""
+        return self._manager.errored()
+
+    def size(self) -> int:
+        """The number of participants in the current step."""
+        return self._manager.num_participants()
+
+    def rank(self) -> int:
+        """The place among the participants; among all members while the caller does not participate."""
+        rank = self._manager.participating_rank()
+        return self.parent.rank() if rank is None else rank
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        call = collective.bind(args, kwargs)
+        self._manager.wait_quorum()
+        if collective.name in ("allreduce", "allreduce_coalesced"):
+            return self._allreduce(call)
+        if self._manager.errored() is None and collective.everyone:
+            self._check_everyone(collective)
+        if self._manager.errored() is not None:
+            return skipped(call, self.rank(), max(self.size(), 1))
+        return swallowed(self.parent, call, self._manager.report_error)
+
+    def _allreduce(self, call: Call) -> Work:
+        operation: ReduceOp.RedOpType = call.reduce_op.op  # type: ignore[attr-defined] # the stub lacks it
+        works = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in call.outputs]
+        return AllWork(works, call.result)
+
+    def _check_everyone(self, collective: Collective) -> None:
+        members, participants = self.parent.size(), self._manager.num_participants()
+        if members != participants:
+            error = f"{collective.name} needs all {members} members of the group; {participants} participate"
+            self._manager.report_error(ProcessGroupError(error))
+
+
+class AllWork(DoneWork):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work], result: list[Any]) -> None:
+        super().__init__(result)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all are over."""
+        for work in self._works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Completes with the output tensors, once all are over."""
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda _: self._result)
+
+    def is_completed(self) -> bool:
+        """Whether all are over."""
+        return all(work.is_completed() for work in self._works)
