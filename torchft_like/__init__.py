@@ -2,6 +2,7 @@
 
 from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
 from torchft_like.data import DistributedSampler
+from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft_like.errors import (
     AddressError,
     BindError,
@@ -25,7 +26,11 @@ from torchft_like.manager import Manager, WorldSizeMode
 from torchft_like.optim import OptimizerWrapper
 from torchft_like.optim import OptimizerWrapper as Optimizer
 from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
@@ -39,11 +44,15 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "CoordinationError",
+    "DistributedDataParallel",
     "DistributedSampler",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FaultInjectingProcessGroup",
     "FaultToleranceError",
     "GroupLostError",
     "LighthouseClient",
     "LighthouseServer",
+    "ManagedProcessGroup",
     "Manager",
     "ManagerClient",
     "ManagerServer",
@@ -54,10 +63,12 @@ __all__ = [
     "OptimizerWrapper",
     "ProcessGroup",
     "ProcessGroupAbortedError",
+    "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
     "ProcessGroupNotConfiguredError",
     "ProcessGroupWrapper",
+    "PureDistributedDataParallel",
     "QuorumTimeoutError",
     "ShutdownError",
     "WorldSizeMode",
