@@ -1,12 +1,13 @@
-"""Data parallel training over the replica groups of the current quorum."""
+"""Data parallel training over the replica groups of the current quorum.
 
-from __future__ import annotations
+No `from __future__ import annotations` here: torch reads the annotations of the communication hook.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.nn import parallel
 
 from torchft_like.manager import Manager
@@ -61,7 +62,7 @@ class PureDistributedDataParallel(nn.Module):
 
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(reduce_gradient)
+                parameter.register_post_accumulate_grad_hook(reduce_gradient)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""

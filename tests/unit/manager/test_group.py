@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchft_like.manager.group import (
     Effect,
@@ -26,10 +27,10 @@ class Member:
     store_address: str = "h:2"
 
 
-def join(group_rank: int, **changes: int | bool) -> RankJoin:
+def join(group_rank: int, **changes: Any) -> RankJoin:
     return RankJoin(
         group_rank, step=4, checkpoint_metadata=f"meta{group_rank}", commit_quorum_id=2, **changes
-    )  # type: ignore[arg-type]
+    )
 
 
 def members(*replica_ids: str) -> list[Member]:
