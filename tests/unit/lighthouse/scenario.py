@@ -30,7 +30,7 @@ def replay(text: str) -> str:
 
 
 def _replay_block(block: str, player: _Player) -> str:
-    commands = block.split(f"\n{SEPARATOR}")[0].splitlines()
+    commands = block.partition(f"\n{SEPARATOR}")[0].splitlines()
     outputs = [player.play(line) for line in commands if line and not line.startswith("#")]
     if not outputs:
         return "\n".join(commands)

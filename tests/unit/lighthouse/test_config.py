@@ -1,0 +1,59 @@
+"""Settings are checked when they are made, and errors name the flag and the value."""
+
+from __future__ import annotations
+
+import pytest
+
+from lighthouse.cli import main
+from lighthouse.config import LighthouseConfig
+from lighthouse.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("min_replicas", 0),
+        ("min_replicas", True),
+        ("join_timeout_ms", -1),
+        ("join_timeout_ms", 1.5),
+        ("heartbeat_timeout_ms", "5000"),
+        ("keepalive_time_ms", 0),
+        ("reconnect_grace_ms", None),
+    ],
+)
+def test_a_bad_setting_is_an_error_that_names_flag_and_value(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{setting} {value!r} is not"):
+        LighthouseConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_a_quorum_that_could_never_form_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--min_replicas 11 is more than --replicas_max 10"):
+        LighthouseConfig(min_replicas=11, replicas_max=10)
+
+
+def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
+    assert LighthouseConfig(join_timeout_ms=0, reconnect_grace_ms=0).join_timeout_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--bnd", "127.0.0.1:0"], "unrecognized arguments: --bnd"),
+        (["--bin", "127.0.0.1:0"], "unrecognized arguments: --bin"),
+        (["--bind", "somewhere"], "--bind 'somewhere' is not host:port"),
+        (["--bind", "127.0.0.1:70000"], "--bind '127.0.0.1:70000' is not host:port"),
+        (["--min_replicas", "two"], "--min_replicas 'two' is not a whole number"),
+        (["--min-replicas", "0"], "--min_replicas 0 is not between 1 and"),
+        (["--min_replicas"], "expected one argument"),
+        (["--log-level", "LOUD"], "invalid choice: 'LOUD'"),
+        (["--bind", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1: "),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_status_2(
+    arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, error = capfd.readouterr()
+    assert out == ""
+    assert complaint in error
+    assert error.count("\n") == 1

@@ -1,0 +1,73 @@
+"""The quorum core at a thousand replicas, and with input that only a broken peer would send."""
+
+from __future__ import annotations
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
+
+REPLICAS = 1000
+
+
+def _core_with_quorum() -> QuorumCore:
+    core = QuorumCore(LighthouseConfig(min_replicas=REPLICAS // 4), 1)
+    for number in range(REPLICAS):
+        core.register(number, f"{number:04}", 0, [], now=0.0)
+    decisions = [core.join(n, Member(f"{n:04}"), now=1.0) for n in range(REPLICAS)]
+    assert [len(d) for d in decisions] == [0] * (REPLICAS - 1) + [1]
+    return core
+
+
+def test_a_mass_loss_alarms_survivors_a_bounded_number_of_times() -> None:
+    core = _core_with_quorum()
+    told = []
+    for number in range(REPLICAS // 2):
+        [lost] = core.lost(number, "gone", now=2.0)
+        assert isinstance(lost, MemberLost)
+        told.append(len(lost.sessions))
+    assert told[0] == REPLICAS - 1
+    assert sum(count > 0 for count in told) == ALARMS_PER_QUORUM_MAX
+
+
+def test_the_survivors_of_a_mass_loss_form_a_quorum_at_once() -> None:
+    core = _core_with_quorum()
+    for number in range(REPLICAS // 2):
+        core.lost(number, "gone", now=2.0)
+    decisions = [d for n in range(REPLICAS // 2, REPLICAS) for d in core.join(n, Member(f"{n:04}"), now=3.0)]
+    [formed] = decisions
+    assert isinstance(formed, QuorumFormed)
+    assert len(formed.sessions) == len(formed.left) == REPLICAS // 2
+
+
+def test_nothing_remains_when_everybody_is_gone() -> None:
+    core = _core_with_quorum()
+    for number in range(REPLICAS):
+        core.leave(number, now=2.0)
+    assert len(core) == 0
+    assert core.next_deadline() is None
+
+
+def test_a_description_names_a_bounded_number_of_replicas() -> None:
+    text = _core_with_quorum().describe(now=2.0)
+    assert "and 968 more" in text
+    assert len(text) < 1000
+
+
+def test_events_of_unknown_sessions_and_replicas_change_nothing() -> None:
+    core = QuorumCore(LighthouseConfig(), 1)
+    before = core.describe(now=0.0)
+    for decisions in (
+        core.join(7, Member("a"), now=0.0),
+        core.leave(7, now=0.0),
+        core.lost(7, "gone", now=0.0),
+        core.withdraw("a", now=0.0),
+    ):
+        assert decisions == []
+    assert core.describe(now=0.0) == before
+    assert len(core) == 0
+
+
+def test_a_session_cannot_join_for_another_replica() -> None:
+    core = QuorumCore(LighthouseConfig(), 1)
+    core.register(1, "a", 0, [], now=0.0)
+    assert core.join(1, Member("b"), now=0.0) == []
+    assert "b" not in core

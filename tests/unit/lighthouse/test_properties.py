@@ -1,0 +1,220 @@
+"""What holds in every history of a lighthouse, restarts included: properties searched with hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed, SessionSuperseded
+
+REPLICAS = st.sampled_from("abcdefg")
+RESTART_MS = 10_000  # how far the wall clock is ahead of all ids at the next start
+
+Seen = tuple[int, frozenset[str]]
+
+
+class LighthouseHistory(RuleBasedStateMachine):
+    """Replica groups that behave as ours do, and unary callers, under lighthouses that come and go."""
+
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.number = 0
+        self.first_id = 1000
+        self.ids: dict[int, frozenset[str]] = {}  # every quorum id ever given, and its members
+        self.newest_id = 0
+        self.last_seen: dict[str, Seen] = {}  # the last quorum each replica was answered with
+        self._start()
+
+    def _start(self) -> None:
+        self.config = LighthouseConfig(
+            min_replicas=2, join_timeout_ms=5000, heartbeat_timeout_ms=3000, reconnect_grace_ms=2000
+        )
+        self.core = QuorumCore(self.config, self.first_id)
+        self.owners: dict[int, str] = {}  # open sessions
+        self.joined: dict[str, Member] = {}
+        self.calling: set[str] = set()
+        self.last: Seen = (0, frozenset())  # the quorum that this lighthouse takes for the last one
+        self.broken: set[str] = set()  # of these, who was gone since
+        self.unary: dict[str, float] = {}  # when a unary caller was last heard of
+
+    # -- events
+
+    @rule(target=sessions, replica_id=REPLICAS, forgetful=st.booleans())
+    def register(self, replica_id: str, forgetful: bool) -> int:
+        self.number += 1
+        quorum_id, ids = (
+            (0, frozenset[str]()) if forgetful else self.last_seen.get(replica_id, (0, frozenset()))
+        )
+        self.owners = {n: r for n, r in self.owners.items() if r != replica_id}
+        self.owners[self.number] = replica_id
+        if replica_id not in self.calling:
+            self.joined.pop(replica_id, None)
+        self.unary.pop(replica_id, None)
+        if quorum_id > self.last[0]:
+            self.last, self.broken = (quorum_id, ids), set()
+        decisions = self.core.register(self.number, replica_id, quorum_id, ids, self.now)
+        self._check(decisions)
+        return self.number
+
+    @rule(session=sessions, shrink_only=st.booleans(), failures=st.sampled_from([0, 0, 0, 1]))
+    def join(self, session: int, shrink_only: bool, failures: int) -> None:
+        replica_id = self.owners.get(session)
+        member = Member(replica_id or "a", shrink_only=shrink_only, commit_failures=failures)
+        if replica_id is not None:
+            self.joined[replica_id] = member
+        self._check(self.core.join(session, member, self.now))
+
+    @rule(session=consumes(sessions))
+    def lose(self, session: int) -> None:
+        replica_id = self._close(session)
+        decisions = self.core.lost(session, "gone", self.now)
+        lost = [d.replica_id for d in decisions if isinstance(d, MemberLost)]
+        assert replica_id is None or replica_id in lost
+        self._check(decisions)
+
+    @rule(session=consumes(sessions))
+    def leave(self, session: int) -> None:
+        replica_id = self._close(session)
+        decisions = self.core.leave(session, self.now)
+        assert all(d.replica_id != replica_id for d in decisions if isinstance(d, MemberLost))
+        self._check(decisions)
+
+    @rule(replica_id=st.sampled_from("xyz"), failures=st.sampled_from([0, 0, 1]))
+    def call(self, replica_id: str, failures: int) -> None:
+        self._expire()
+        member = Member(replica_id, commit_failures=failures)
+        self.joined[replica_id] = member
+        self.calling.add(replica_id)
+        self.unary.pop(replica_id, None)
+        self._check(self.core.call(member, self.now))
+
+    @rule(replica_id=st.sampled_from("xyz"))
+    def withdraw(self, replica_id: str) -> None:
+        if replica_id in self.calling:
+            self.calling.remove(replica_id)
+            self.joined.pop(replica_id)
+            self.unary[replica_id] = self.now
+        self._check(self.core.withdraw(replica_id, self.now))
+
+    @rule(replica_id=st.sampled_from("xyz"))
+    def heartbeat(self, replica_id: str) -> None:
+        if replica_id not in self.calling:
+            self.unary[replica_id] = self.now
+        self._check(self.core.heartbeat(replica_id, self.now))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self._expire()
+        self._check(self.core.advance(self.now))
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now
+
+    @rule()
+    def wait_for_the_deadline(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is None:
+            return
+        early = self.core.advance(max(self.now, deadline - 0.001))
+        assert early == []
+        self.now = deadline
+        self._expire()
+        decisions = self.core.advance(self.now)
+        assert decisions
+        self._check(decisions)
+
+    @rule(target=sessions)
+    def restart(self) -> object:
+        self.first_id = self.newest_id + RESTART_MS
+        self._start()
+        return multiple()
+
+    # -- properties
+
+    @invariant()
+    def nothing_is_kept_of_those_who_are_gone(self) -> None:
+        alive = len(set(self.owners.values())) + len(self.calling) + len(self.unary)
+        expected = len(self.core._members.expected_ids())
+        assert len(self.core) == alive + expected
+        assert len(self.core._members._owners) == len(set(self.owners.values()))
+        assert set(self.core._joined) == set(self.joined)
+        assert self.core._departed <= self.core._last
+        assert self.core._missing == len(self.core._last - self.core._joined.keys())
+        assert self.core._shrinking == sum(m.shrink_only for m in self.joined.values())
+
+    @invariant()
+    def the_explanation_can_be_had_at_any_time(self) -> None:
+        text = self.core.describe(self.now)
+        assert "no quorum yet" in text
+        assert all(i in text for i in self.joined)
+
+    def _check(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, QuorumFormed):
+                self._check_quorum(decision)
+            elif isinstance(decision, MemberLost):
+                assert decision.replica_id not in {self.owners.get(n) for n in decision.sessions}
+            else:
+                assert isinstance(decision, SessionSuperseded)
+                assert decision.session not in self.owners
+
+    def _check_quorum(self, formed: QuorumFormed) -> None:
+        ids = frozenset(m.replica_id for m in formed.quorum.participants)
+        self._check_members(formed, ids)
+        self._check_id(formed.quorum.quorum_id, ids, formed.new_id)
+        assert {self.owners[n] for n in formed.sessions} | set(formed.callers) == ids
+        for replica_id in ids:
+            self.last_seen[replica_id] = (formed.quorum.quorum_id, ids)
+            del self.joined[replica_id]
+        for replica_id in formed.callers:
+            self.calling.discard(replica_id)
+            self.unary[replica_id] = self.now
+        self.last, self.broken = (formed.quorum.quorum_id, ids), set()
+
+    def _check_members(self, formed: QuorumFormed, ids: frozenset[str]) -> None:
+        assert ids
+        assert [m.replica_id for m in formed.quorum.participants] == sorted(ids)
+        assert len(ids) >= self.config.min_replicas
+        assert ids <= self.joined.keys()  # so nobody who is lost
+        assert all(self.joined[m.replica_id] == m for m in formed.quorum.participants)
+        healthy = set(self.owners.values()) | self.calling | self.unary.keys()
+        last = self.last[1]
+        fast = bool(last) and last <= self.joined.keys()
+        assert fast or len(self.joined) > len(healthy) // 2
+        shrinking = any(m.shrink_only for m in self.joined.values())
+        assert ids == (self.joined.keys() & last if shrinking and last else self.joined.keys())
+
+    def _check_id(self, quorum_id: int, ids: frozenset[str], new_id: bool) -> None:
+        assert quorum_id >= self.newest_id
+        if quorum_id in self.ids:
+            assert self.ids[quorum_id] == ids, "an id was given to two sets of members"
+            assert all(self.joined[i].commit_failures == 0 for i in ids)
+            assert not self.broken, "a member was gone in between: the others have aborted their groups"
+        else:
+            assert new_id
+        self.ids[quorum_id] = ids
+        self.newest_id = quorum_id
+
+    # -- bookkeeping
+
+    def _close(self, session: int) -> str | None:
+        replica_id = self.owners.pop(session, None)
+        if replica_id is not None:
+            self.joined.pop(replica_id, None)
+            self.broken |= {replica_id} & self.last[1]
+        return replica_id
+
+    def _expire(self) -> None:
+        timeout = self.config.heartbeat_timeout_ms / 1000
+        silent = {i for i, t in self.unary.items() if self.now >= t + timeout}
+        self.unary = {i: t for i, t in self.unary.items() if i not in silent}
+        self.broken |= silent & self.last[1]
+
+
+TestLighthouseHistory = LighthouseHistory.TestCase
+TestLighthouseHistory.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
