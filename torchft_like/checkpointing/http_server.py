@@ -206,6 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server_version = "torchft_like"
     sys_version = ""
+    disable_nagle_algorithm = True  # a checksum after a chunk would wait for an acknowledgement
 
     def __init__(self, connection: _Connection) -> None:
         self._owner = connection
