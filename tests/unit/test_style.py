@@ -38,10 +38,12 @@ FORBIDDEN_IMPORTS = {
     "": ("pickle", "marshal", "shelve", "dill", "cloudpickle"),
 }
 
-# Pure cores: the standard library and each other; no clocks, threads, sockets or logging either.
+# Pure cores and the values they use: the standard library and each other; no clocks, threads, sockets or logging either.
 CORES = (
     "lighthouse/quorum.py",
     "lighthouse/membership.py",
+    "lighthouse/config.py",
+    "lighthouse/errors.py",
     "torchft_like/manager/step.py",
     "torchft_like/manager/group.py",
     "torchft_like/manager/assignment.py",
