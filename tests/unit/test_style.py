@@ -38,7 +38,8 @@ FORBIDDEN_IMPORTS = {
     "": ("pickle", "marshal", "shelve", "dill", "cloudpickle"),
 }
 
-# Pure cores and the values they use: the standard library and each other; no clocks, threads, sockets or logging either.
+# Pure cores and the values they use: the standard library and each other, and of that no clocks,
+# threads, sockets or logging.
 CORES = (
     "lighthouse/quorum.py",
     "lighthouse/membership.py",
