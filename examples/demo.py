@@ -12,6 +12,7 @@ recovery times are measured from what the replicas wrote. Logs and the picture a
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ def run(settings: Settings, console: Console) -> None:
     """Train, compare, report. However it ends, no process is left."""
     console.print("starting the lighthouse and the replicas ...")
     settings.output_dir.mkdir(parents=True, exist_ok=True)
+    # Into a file: on the terminal the lighthouse's lines would run through the table.
+    logging.basicConfig(filename=settings.output_dir / "lighthouse.log", filemode="w", level=logging.INFO)
     lighthouse = start_lighthouse(settings)
     try:
         job = train(settings, lighthouse.address(), console)
@@ -91,6 +94,7 @@ def parse_settings(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(description="Elastic training that survives a SIGKILL and a SIGSTOP.")
     parser.add_argument("--replicas", type=int, default=3, help="replica groups, 2 or more")
     parser.add_argument("--steps", type=int, default=400, help="committed steps, 100 or more with faults")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-faults", dest="faults", action="store_false", help="only train")
     parser.add_argument("--output-dir", type=Path, default=Path("demo_output"), help="logs and the picture")

@@ -29,6 +29,7 @@ class Settings:
 
     replicas: int
     steps: int  # committed ones
+    batch_size: int
     seed: int
     faults: bool
     output_dir: Path
@@ -134,10 +135,12 @@ class Job:
             file.write(f"{at - self.began:7.2f} s  {text}\n")
 
     def _row(self, index: int) -> Row:
-        records, replica = self.records[index], self.replicas[index]
-        last = records.metrics[-1] if records.metrics else None
+        records = self.records[index]
+        state = _state(self.replicas[index], records)
         losses = [metric.loss for metric in records.metrics if metric.participating]
-        return Row(index, _state(replica, records), records.step, losses, last.participants if last else 0)
+        takes_part = state in ("training", "healing", "finished") and records.metrics
+        participants = records.metrics[-1].participants if takes_part else 0
+        return Row(index, state, records.step, losses, participants)
 
 
 def _state(replica: Replica, records: ReplicaRecords) -> str:
@@ -155,6 +158,7 @@ def _make_replica(index: int, settings: Settings, environment: Mapping[str, str]
     options = {
         "--num-replicas": settings.replicas,
         "--steps": settings.steps,
+        "--batch-size": settings.batch_size,
         "--seed": settings.seed,
         "--step-time": settings.step_time,
     }

@@ -91,20 +91,55 @@ def first_metric_of_each_step(metrics: Iterable[Metric]) -> list[Metric]:
 
 
 class Story:
-    """Turns event records into lines for people, each fact once however many replicas report it."""
+    """Turns event records into lines for people, each fact once however many replicas report it.
+
+    Quorums are numbered from 1: their real ids never repeat, not even over a restart of the
+    lighthouse, and are too long to be read.
+    """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._quorums: dict[int, int] = {}
+        self._members: frozenset[str] = frozenset()
 
     def tell(self, events: Iterable[Record]) -> list[tuple[float, str]]:
-        """(time, line) of each event that is news."""
+        """(time, line) of each event that is news, oldest first."""
         lines = []
-        for event in events:
-            text = _describe(event)
+        for event in sorted(events, key=lambda event: float(event["time"])):
+            text = self._describe(event)
             if text is not None and text not in self._told:
                 self._told.add(text)
-                lines.append((event["time"], text))
-        return sorted(lines)
+                lines.append((float(event["time"]), text))
+        return lines
+
+    def _describe(self, event: Record) -> str | None:
+        who = short_name(event["replica_id"])
+        match event["kind"]:
+            case "quorum":
+                return self._describe_quorum(event)
+            case "loss":
+                quorum = self._quorums.get(event["quorum_id"], "?")
+                return f"quorum {quorum} lost {short_name(event['member'])}: {event['reason']}"
+            case "heal":
+                size, source = event["bytes"] / 1e6, short_name(event["source"])
+                return f"{who} healed from {source}: {size:.1f} MB in {event['seconds']:.2f} s"
+            case "disconnected":
+                return f"{who} lost the lighthouse: {event['reason']}"
+        return None
+
+    def _describe_quorum(self, event: Record) -> str | None:
+        """Who came and went since the quorum before, whoever reports it first."""
+        if event["quorum_id"] in self._quorums:
+            return None
+        number = self._quorums[event["quorum_id"]] = len(self._quorums) + 1
+        before, self._members = self._members, frozenset(event["members"])
+        changes = (
+            [f"{name} joined" for name in _names(self._members - before) if before]
+            + [f"{name} left" for name in _names(before - self._members)]
+            + [f"{name} heals" for name in _names(event["healing"])]
+        )
+        line = f"quorum {number}: {', '.join(_names(self._members))}"
+        return f"{line} ({'; '.join(changes)})" if changes else line
 
 
 def short_name(replica_id: str) -> str:
@@ -112,29 +147,8 @@ def short_name(replica_id: str) -> str:
     return replica_id.partition(":")[0]
 
 
-def _describe(event: Record) -> str | None:
-    who = short_name(event["replica_id"])
-    match event["kind"]:
-        case "quorum" if event["reconfigured"]:
-            return _describe_quorum(event)
-        case "loss":
-            return f"quorum {event['quorum_id']} lost {short_name(event['member'])}: {event['reason']}"
-        case "heal":
-            size, source = event["bytes"] / 1e6, short_name(event["source"])
-            return f"{who} healed from {source}: {size:.1f} MB in {event['seconds']:.2f} s"
-        case "disconnected" | "connected":
-            return f"{who} {event['kind']}: lighthouse {event['address']}"
-    return None
-
-
-def _describe_quorum(event: Record) -> str:
-    changes = [
-        f"{short_name(name)} {verb}"
-        for field, verb in (("joined", "joined"), ("left", "left"), ("healing", "heals"))
-        for name in event[field]
-    ]
-    members = ", ".join(sorted(map(short_name, event["members"])))
-    return f"quorum {event['quorum_id']}: {members}" + (f" ({'; '.join(changes)})" if changes else "")
+def _names(replica_ids: Iterable[str]) -> list[str]:
+    return sorted(map(short_name, replica_ids))
 
 
 def problems(results: Mapping[int, Record | None], steps: int) -> list[str]:

@@ -46,7 +46,7 @@ def _measured(fault: Fault) -> dict[str, object]:
 
 
 def _fault_table(faults: Sequence[Fault]) -> Table:
-    columns = ("fault", "the others' next step", "brought back by", "its own next step")
+    columns = ("fault", "others' next step", "comes back by", "its own next step")
     table = Table(*columns, title="recovery, measured", title_justify="left", box=SIMPLE_HEAD)
     for fault in faults:
         table.add_row(

@@ -42,7 +42,7 @@ class Row:
     state: str  # a key of STATE_STYLES
     step: int
     losses: Sequence[float]  # so far; the last is the newest
-    participants: int
+    participants: int  # 0 while it does not take part
 
 
 class View(Protocol):
@@ -125,10 +125,12 @@ class LiveView:
         bar.add_row(
             ProgressBar(total=self._steps, completed=step), f"step {step} of {self._steps}   {seconds:.0f} s"
         )
-        story = Text("\n").join([*self._story, *[Text("")] * (STORY_LINES - len(self._story))])
+        story = Text(no_wrap=True, overflow="ellipsis")
+        for line in self._story:
+            story.append_text(line).append("\n")
         return Group(
             Panel(_table(self._rows), title="replica groups", border_style="dim"),
-            Panel(story, title="events", border_style="dim"),
+            Panel(story, title="events", border_style="dim", height=STORY_LINES + 2),
             bar,
         )
 
@@ -144,7 +146,12 @@ def _table(rows: Sequence[Row]) -> Table:
         style = STATE_STYLES[row.state]
         state = f"[{style}]{escape(row.state)}[/]"
         table.add_row(
-            str(row.replica), state, str(row.step), _loss(row), str(row.participants), sparkline(row.losses)
+            str(row.replica),
+            state,
+            str(row.step),
+            _loss(row),
+            str(row.participants or "-"),
+            sparkline(row.losses),
         )
     return table
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import sysconfig
 import time
@@ -39,6 +40,7 @@ CONTEXT = 128  # bytes that the model sees at once
 
 def main() -> None:
     args = parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # the Manager says who comes and goes
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,28 +105,41 @@ class TestRecords:
         healing = Metric(0.5, 1, 5, 9.0, 2, False)
         assert first_metric_of_each_step([*tried, healing]) == tried[:1]
 
-    def test_a_fact_that_every_replica_reports_is_told_once(self) -> None:
-        def lost(reporter: str, at: float) -> dict[str, Any]:
-            common = {"kind": "loss", "replica_id": f"{reporter}:u", "quorum_id": 4, "time": at}
-            return {**common, "member": "replica-1:u", "reason": "connection closed"}
 
-        told = Story().tell([lost("replica-2", 2.0), lost("replica-0", 1.0)])
-        assert [text for _, text in told] == ["quorum 4 lost replica-1: connection closed"]
+def record(kind: str, reporter: str, at: float, quorum_id: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "replica_id": reporter, "time": at, "quorum_id": quorum_id, **fields}
 
-    def test_a_quorum_is_told_with_who_came_left_and_heals(self) -> None:
-        record = {
-            "kind": "quorum",
-            "time": 1.0,
-            "replica_id": "replica-0:u",
-            "quorum_id": 3,
-            "reconfigured": True,
-            "members": ["replica-2:u", "replica-0:u"],
-            "joined": ["replica-2:u"],
-            "left": ["replica-1:u"],
-            "healing": ["replica-2:u"],
-        }
-        line = "quorum 3: replica-0, replica-2 (replica-2 joined; replica-1 left; replica-2 heals)"
-        assert Story().tell([json.loads(json.dumps(record))]) == [(1.0, line)]
+
+def quorum(reporter: str, at: float, quorum_id: int, members: list[str], *healing: str) -> dict[str, Any]:
+    return record("quorum", reporter, at, quorum_id, members=members, healing=list(healing))
+
+
+class TestStory:
+    def test_quorums_are_told_once_with_who_came_who_left_and_who_heals(self) -> None:
+        story = Story()
+        first = story.tell(
+            [quorum("r0:a", 2.0, 90, ["r1:a", "r0:a"]), quorum("r1:a", 1.0, 90, ["r1:a", "r0:a"])]
+        )
+        assert first == [(1.0, "quorum 1: r0, r1")]
+        assert story.tell([quorum("r0:a", 3.0, 91, ["r0:a"])]) == [(3.0, "quorum 2: r0 (r1 left)")]
+        back = story.tell([quorum("r0:a", 4.0, 92, ["r0:a", "r1:b"], "r1:b")])
+        assert back == [(4.0, "quorum 3: r0, r1 (r1 joined; r1 heals)")]
+
+    def test_a_replica_that_is_replaced_has_left_and_joined(self) -> None:
+        story = Story()
+        story.tell([quorum("r0:a", 1.0, 90, ["r0:a", "r1:a"])])
+        assert story.tell([quorum("r0:a", 2.0, 91, ["r0:a", "r1:b"])]) == [
+            (2.0, "quorum 2: r0, r1 (r1 joined; r1 left)")
+        ]
+
+    def test_a_loss_that_every_survivor_reports_is_told_once_under_the_number_of_its_quorum(self) -> None:
+        loss = {"member": "r1:a", "reason": "gone"}
+        events = [
+            record("loss", "r2:a", 3.0, 90, **loss),
+            quorum("r0:a", 1.0, 90, ["r0:a", "r1:a", "r2:a"]),
+            record("loss", "r0:a", 2.0, 90, **loss),
+        ]
+        assert Story().tell(events)[1:] == [(2.0, "quorum 1 lost r1: gone")]
 
 
 def test_sparkline_shows_the_course_of_any_number_of_values() -> None:
