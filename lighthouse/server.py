@@ -155,6 +155,8 @@ class Lighthouse:
         register: pb.Register = request.register
         await self._check_replica(register.replica_id, context)
         await self._check_report(register, context)
+        # On its own: a first write that is cancelled halfway would leave gRPC unable to end the stream.
+        await context.send_initial_metadata(())
         session = ReplicaSession(
             next(self._numbers), register.replica_id, context, self.config.session_queue_max
         )

@@ -1,0 +1,255 @@
+"""A lighthouse daemon and its clients, for tests: everything is a context manager and is ended by it.
+
+`python -m tests.integration.lighthouse_clients ADDRESS REPLICA_ID` is a session in a process of its
+own, to be killed or stopped: it registers, joins, and prints one line for each message it gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from lighthouse import wire
+from lighthouse.net import make_channel, parse_address
+from lighthouse.wire import torchft_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30.0
+
+
+class LighthouseProcess:
+    """`python -m lighthouse` on a free port of loopback."""
+
+    def __init__(self, *flags: str, bind: str = "127.0.0.1:0", event_file: Path | None = None) -> None:
+        variables = {"PYTHONPATH": str(ROOT)} | (
+            {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lighthouse", "--bind", bind, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **variables},
+        )
+        assert self.process.stdout is not None
+        self.first_line = self.process.stdout.readline().rstrip("\n")
+        self.address = self.first_line.rpartition("http://")[2]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(LIMIT_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class SessionClient:
+    """A replica group's session, with a thread that collects what comes down."""
+
+    def __init__(
+        self, address: str, replica_id: str, last: tuple[int, list[str]] = (0, []), *, reads: bool = True
+    ) -> None:
+        self.replica_id = replica_id
+        self._channel = make_channel(parse_address(address))
+        self._requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[pb.SessionResponse | grpc.RpcError] = queue.SimpleQueue()
+        method = self._channel.stream_stream(
+            wire.SESSION,
+            request_serializer=pb.SessionRequest.SerializeToString,
+            response_deserializer=pb.SessionResponse.FromString,
+        )
+        self._call = method(iter(self._requests.get, None))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        if reads:
+            self.start_reading()
+        self.send(
+            register=pb.Register(
+                replica_id=replica_id, last_quorum_id=last[0], last_quorum_replica_ids=last[1]
+            )
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._requests.put(None)
+        self._call.cancel()  # type: ignore[no-untyped-call]
+        if self._reader.ident is not None:
+            self._reader.join()
+        self._channel.close()
+
+    def start_reading(self) -> None:
+        """Until then flow control holds messages back at the lighthouse."""
+        self._reader.start()
+
+    def send(self, **request: object) -> None:
+        self._requests.put(pb.SessionRequest(**request))  # type: ignore[arg-type]
+
+    def join(self, **fields: object) -> None:
+        self.send(join=pb.QuorumMember(replica_id=self.replica_id, **fields))  # type: ignore[arg-type]
+
+    def registered(self) -> pb.JobConfig:
+        return self._next("registered").registered
+
+    def quorum(self) -> pb.Quorum:
+        """The next message, which must be a quorum."""
+        return self._next("quorum").quorum
+
+    def member_lost(self) -> pb.MemberLost:
+        """The next message, which must be an alarm."""
+        return self._next("member_lost").member_lost
+
+    def quorum_or_loss(self) -> pb.Quorum | pb.MemberLost:
+        """The next message, which must be one of the two."""
+        response = self._responses.get(timeout=LIMIT_S)
+        assert isinstance(response, pb.SessionResponse), response
+        return response.quorum if response.HasField("quorum") else response.member_lost
+
+    def end(self) -> tuple[grpc.StatusCode, str]:
+        """How the lighthouse ended the session; messages before that are skipped."""
+        while True:
+            response = self._responses.get(timeout=LIMIT_S)
+            if isinstance(response, grpc.RpcError):
+                return response.code(), response.details() or ""
+
+    def has_message(self) -> bool:
+        return not self._responses.empty()
+
+    def _next(self, kind: str) -> pb.SessionResponse:
+        response = self._responses.get(timeout=LIMIT_S)
+        assert isinstance(response, pb.SessionResponse), f"the session of {self.replica_id} ended: {response}"
+        assert response.WhichOneof("response") == kind, response
+        return response
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                self._responses.put(response)
+        except grpc.RpcError as error:
+            self._responses.put(error)
+
+
+class UnaryClient:
+    """A replica group as torchft has it: two unary calls. And sessions made by hand, request by request."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = make_channel(parse_address(address))
+        self._quorum = self._channel.unary_unary(
+            wire.QUORUM,
+            request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
+            response_deserializer=pb.LighthouseQuorumResponse.FromString,
+        )
+        self._heartbeat = self._channel.unary_unary(
+            wire.HEARTBEAT,
+            request_serializer=pb.LighthouseHeartbeatRequest.SerializeToString,
+            response_deserializer=pb.LighthouseHeartbeatResponse.FromString,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+    def join(self, replica_id: str, **fields: object) -> grpc.Future[pb.LighthouseQuorumResponse]:
+        member = pb.QuorumMember(replica_id=replica_id, **fields)  # type: ignore[arg-type]
+        return self._quorum.future(pb.LighthouseQuorumRequest(requester=member), timeout=LIMIT_S)
+
+    def session(self, *requests: pb.SessionRequest | bytes) -> list[bytes]:
+        """Everything that the lighthouse answers before it ends the session; raises what it ends with."""
+        method = self._channel.stream_stream(
+            wire.SESSION, request_serializer=_serialized, response_deserializer=bytes
+        )
+        return list(method(iter(requests), timeout=LIMIT_S))
+
+    def heartbeat(self, replica_id: str) -> None:
+        self._heartbeat(pb.LighthouseHeartbeatRequest(replica_id=replica_id), timeout=LIMIT_S)
+
+
+class SessionProcess:
+    """A session in a process of its own; `lines` are the messages that it got."""
+
+    def __init__(self, address: str, replica_id: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.lighthouse_clients", address, replica_id],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def line(self) -> str:
+        """The next message it got; an empty one if it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def registered(address: str, *replica_ids: str) -> Iterator[list[SessionClient]]:
+    """Sessions that the lighthouse has registered, in this order."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for replica_id in replica_ids:
+            clients.append(stack.enter_context(SessionClient(address, replica_id)))
+            clients[-1].registered()
+        yield clients
+
+
+def _serialized(request: pb.SessionRequest | bytes) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+def ids_of(quorum: pb.Quorum) -> list[str]:
+    return [member.replica_id for member in quorum.participants]
+
+
+def _main(address: str, replica_id: str) -> None:
+    with SessionClient(address, replica_id) as session:
+        session.registered()
+        print("registered", flush=True)
+        session.join()
+        print("quorum", *ids_of(session.quorum()), flush=True)
+        print("ended", *session.end(), flush=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2])

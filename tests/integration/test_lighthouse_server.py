@@ -1,0 +1,433 @@
+"""The lighthouse daemon with real clients: sessions, unary calls, deaths, restarts, bad input."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.errors import BindError
+from lighthouse.events import Event, read_events
+from lighthouse.net import coordination_loop, parse_address
+from lighthouse.server import Lighthouse
+from lighthouse.wire import torchft_pb2 as pb
+from tests.integration.lighthouse_clients import (
+    LIMIT_S,
+    ROOT,
+    LighthouseProcess,
+    SessionClient,
+    SessionProcess,
+    UnaryClient,
+    ids_of,
+    registered,
+)
+
+pytestmark = pytest.mark.integration
+
+MEGABYTE = "x" * 1_000_000
+
+
+class Embedded:
+    """A lighthouse inside this process, of which a test can ask what it waits for."""
+
+    def __init__(self, bind: str = "127.0.0.1:0") -> None:
+        self._loop = coordination_loop()
+        starting = Lighthouse.start(LighthouseConfig(min_replicas=2), parse_address(bind))
+        self._lighthouse = self._loop.run(starting, LIMIT_S)
+        self.address = str(self._lighthouse.address)
+        self.events: list[Event] = []
+        self._lighthouse.events.subscribe(self.events.append)
+
+    def stop(self) -> None:
+        self._loop.run(self._lighthouse.stop(), LIMIT_S)
+
+    def wait_until_described(self, line: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while line not in (text := self._loop.run(self._describe(), LIMIT_S)).splitlines():
+            assert time.monotonic() < deadline, f"not {line!r} but\n{text}"
+            time.sleep(0.005)
+
+    async def _describe(self) -> str:
+        return self._lighthouse.describe()
+
+
+@pytest.fixture
+def embedded() -> Iterator[Embedded]:
+    lighthouse = Embedded()
+    yield lighthouse
+    lighthouse.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[str]:
+    """The address of a lighthouse that several tests share: min_replicas 2, nobody waits long."""
+    with LighthouseProcess("--min_replicas=2", "--heartbeat_timeout_ms=60000") as daemon:
+        yield daemon.address
+
+
+@pytest.fixture
+def fresh() -> Iterator[str]:
+    """The address of a lighthouse of the test's own, with torchft's flags in both spellings."""
+    with LighthouseProcess("--min-replicas", "2", "--join_timeout_ms", "60000") as daemon:
+        yield daemon.address
+
+
+# -- quorums
+
+
+def test_sessions_get_the_job_config_and_the_quorum(fresh: str) -> None:
+    with SessionClient(fresh, "a") as a, SessionClient(fresh, "b") as b:
+        assert (a.registered().min_replicas, b.registered().join_timeout_ms) == (2, 60_000)
+        fields = {
+            "address": "http://a:1",
+            "store_address": "a:2",
+            "step": 7,
+            "world_size": 4,
+            "data": '{"k":1}',
+            "commit_quorum_id": 3,
+        }
+        a.join(**fields)
+        b.join()
+        quorum = a.quorum()
+        assert b.quorum() == quorum
+        assert quorum.participants[0] == pb.QuorumMember(replica_id="a", **fields)  # type: ignore[arg-type]
+        assert quorum.created.seconds > 1_700_000_000
+
+
+def test_the_quorum_id_stays_until_a_commit_fails(fresh: str) -> None:
+    with registered(fresh, "a", "b") as (a, b):
+        ids = []
+        for failures in (0, 0, 1, 0):
+            a.join(commit_failures=failures)
+            b.join()
+            ids.append(a.quorum().quorum_id)
+            assert b.quorum().quorum_id == ids[-1]
+        assert ids[0] == ids[1] < ids[2] == ids[3]
+
+
+def test_unary_callers_get_a_quorum(fresh: str) -> None:
+    with UnaryClient(fresh) as client:
+        client.heartbeat("a")
+        first = client.join("a", step=3)
+        second = client.join("b")
+        assert ids_of(first.result().quorum) == ["a", "b"]
+        assert first.result() == second.result()
+        assert first.result().quorum.participants[0].step == 3
+
+
+def test_sessions_and_unary_callers_share_a_quorum(fresh: str) -> None:
+    with registered(fresh, "a") as (a,), UnaryClient(fresh) as client:
+        call = client.join("u")
+        a.join()
+        assert a.quorum() == call.result().quorum
+
+
+def test_a_cancelled_unary_call_has_not_joined(embedded: Embedded) -> None:
+    with registered(embedded.address, "a", "b") as (a, b), UnaryClient(embedded.address) as client:
+        call = client.join("u", step=1)
+        embedded.wait_until_described("joined: u")
+        assert call.cancel()
+        embedded.wait_until_described("joined: nobody")
+        a.join()
+        b.join()
+        embedded.wait_until_described("awaited: u")
+        again = client.join("u", step=2)
+        assert [(m.replica_id, m.step) for m in a.quorum().participants] == [("a", 0), ("b", 0), ("u", 2)]
+        assert again.result().quorum == b.quorum()
+
+
+def test_stragglers_are_left_behind_after_join_timeout() -> None:
+    with (
+        LighthouseProcess("--min_replicas=1", "--join_timeout_ms=300") as daemon,
+        registered(daemon.address, "a", "b", "c") as (a, b, c),
+    ):
+        a.join()
+        b.join()
+        assert ids_of(a.quorum()) == ["a", "b"]
+        assert not c.has_message()
+
+
+# -- deaths
+
+
+def test_survivors_hear_of_a_killed_member_and_go_on_without_it(fresh: str) -> None:
+    with registered(fresh, "a", "b") as (a, b), SessionProcess(fresh, "victim") as victim:
+        assert victim.line() == "registered"
+        a.join()
+        b.join()
+        quorum = a.quorum()
+        assert ids_of(quorum) == ids_of(b.quorum()) == ["a", "b", "victim"]
+        victim.process.kill()
+        for survivor in (a, b):
+            lost = survivor.member_lost()
+            assert (lost.quorum_id, lost.replica_id) == (quorum.quorum_id, "victim")
+        assert victim.process.wait() == -signal.SIGKILL
+        a.join()
+        b.join()
+        after = a.quorum()
+        assert ids_of(after) == ["a", "b"]
+        assert after.quorum_id > quorum.quorum_id
+
+
+def test_survivors_hear_of_a_stopped_member_by_its_missing_ping(fresh: str) -> None:
+    with registered(fresh, "a") as (a,), SessionProcess(fresh, "victim") as victim:
+        assert victim.line() == "registered"
+        a.join()
+        assert ids_of(a.quorum()) == ["a", "victim"]
+        assert victim.line() == "quorum a victim"
+        victim.process.send_signal(signal.SIGSTOP)
+        assert a.member_lost().replica_id == "victim"
+        assert psutil.Process(victim.process.pid).status() == psutil.STATUS_STOPPED
+        victim.process.send_signal(signal.SIGCONT)
+        assert victim.line().startswith("ended")
+
+
+def test_a_silent_unary_member_is_lost_after_heartbeat_timeout() -> None:
+    with (
+        LighthouseProcess("--min_replicas=2", "--heartbeat_timeout_ms=300") as daemon,
+        registered(daemon.address, "a") as (a,),
+        UnaryClient(daemon.address) as client,
+    ):
+        call = client.join("u")
+        a.join()
+        assert ids_of(call.result().quorum) == ids_of(a.quorum()) == ["a", "u"]
+        lost = a.member_lost()
+        assert (lost.replica_id, lost.reason) == ("u", "no heartbeat within heartbeat_timeout")
+
+
+def test_a_member_that_leaves_alarms_nobody(fresh: str) -> None:
+    with registered(fresh, "a", "b", "c") as (a, b, c):
+        for client in (a, b, c):
+            client.join()
+        for client in (a, b, c):
+            client.quorum()
+        c.send(leave=pb.Leave(reason="done"))
+        a.join()
+        b.join()
+        assert ids_of(a.quorum()) == ["a", "b"]  # the next message, so no alarm came before it
+
+
+def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody() -> None:
+    with (
+        LighthouseProcess("--min_replicas=1", "--session_queue_max=4") as daemon,
+        registered(daemon.address, "a") as (a,),
+        SessionClient(daemon.address, "slow", reads=False) as slow,
+    ):
+        answers: list[pb.Quorum | pb.MemberLost] = []
+        while not answers or isinstance(answers[-1], pb.Quorum):
+            slow.join()
+            a.join(data=MEGABYTE)
+            answers.append(a.quorum_or_loss())
+        assert len(answers) > 4
+        assert isinstance(answers[-1], pb.MemberLost)
+        assert answers[-1].reason == "the session's messages are not being read"
+        assert ids_of(a.quorum()) == ["a"]
+        slow.start_reading()
+        assert slow.end()[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# -- restarts
+
+
+def test_ids_grow_over_a_restart() -> None:
+    with LighthouseProcess("--min_replicas=2") as daemon, registered(daemon.address, "a", "b") as (a, b):
+        a.join()
+        b.join()
+        before = a.quorum().quorum_id
+        bind = daemon.address
+        daemon.kill()
+        assert a.end()[0] == grpc.StatusCode.UNAVAILABLE
+        with LighthouseProcess("--min_replicas=2", bind=bind) as again:
+            assert again.address == bind
+            with registered(bind, "c", "d") as (c, d):
+                c.join()
+                d.join()
+                assert c.quorum().quorum_id > before
+
+
+def test_replicas_go_on_in_their_quorum_after_a_restart() -> None:
+    last = (41, ["a", "b", "c"])
+    with LighthouseProcess("--min_replicas=1", "--reconnect_grace_ms=60000") as daemon:
+        address = daemon.address
+        with SessionClient(address, "a", last) as a, SessionClient(address, "b", last) as b:
+            a.registered()
+            b.registered()
+            a.join()
+            b.join()
+            with SessionClient(address, "c", last) as c:
+                c.join()
+                assert (a.quorum().quorum_id, ids_of(b.quorum())) == (41, ["a", "b", "c"])
+
+
+def test_members_that_do_not_come_back_after_a_restart_are_given_up() -> None:
+    with (
+        LighthouseProcess("--min_replicas=1", "--reconnect_grace_ms=300") as daemon,
+        SessionClient(daemon.address, "a", (41, ["a", "b"])) as a,
+    ):
+        a.registered()
+        a.join()
+        lost = a.member_lost()  # before any quorum: a did not go on alone until now
+        assert (lost.replica_id, lost.reason) == ("b", "did not come back within reconnect_grace")
+        after = a.quorum()
+        assert ids_of(after) == ["a"]
+        assert after.quorum_id > 41
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("first", "complaint"),
+    [
+        ({}, "the first message of a session must be a register, not empty"),
+        ({"join": pb.QuorumMember(replica_id="a")}, "must be a register, not join"),
+        ({"leave": pb.Leave()}, "must be a register, not leave"),
+        ({"register": pb.Register()}, "replica_id is empty"),
+        ({"register": pb.Register(replica_id="x" * 5000)}, "replica_id is longer than 4096 characters"),
+        ({"register": pb.Register(replica_id="a", last_quorum_id=2**63 - 1)}, "last_quorum_id"),
+    ],
+)
+def test_a_session_with_a_bad_first_message_is_refused(
+    two: str, first: dict[str, object], complaint: str
+) -> None:
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError) as refused:
+        client.session(pb.SessionRequest(**first))  # type: ignore[arg-type]
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert complaint in (refused.value.details() or "")
+
+
+def test_a_session_with_garbage_is_refused(two: str) -> None:
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError):
+        client.session(b"\xff\xff\xff")
+    with registered(two, "after-garbage"):
+        pass
+
+
+@pytest.mark.parametrize("replica_id", ["", "somebody else"])
+def test_a_join_for_another_replica_ends_the_session(two: str, replica_id: str) -> None:
+    with registered(two, "joins-for-others") as (a,):
+        a.send(join=pb.QuorumMember(replica_id=replica_id))
+        code, text = a.end()
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "unexpected join in the session of 'joins-for-others'" in text
+
+
+def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: str) -> None:
+    register = pb.SessionRequest(register=pb.Register(replica_id="hasty"))
+    wrong = pb.SessionRequest(join=pb.QuorumMember(replica_id="somebody else"))
+    with UnaryClient(two) as client:
+        for _ in range(100):
+            with pytest.raises(grpc.RpcError) as refused:
+                client.session(register, wrong)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_newer_session_takes_the_place_of_an_older_one(two: str) -> None:
+    with registered(two, "twice", "twice") as (older, newer):
+        code, text = older.end()
+        assert code == grpc.StatusCode.ABORTED
+        assert "newer session" in text
+        assert not newer.has_message()
+
+
+def test_unary_calls_without_a_replica_id_are_refused(two: str) -> None:
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError) as refused:
+        client.heartbeat("")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError, match="replica_id is empty"):
+        client.join("").result()
+
+
+def test_more_replicas_than_the_limit_are_refused() -> None:
+    with (
+        LighthouseProcess("--replicas_max=2") as daemon,
+        registered(daemon.address, "a", "b"),
+        UnaryClient(daemon.address) as client,
+    ):
+        client.heartbeat("a")
+        with pytest.raises(grpc.RpcError, match="--replicas_max"):
+            client.heartbeat("c")
+        with SessionClient(daemon.address, "c") as c:
+            assert c.end()[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# -- the daemon
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_sessions_calls_and_daemon(number: signal.Signals) -> None:
+    with LighthouseProcess("--min_replicas=3") as daemon:
+        assert daemon.first_line == f"lighthouse listening on http://{daemon.address}"
+        with registered(daemon.address, "a") as (a,), UnaryClient(daemon.address) as client:
+            call = client.join("u")
+            client.heartbeat("u")
+            assert daemon.stop(number) == 0
+            assert a.end() == (grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
+            with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                call.result()
+
+
+def test_a_port_in_use_is_one_line_and_status_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "lighthouse", "--bind", bind]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"lighthouse: cannot listen on {bind}: Address already in use")
+    assert done.stderr.count("\n") == 1
+
+
+def test_event_records_tell_the_story(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with LighthouseProcess("--min_replicas=1", event_file=path) as daemon:
+        with registered(daemon.address, "a", "b") as (a, b):
+            a.join()
+            b.join()
+            quorum_id = a.quorum().quorum_id
+            b.quorum()
+            b.send(leave=pb.Leave(reason="done"))
+            a.join()
+            a.quorum()
+        assert daemon.stop() == 0
+    records = [r for r in read_events(path) if r["kind"] != "loss"]
+    assert [r["kind"] for r in records] == ["register", "register", "quorum", "leave", "quorum", "shutdown"]
+    assert records[2] | {"time": 0} == {
+        "kind": "quorum",
+        "source": "lighthouse",
+        "time": 0,
+        "replica_id": "",
+        "group_rank": 0,
+        "step": -1,
+        "quorum_id": quorum_id,
+        "members": ["a", "b"],
+        "joined": ["a", "b"],
+        "left": [],
+    }
+    assert (records[3]["replica_id"], records[3]["reason"]) == ("b", "done")
+    assert records[4]["left"] == ["b"]
+
+
+# -- embedded
+
+
+def test_an_embedded_lighthouse_serves_and_stops(embedded: Embedded) -> None:
+    with registered(embedded.address, "a") as (a,):
+        embedded.wait_until_described("awaited: a")
+        embedded.stop()
+        assert a.end()[0] == grpc.StatusCode.UNAVAILABLE
+    assert [event.kind for event in embedded.events] == ["register", "shutdown"]
+    embedded.stop()  # once more does no harm
+
+
+def test_a_second_lighthouse_cannot_take_the_port_of_another(embedded: Embedded) -> None:
+    with pytest.raises(BindError, match=f"cannot listen on {embedded.address}: Address already in use"):
+        Embedded(embedded.address)
