@@ -77,9 +77,13 @@ class RunningProcess:
         self._reader.join(limit_s)
         return code
 
+    def session(self) -> list[psutil.Process]:
+        """What lives in its session: itself, and all that it has started, whoever their parent is now."""
+        return [process for process in psutil.process_iter() if _is_in_session(process, self.pid)]
+
     def kill(self) -> None:
         """End it and every descendant, stopped ones too."""
-        family = [process for process in psutil.process_iter() if _session_of(process.pid) == self.pid]
+        family = self.session()
         with contextlib.suppress(psutil.NoSuchProcess):
             family += psutil.Process(self.pid).children(recursive=True)  # those with a session of their own
         for process in family:
@@ -141,8 +145,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report  # type: ignore[return-value]
 
 
-def _session_of(pid: int) -> int | None:
+def _is_in_session(process: psutil.Process, leader: int) -> bool:
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False

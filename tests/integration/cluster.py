@@ -8,11 +8,7 @@ invariants are checked over everything that was written; however it ends, no pro
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,73 +19,50 @@ from types import TracebackType
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.conftest import RunningProcess
 from tests.integration.invariants import Commit, Heal, History, Process, progress, violations
 from tests.integration.journal import JournalReader, Record
 from tests.integration.options import WorkerOptions
 
-ROOT = Path(__file__).parents[2]
 LOOPBACK = "127.0.0.1"
 
 # Far above what anything here takes, far below the workers' operation timeout.
 LIMIT_S = 40.0
-POLL_S = 0.02
-OWN_VARIABLES = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)")
+POLL_S = 0.05
+LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
 
-class Daemon:
-    """A process that leads a session of its own, with a log; ended with all that it has started."""
+class Daemon(RunningProcess):
+    """A process of the job, and whether it has a reason to end."""
 
-    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
-        self.log = log
+    def __init__(self, label: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        self.label = label
         self.may_end = False
-        inherited = {key: value for key, value in os.environ.items() if not OWN_VARIABLES.fullmatch(key)}
-        environment = {**inherited, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **variables}
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        super().__init__([sys.executable, "-m", *command], variables)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
-        return self._process.poll()
+        return self._popen.poll()
 
     @property
     def is_stopped(self) -> bool:
-        return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
 
-    def session(self) -> list[psutil.Process]:
-        """All living processes of its session, itself included."""
-        return [process for process in psutil.process_iter() if _is_alive_in(process, self._process.pid)]
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, and everything that it has started."""
+        return self.exit_code is not None and not self.session()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process that was started. After a deadly one it may end."""
+        """Send a signal to this process alone. After a deadly one it may end."""
         if number not in (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1):
             self.may_end = True
-        self._process.send_signal(number)
+        super().signal(number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-
-    def end(self) -> None:
-        """Kill the whole session, stopped processes too, and wait for its leader."""
         self.may_end = True
-        while members := self.session():
-            for member in members:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    member.kill()
-            self._process.wait()  # first: psutil would take its exit code away
-            psutil.wait_procs(members, timeout=1.0)
-
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
+        super().kill()
 
 
 class Rank(Daemon):
@@ -100,14 +73,16 @@ class Rank(Daemon):
     ) -> None:
         journal, events = folder / f"{label}.journal", folder / f"{label}.events"
         self._journal, self._events = JournalReader(journal), JournalReader(events)
+        self._commits: list[Commit] = []
         options = replace(options, journal=str(journal))
-        command = [sys.executable, "-m", "tests.integration.worker", options.to_json()]
         variables = {"OMP_NUM_THREADS": "1", **variables, "TORCHFT_EVENT_FILE": str(events)}
-        super().__init__(command, folder / f"{label}.log", variables)
+        super().__init__(label, ["tests.integration.worker", options.to_json()], variables)
         self.may_end = any(fault.startswith("kill@") for fault in options.faults)
 
     def commits(self) -> list[Commit]:
-        return [_commit(record) for record in self._journal.records("commit")]
+        new = self._journal.records("commit")[len(self._commits) :]
+        self._commits += [_commit(record) for record in new]
+        return self._commits
 
     def faults(self) -> list[Record]:
         """The planned faults that have struck."""
@@ -209,22 +184,20 @@ class Cluster:
 
     def _end_all(self) -> None:
         for daemon in self._daemons:
-            daemon.end()
+            daemon.kill()
 
     # ------------------------------------------------------------ starting
 
     def start_lighthouse(self) -> None:
         """Start the lighthouse; the second one listens where the first one did."""
         bind = self.lighthouse_address.removeprefix("http://")
-        log = self._folder / f"lighthouse.{len(self._daemons)}.log"
-        events = log.with_suffix(".events")
-        command = [sys.executable, "-m", "lighthouse", "--bind", bind, *self._options]
-        self.lighthouse = Daemon(command, log, {"TORCHFT_EVENT_FILE": str(events)})
-        self.lighthouse_events = JournalReader(events)
+        label = f"lighthouse.{len(self._daemons)}"
+        events = self._folder / f"{label}.events"
+        variables = {"TORCHFT_EVENT_FILE": str(events)}
+        self.lighthouse = Daemon(label, ["lighthouse", "--bind", bind, *self._options], variables)
         self._daemons.append(self.lighthouse)
-        listening = re.compile(r"^lighthouse listening on (http://\S+)\n", re.MULTILINE)
-        self.wait_until(lambda: listening.search(self.lighthouse.log_text()), "the lighthouse listens")
-        self.lighthouse_address = listening.findall(self.lighthouse.log_text())[0]
+        self.lighthouse_events = JournalReader(events)
+        self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, LIMIT_S)[1]
 
     def start(self, name: str, *, size: int = 1, options: WorkerOptions | None = None) -> Group:
         """Start a replica group of `size` ranks, as torchrun would; a name may be started again."""
@@ -327,17 +300,19 @@ class Cluster:
     def _fail_if(self, when: str) -> None:
         for daemon in self._daemons:
             if daemon.exit_code is not None and not daemon.may_end:
-                raise AssertionError(
-                    f"{daemon.log.name} ended with {daemon.exit_code}, {when}\n{self._tails()}"
-                )
+                raise AssertionError(f"{daemon.label} ended with {daemon.exit_code}, {when}\n{self._tails()}")
 
     def _tails(self) -> str:
-        return "\n".join(_tail(path) for path in sorted(self._folder.iterdir()) if path.is_file())
+        paths = sorted(self._folder.glob("*.events"))
+        texts = {path.name: path.read_text(errors="replace") for path in paths}
+        texts |= {daemon.label: daemon.output for daemon in self._daemons}
+        return "\n".join(f"--- {name}\n{_tail(text)}" for name, text in texts.items())
 
 
-def _tail(path: Path, lines: int = 12) -> str:
-    text = path.read_text(errors="replace").splitlines()[-lines:]
-    return "\n".join([f"--- {path.name}", *(line[:300] for line in text)])
+def _tail(text: str, lines: int = 15) -> str:
+    """The end of a log or event file; committed steps are left out, they are too many."""
+    kept = [line[:400] for line in text.splitlines() if '"committed":true' not in line]
+    return "\n".join(kept[-lines:])
 
 
 def _commit(record: Record) -> Commit:
@@ -347,10 +322,3 @@ def _commit(record: Record) -> Commit:
 
 def _heal(record: Record) -> Heal:
     return Heal(record["time"], record["replica_id"], record["group_rank"])
-
-
-def _is_alive_in(process: psutil.Process, session: int) -> bool:
-    try:
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False

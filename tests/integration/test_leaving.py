@@ -25,7 +25,7 @@ def assert_undisturbed(groups: list[Group], since: float) -> None:
 def interrupt(cluster: Cluster, daemon: Daemon) -> None:
     """SIGINT, as Ctrl-C sends it, ends the process and everything that it has started."""
     daemon.signal(signal.SIGINT)
-    cluster.wait_until(lambda: not daemon.session(), "the interrupted process ends", INTERRUPT_LIMIT_S)
+    cluster.wait_until(lambda: daemon.is_gone, "the interrupted process ends", INTERRUPT_LIMIT_S)
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
@@ -95,8 +95,8 @@ def test_a_signal_ends_a_lighthouse_that_has_sessions(tmp_path: Path, number: si
     with Cluster(tmp_path) as cluster:
         (a,) = cluster.start_all("a")
         cluster.lighthouse.signal(number)
-        cluster.wait_until(lambda: not cluster.lighthouse.session(), "the lighthouse ends", INTERRUPT_LIMIT_S)
-        assert "Traceback" not in cluster.lighthouse.log_text()
+        cluster.wait_until(lambda: cluster.lighthouse.is_gone, "the lighthouse ends", INTERRUPT_LIMIT_S)
+        assert "Traceback" not in cluster.lighthouse.output
         cluster.wait_for_event(a, "disconnected")
         cluster.start_lighthouse()
         cluster.wait_for_quorum_of(a)

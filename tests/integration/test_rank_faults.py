@@ -26,7 +26,7 @@ def test_a_group_that_lost_a_rank_leaves_as_a_whole_and_heals_when_restarted(
         assert {event["member"] for event in a.events("loss")} == {b.replica_id}
         cluster.wait_until(lambda: left_over.exit_code is not None, "the other rank of the group ends")
         assert left_over.exit_code
-        assert "GroupLostError" in left_over.log_text()
+        assert "GroupLostError" in left_over.output
 
         b.kill()
         again = cluster.start("b", size=2)

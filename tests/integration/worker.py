@@ -91,7 +91,7 @@ class Loop:
         self._members: dict[int, list[str]] = {}
         self._vote: Event | None = None
         manager.events.subscribe(self._on_event)
-        next(model.net.parameters()).register_hook(self._on_last_gradient)
+        next(model.net.parameters()).register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
 
     def attempt_step(self) -> None:
         """One attempt at a step; a committed one is written down."""
@@ -113,8 +113,9 @@ class Loop:
         net = self._ddp or self._model.net
         nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
         if self._ddp is None:
-            for parameter in self._model.net.parameters():
-                self._manager.allreduce(parameter.grad).wait()
+            for gradient in (parameter.grad for parameter in self._model.net.parameters()):
+                if gradient is not None:
+                    self._manager.allreduce(gradient).wait()
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""
@@ -158,7 +159,7 @@ class FaultyProcessGroup(ProcessGroupGloo):
         super().configure(*arguments, **options)
 
 
-class FaultyTransport(HTTPTransport):
+class FaultyTransport(HTTPTransport[Any]):
     """Visits `heal` when the first megabyte of an answer has left this process."""
 
     def __init__(self, faults: Faults, timeout: timedelta) -> None:
