@@ -127,6 +127,7 @@ class Manager:
         self._config = config = resolve(arguments, os.environ)
         rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._rules = rules
+        self._replica_id = config.replica_id
         self._init_sync = init_sync
         self._protocol = StepProtocol(rules)
         self._state = StateRegistry()
@@ -148,6 +149,7 @@ class Manager:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
             self._transport.shutdown(wait=False)
             raise
+        self._replica_id = self._link.replica_id
         atexit.register(self.shutdown, wait=False)
 
     # ------------------------------------------------------------------ the user's state
@@ -366,7 +368,7 @@ class Manager:
 
     def replica_id(self) -> str:
         """The replica group's name, unique for this start."""
-        return self._config.replica_id
+        return self._replica_id
 
     # ------------------------------------------------------------------------- the end
 
@@ -400,7 +402,7 @@ class Manager:
     def __repr__(self) -> str:
         protocol = self._protocol
         return (
-            f"<Manager [{self._config.replica_id}/{self._config.group_rank} | step {protocol.step} | "
+            f"<Manager [{self._replica_id}/{self._config.group_rank} | step {protocol.step} | "
             f"quorum {protocol.quorum_id}: {protocol.num_participants} participants]>"
         )
 
@@ -459,7 +461,7 @@ class Manager:
         if verdict is None:
             # The others may have been told either; a guess could make the ranks of this group differ.
             error = GroupLostError(
-                f"not all ranks of replica group {self._config.replica_id} voted on step "
+                f"not all ranks of replica group {self._replica_id} voted on step "
                 f"{self._protocol.step} within {bound_s:g} s; restart all ranks of this replica group"
             )
             self._driver.stop(error, None)
@@ -480,7 +482,7 @@ class Manager:
         fields.setdefault("quorum_id", self._protocol.quorum_id)
         self.events.emit(
             kind,
-            replica_id=self._config.replica_id,
+            replica_id=self._replica_id,
             group_rank=self._config.group_rank,
             step=self._protocol.step,
             **fields,

@@ -127,7 +127,8 @@ class QuorumDriver:
     def _configure(self, attempt: Attempt, result: QuorumResult) -> bool:
         rank, size = self._config.group_rank, self._config.group_world_size
         prefix = f"{result.store_address}/torchft/{result.quorum_id}/{rank}"
-        configured = self._group.configure(result, prefix, self._config.replica_id, (rank, size))
+        replica_id = result.replica_ids[result.replica_rank]
+        configured = self._group.configure(result, prefix, replica_id, (rank, size))
         before, self._members = self._members, result.replica_ids
         self._emit(
             "quorum",

@@ -51,6 +51,10 @@ class RankListener(Protocol):
 class RankLink(Protocol):
     """What a rank says. Callable from any thread but the coordination loop's."""
 
+    @property
+    def replica_id(self) -> str:
+        """The replica group's name, as rank 0 has made it unique."""
+
     def join(self, join: RankJoin) -> None:
         """Ask for a quorum."""
 
@@ -80,8 +84,13 @@ class SessionLink:
         self._loop: LoopThread = coordination_loop()
         self._closing = False
         self._registered = asyncio.Event()
+        self._replica_id = ""
         self._outgoing: asyncio.Queue[pb.RankSessionRequest | None] = asyncio.Queue()
         self._task = self._loop.run(self._start(connect_timeout_s))
+
+    @property
+    def replica_id(self) -> str:
+        return self._replica_id
 
     def join(self, join: RankJoin) -> None:
         self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**vars(join))))
@@ -151,6 +160,7 @@ class SessionLink:
     def _dispatch(self, response: pb.RankSessionResponse) -> None:
         match response.WhichOneof("response"):
             case "registered":
+                self._replica_id = response.registered.replica_id
                 self._registered.set()
             case "quorum":
                 self._listener.quorum(quorum_result_from_wire(response.quorum))

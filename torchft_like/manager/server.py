@@ -276,6 +276,10 @@ class LocalLink:
         self._server = server
         self._call = coordination_loop().loop.call_soon_threadsafe
 
+    @property
+    def replica_id(self) -> str:
+        return self._server.replica_id
+
     def join(self, join: RankJoin) -> None:
         self._call(self._server.rank_joined, join)
 
