@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import socket
 import threading
 import weakref
@@ -256,6 +257,10 @@ class TestFailures:
             ),
             (b"HTTP/1.0 200 OK\r\nCheckpoint-Step: 5\r\n\r\nTFTSTATE", "truncated"),
             (b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", "more than 100 headers"),
+            (
+                b"HTTP/1.1 200 OK\r\nCheckpoint-Step: 5\r\nTransfer-Encoding: chunked\r\n\r\nmany\r\n",
+                "IncompleteRead",
+            ),
             (b"HTTP/1.0 200 " + b"x" * 70_000, "more than 65536 bytes"),
         ],
     )
@@ -409,6 +414,20 @@ class TestHostileClients:
         with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
             client.sendall(junk)
             drain(client)
+        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"202"
+
+    def test_no_mutation_of_a_request_harms_the_server(self, server: CheckpointServer) -> None:
+        chance = random.Random(1)
+        good = b"GET /checkpoint/5?part=0&parts=1&wait_ms=0 HTTP/1.1\r\nHost: x\r\nAccept: y\r\n\r\n"
+        for _ in range(100):
+            mutated = bytearray(good)
+            for _ in range(chance.randint(1, 6)):
+                at = chance.randrange(len(mutated) - 8)
+                mutated[at : at + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 3))
+            with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+                client.sendall(mutated)
+                drain(client)
         with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"202"
 
