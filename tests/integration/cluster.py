@@ -8,6 +8,7 @@ invariants are checked over everything that was written; however it ends, no pro
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ LOOPBACK = "127.0.0.1"
 # Far above what anything here takes, far below the workers' operation timeout.
 LIMIT_S = 40.0
 POLL_S = 0.05
+TRACEBACK_END = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
 LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
 
@@ -48,6 +50,11 @@ class Daemon(RunningProcess):
     @property
     def is_stopped(self) -> bool:
         return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    @property
+    def last_error(self) -> str:
+        """The last line of the last traceback in its output; empty when there is none."""
+        return str((TRACEBACK_END.findall(self.output) or [""])[-1])
 
     @property
     def is_gone(self) -> bool:
@@ -234,6 +241,16 @@ class Cluster:
             }
         return variables
 
+    # -------------------------------------------------------------- faults
+
+    def plan(self, act: str, place: str) -> str:
+        """A fault for the worker's options that waits for `pull_trigger`."""
+        return f"{act}@{place}@{self._folder / 'trigger'}"
+
+    def pull_trigger(self) -> None:
+        """The next process that comes to the place of its planned fault is struck."""
+        (self._folder / "trigger").touch()
+
     # ------------------------------------------------------------- waiting
 
     def wait_until(self, predicate: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
@@ -266,10 +283,12 @@ class Cluster:
         self.wait_until(lambda: group.events(kind, since), f"{group.name} writes a {kind} event")
         return group.events(kind, since)[0]
 
-    def wait_for_fault(self, group: Group) -> float:
-        """Wait until the group's planned fault has struck; returns when."""
-        self.wait_until(group.faults, f"the fault of {group.name} strikes")
-        return float(group.faults()[0]["time"])
+    def wait_for_fault(self, *groups: Group) -> tuple[Group, float]:
+        """Wait until the planned fault of one of the groups has struck; returns whose, and when."""
+        names = ", ".join(group.name for group in groups)
+        self.wait_until(lambda: any(group.faults() for group in groups), f"a fault strikes in {names}")
+        struck = next(group for group in groups if group.faults())
+        return struck, float(struck.faults()[0]["time"])
 
     def wait_for_end(self, *groups: Group) -> None:
         """Wait until all ranks have ended."""

@@ -1,8 +1,9 @@
 """Faults that must happen at an exact place of a step, injected by the process itself.
 
-A fault is written `act@place:n`: the first time that the process comes to the place after its step
-n it kills itself, stops itself as SIGSTOP does, or hangs until SIGUSR1. The worker calls `visit` in
-each place; the record of the fault is on disk before it strikes.
+A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the
+first process that comes to the place and finds the file, which it takes away. The process then
+kills itself, stops itself as SIGSTOP does, or hangs until SIGUSR1. The worker calls `visit` in each
+place; the record of the fault is on disk before it strikes.
 """
 
 from __future__ import annotations
@@ -30,27 +31,26 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault. With a `token`, only the first process to create that file is struck."""
+    """One planned fault."""
 
     act: str
     place: str
-    step: int
-    token: Path | None
+    trigger: Path | None
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        match = re.fullmatch(rf"({'|'.join(ACTS)})@({'|'.join(PLACES)}):(\d+)(?:@(.+))?", text)
+        match = re.fullmatch(rf"({'|'.join(ACTS)})@({'|'.join(PLACES)})(?:@(.+))?", text)
         if match is None:
-            raise ValueError(f"{text!r} is not act@place:n or act@place:n@path")
-        return cls(match[1], match[2], int(match[3]), Path(match[4]) if match[4] else None)
+            raise ValueError(f"{text!r} is not act@place or act@place@path")
+        return cls(match[1], match[2], Path(match[3]) if match[3] else None)
 
-    def claim(self) -> bool:
-        """Whether this process is the one to be struck."""
-        if self.token is None:
+    def is_triggered(self) -> bool:
+        """Whether it strikes now; of several processes that ask only one is told so."""
+        if self.trigger is None:
             return True
         try:
-            self.token.touch(exist_ok=False)
-        except FileExistsError:
+            self.trigger.unlink()
+        except FileNotFoundError:
             return False
         return True
 
@@ -61,25 +61,18 @@ class Faults:
     def __init__(self, plan: Iterable[str], journal: Journal) -> None:
         self._planned = [Fault.parse(text) for text in plan]
         self._journal = journal
-        self._step = 0
         self._released = threading.Event()
         signal.signal(signal.SIGUSR1, lambda *_: self._released.set())
-
-    def begin(self, step: int) -> None:
-        """The process is about to attempt the step after `step`."""
-        self._step = step
-        self.visit("step")
 
     def visit(self, place: str) -> None:
         """The process is at `place`; whatever is due there strikes now."""
         for fault in list(self._planned):
-            if fault.place == place and self._step >= fault.step:
+            if fault.place == place and fault.is_triggered():
                 self._planned.remove(fault)
-                if fault.claim():
-                    self._strike(fault)
+                self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        self._journal.write("fault", act=fault.act, place=fault.place, step=self._step)
+        self._journal.write("fault", act=fault.act, place=fault.place)
         match fault.act:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,9 +14,8 @@ class WorkerOptions:
         name: of the replica group.
         index: position of the group's bit in the ledger (see `invariants.Commit`).
         journal: path of the file for commits and faults.
-        faults: planned faults as `act@place:n`, or `act@place:n@path` for a fault that strikes
-            only the first process to create the file at `path`.
-        steps: end of the script, as a committed step.
+        faults: planned faults as `faults.Fault` reads them.
+        steps: end of the script, in steps that this process has committed.
         pause_s: work outside of the collectives in each step.
         timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
         ballast_mb: extra state, so that a heal takes a while.

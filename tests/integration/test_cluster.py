@@ -42,13 +42,16 @@ def test_a_reader_leaves_a_line_that_is_still_being_written_for_later(tmp_path: 
     assert reader.records("fault") == []
 
 
-def test_a_fault_with_a_token_strikes_one_process_only(tmp_path: Path) -> None:
-    fault = Fault.parse(f"kill@heal:3@{tmp_path / 'token'}")
-    assert (fault.act, fault.place, fault.step) == ("kill", "heal", 3)
-    assert [fault.claim(), fault.claim()] == [True, False]
+def test_a_triggered_fault_strikes_one_process_only(tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    fault = Fault.parse(f"kill@heal@{trigger}")
+    assert (fault.act, fault.place) == ("kill", "heal")
+    assert not fault.is_triggered()
+    trigger.touch()
+    assert [fault.is_triggered(), fault.is_triggered()] == [True, False]
 
 
-@pytest.mark.parametrize("text", ["kill", "kill@somewhere:1", "sleep@heal:1", "kill@heal"])
+@pytest.mark.parametrize("text", ["kill", "kill@somewhere", "sleep@heal", "kill@heal@"])
 def test_a_fault_that_cannot_be_read_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="is not act@place:n"):
+    with pytest.raises(ValueError, match="is not act@place"):
         Fault.parse(text)

@@ -32,12 +32,12 @@ def test_a_joiner_heals_from_another_peer_when_its_source_fails_in_the_middle(
     tmp_path: Path, act: str
 ) -> None:
     with Cluster(tmp_path) as cluster:
-        options = WorkerOptions(ballast_mb=32, faults=(f"{act}@heal:1@{tmp_path / 'first source'}",))
+        options = WorkerOptions(ballast_mb=32, faults=(cluster.plan(act, "heal"),))
         a, b = cluster.start_all("ab", options=options)
+        cluster.pull_trigger()
         c = cluster.start("c", options=WorkerOptions(ballast_mb=32))
-        cluster.wait_until(lambda: a.faults() or b.faults(), "the source of c's heal fails")
-        source, survivor = (a, b) if a.faults() else (b, a)
-        since = cluster.wait_for_fault(source)
+        source, since = cluster.wait_for_fault(a, b)
+        survivor = b if source is a else a
         cluster.wait_for_quorum_of(survivor, c)
         assert c.failures(since), "c was told that its source is gone"
         assert c.events("heal")[-1]["source"] == survivor.replica_id

@@ -77,6 +77,6 @@ def test_a_trainer_gives_up_with_a_clear_error_when_the_lighthouse_stays_away(tm
         cluster.lighthouse.kill()
         cluster.wait_for_end(a)
         assert a.ranks[0].exit_code == 1
-        error = a.ranks[0].output.splitlines()[-1]
+        error = a.ranks[0].last_error
         assert "QuorumTimeoutError" in error
         assert cluster.lighthouse_address.removeprefix("http://") in error

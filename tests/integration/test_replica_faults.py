@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ KILL_AND_STOP = pytest.mark.parametrize("act", ["kill", "stop"])
 def assert_lost(lost: Group, by: list[Group], since: float = 0.0) -> None:
     """All of these were told that this one is gone, and had a step fail for it."""
     for group in by:
-        assert lost.replica_id in [event["member"] for event in group.events("loss", since)]
+        assert lost.name in [event["member"].partition(":")[0] for event in group.events("loss", since)]
         assert group.failures(since)
 
 
@@ -41,12 +40,13 @@ def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_qu
 @pytest.mark.parametrize("reduce", ["ddp", "manager"])
 def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(tmp_path: Path, reduce: str) -> None:
     with Cluster(tmp_path) as cluster:
-        options = WorkerOptions(reduce=reduce)
-        a, b = cluster.start_all("ab", options=options)
-        c = cluster.start("c", options=replace(options, faults=("kill@backward:1",)))
-        since = cluster.wait_for_fault(c)
-        cluster.wait_for_quorum_of(a, b)
-        assert_lost(c, by=[a, b], since=since)
+        options = WorkerOptions(reduce=reduce, faults=(cluster.plan("kill", "backward"),))
+        groups = cluster.start_all("abc", options=options)
+        cluster.pull_trigger()
+        dead, since = cluster.wait_for_fault(*groups)
+        groups.remove(dead)
+        cluster.wait_for_quorum_of(*groups)
+        assert_lost(dead, by=groups, since=since)
 
 
 @ASYNC_AND_SYNC
@@ -54,25 +54,26 @@ def test_a_replica_that_stopped_inside_a_collective_is_left_behind_and_heals_whe
     tmp_path: Path, use_async_quorum: bool
 ) -> None:
     with Cluster(tmp_path) as cluster:
-        options = WorkerOptions(use_async_quorum=use_async_quorum)
-        a, b = cluster.start_all("ab", options=options)
-        c = cluster.start("c", options=replace(options, faults=("stop@backward:1",)))
-        since = cluster.wait_for_fault(c)
-        cluster.wait_until(lambda: c.ranks[0].is_stopped, "c is stopped")
-        cluster.wait_for_quorum_of(a, b)
-        assert_lost(c, by=[a, b], since=since)
+        options = WorkerOptions(use_async_quorum=use_async_quorum, faults=(cluster.plan("stop", "backward"),))
+        a, b, c = groups = cluster.start_all("abc", options=options)
+        cluster.pull_trigger()
+        zombie, since = cluster.wait_for_fault(*groups)
+        cluster.wait_until(lambda: zombie.ranks[0].is_stopped, "the zombie is stopped")
+        groups.remove(zombie)
+        cluster.wait_for_quorum_of(*groups)
+        assert_lost(zombie, by=groups, since=since)
 
-        c.signal(signal.SIGCONT)
+        zombie.signal(signal.SIGCONT)
         cluster.wait_for_quorum_of(a, b, c)
-        assert c.events("heal", since)
+        assert zombie.events("heal", since)
 
 
 @KILL_AND_STOP
 def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_path: Path, act: str) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
-        c = cluster.start("c", options=WorkerOptions(faults=(f"{act}@configure:0",)))
-        since = cluster.wait_for_fault(c)
+        c = cluster.start("c", options=WorkerOptions(faults=(f"{act}@configure",)))
+        _, since = cluster.wait_for_fault(c)
         cluster.wait_for_quorum_of(a, b)
         assert_lost(c, by=[a, b], since=since)
 
@@ -86,46 +87,43 @@ def test_a_joiner_commits_after_a_member_fails_while_the_group_is_configured(
     tmp_path: Path, act: str
 ) -> None:
     with Cluster(tmp_path) as cluster:
-        a, b = cluster.start("a"), cluster.start("b", options=WorkerOptions(faults=(f"{act}@configure:1",)))
-        cluster.wait_for_quorum_of(a, b)
+        a, b = groups = cluster.start_all(
+            "ab", options=WorkerOptions(faults=(cluster.plan(act, "configure"),))
+        )
+        cluster.pull_trigger()
         c = cluster.start("c")
-        since = cluster.wait_for_fault(b)
-        cluster.wait_for_quorum_of(a, c)
-        assert_lost(b, by=[a, c], since=since)
+        failed, since = cluster.wait_for_fault(a, b)
+        groups.remove(failed)
+        cluster.wait_for_quorum_of(*groups, c)
+        assert_lost(failed, by=[*groups, c], since=since)
 
         if act == "stop":
-            b.signal(signal.SIGCONT)
+            failed.signal(signal.SIGCONT)
             cluster.wait_for_quorum_of(a, b, c)
 
 
-def test_the_others_commit_after_the_join_timeout_while_a_trainer_hangs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, join_timeout_ms=500) as cluster:
-        a, b = cluster.start_all("ab")
-        c = cluster.start("c", options=WorkerOptions(faults=("hang@step:1",)))
-        since = cluster.wait_for_fault(c)
-        cluster.wait_for_quorum_of(a, b)
-        assert not a.events("loss", since), "c answers, so it is not lost"
-
-        c.signal(signal.SIGUSR1)
-        cluster.wait_for_quorum_of(a, b, c)
-        assert c.events("heal", since)
-
-
-def test_the_others_commit_after_the_operation_timeout_while_a_trainer_hangs_in_a_step(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("place", "timeout_s"),
+    [("step", WorkerOptions.timeout_s), ("backward", 2.0)],
+    ids=["the join timeout", "the operation timeout"],
+)
+def test_the_others_commit_after_a_timeout_when_a_trainer_hangs(
+    tmp_path: Path, place: str, timeout_s: float
 ) -> None:
     with Cluster(tmp_path, join_timeout_ms=500) as cluster:
-        options = WorkerOptions(timeout_s=2.0)
-        a, b = cluster.start_all("ab", options=options)
-        c = cluster.start("c", options=replace(options, faults=("hang@backward:1",)))
-        since = cluster.wait_for_fault(c)
-        cluster.wait_for_quorum_of(a, b)
-        assert a.failures(since)
-        assert not a.events("loss", since), "c answers, so it is not lost"
+        options = WorkerOptions(timeout_s=timeout_s, faults=(cluster.plan("hang", place),))
+        a, b, c = groups = cluster.start_all("abc", options=options)
+        cluster.pull_trigger()
+        hanging, since = cluster.wait_for_fault(*groups)
+        groups.remove(hanging)
+        cluster.wait_for_quorum_of(*groups)
+        for group in groups:
+            assert not group.events("loss", since), "it answers, so it is not lost"
+            assert place == "step" or group.failures(since)
 
-        c.signal(signal.SIGUSR1)
+        hanging.signal(signal.SIGUSR1)
         cluster.wait_for_quorum_of(a, b, c)
-        assert c.events("heal", since)
+        assert hanging.events("heal", since)
 
 
 def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:

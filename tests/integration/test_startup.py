@@ -29,7 +29,7 @@ def assert_connect_error(cluster: Cluster, address: str) -> None:
     a = cluster.start("a", options=WorkerOptions(connect_timeout_s=1.0))
     cluster.wait_for_end(a)
     assert a.ranks[0].exit_code == 1
-    error = a.ranks[0].output.splitlines()[-1]
+    error = a.ranks[0].last_error
     assert "ConnectError" in error
     assert address in error
     assert "check" in error

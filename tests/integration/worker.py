@@ -37,7 +37,7 @@ def main() -> None:
     model = Model(options)
     with make_manager(options, model, faults) as manager, stop_on_signals() as stop:
         loop = Loop(options, model, manager, journal, faults)
-        while manager.current_step() < options.steps and not stop.requested:
+        while loop.steps_done < options.steps and not stop.requested:
             loop.attempt_step()
 
 
@@ -81,6 +81,7 @@ class Loop:
     def __init__(
         self, options: WorkerOptions, model: Model, manager: Manager, journal: Journal, faults: Faults
     ) -> None:
+        self.steps_done = 0
         self._options = options
         self._model = model
         self._manager = manager
@@ -95,7 +96,7 @@ class Loop:
 
     def attempt_step(self) -> None:
         """One attempt at a step; a committed one is written down."""
-        self._faults.begin(self._manager.current_step())
+        self._faults.visit("step")
         self._optimizer.zero_grad()
         time.sleep(self._options.pause_s)
         self._backward()
@@ -106,6 +107,7 @@ class Loop:
         participating = self._manager.is_participating()
         self._optimizer.step()
         if self._manager.current_step() == step + 1:
+            self.steps_done += 1
             self._write_commit(ledger, participating)
 
     def _backward(self) -> None:
