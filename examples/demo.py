@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(settings: Settings, console: Console) -> None:
     """Train, compare, report. However it ends, no process is left."""
     console.print("starting the lighthouse and the replicas ...")
-    settings.output_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(settings.output_dir)
     # Into a file: on the terminal the lighthouse's lines would run through the table.
     logging.basicConfig(filename=settings.output_dir / "lighthouse.log", filemode="w", level=logging.INFO)
     lighthouse = start_lighthouse(settings)
@@ -63,6 +63,14 @@ def run(settings: Settings, console: Console) -> None:
     from demo_report import report  # noqa: PLC0415
 
     report(job, console)
+
+
+def make_directory(path: Path) -> None:
+    """Make it, or say in one line why that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"cannot write to --output-dir {path}: {error.strerror}") from error
 
 
 def train(settings: Settings, lighthouse: str, console: Console) -> Job:
@@ -91,17 +99,22 @@ def start_lighthouse(settings: Settings) -> LighthouseServer:
 
 
 def parse_settings(argv: Sequence[str] | None) -> Settings:
-    parser = argparse.ArgumentParser(description="Elastic training that survives a SIGKILL and a SIGSTOP.")
+    parser = argparse.ArgumentParser(
+        description="Elastic training that survives a SIGKILL and a SIGSTOP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--replicas", type=int, default=3, help="replica groups, 2 or more")
     parser.add_argument("--steps", type=int, default=400, help="committed steps, 100 or more with faults")
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-faults", dest="faults", action="store_false", help="only train")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
+    parser.add_argument(
+        "--no-faults", dest="faults", action="store_false", default=argparse.SUPPRESS, help="only train"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("demo_output"), help="logs and the picture")
     parser.add_argument("--step-time", type=float, default=0.1, help="seconds that a step takes at the least")
     parser.add_argument("--time-limit", type=float, default=170.0, help="seconds until the demo gives up")
     parser.add_argument("--script", type=Path, default=HERE / "train_ddp.py", help="what the replicas run")
-    settings = Settings(**vars(parser.parse_args(argv)))
+    settings = Settings(**{"faults": True, **vars(parser.parse_args(argv))})
     if settings.replicas < 2:
         parser.error(f"--replicas {settings.replicas}: a fault needs a survivor, so 2 or more")
     if settings.steps < (100 if settings.faults else 1):
@@ -119,4 +132,6 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # all is ended; unloading torch would take most of a second, also after a Ctrl-C

@@ -76,6 +76,8 @@ class Job:
         """Leave no process behind."""
         for replica in self.replicas:
             replica.kill()
+        for replica in self.replicas:
+            replica.wait()
 
     def results(self) -> dict[int, Record | None]:
         """Step and digest that each replica printed at its end."""

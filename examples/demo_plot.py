@@ -8,14 +8,17 @@ from pathlib import Path
 
 from demo_faults import Fault
 from demo_records import Metric, first_metric_of_each_step
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 FAULT_COLORS = {"SIGKILL": "#c0392b", "SIGSTOP": "#8e44ad"}
 TRAINING, HEALING = "#2e8b57", "#e0a030"
 SMOOTHED_STEPS = 15
 GAP_SECONDS = 0.5
+NAMED_PART = 0.06  # of the width: a shorter bar is not named
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def _mean_loss(run: Run) -> tuple[list[float], list[float]]:
     for index, time in enumerate(times):
         if line and time - line[-1][0] > GAP_SECONDS:
             line.append((time, float("nan")))
-        reach = min(SMOOTHED_STEPS // 2, index, len(means) - 1 - index)
+        reach = min(SMOOTHED_STEPS // 2, index)  # as far to the left as to the right: the start is steep
         window = means[index - reach : index + reach + 1]
         line.append((time, sum(window) / len(window)))
     return [time for time, _ in line], [loss for _, loss in line]
@@ -120,21 +123,24 @@ def _mark_faults(axes: Axes, run: Run) -> None:
 
 def _name_faults(axes: Axes, run: Run) -> None:
     for fault in run.faults:
-        for time, height, text in (
-            (fault.struck, 0.97, _struck_text(fault)),
-            (fault.returned, 0.66, f"replica {fault.victim} is back"),
-        ):
-            axes.annotate(
-                text,
-                (time - run.began, height),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="top",
-                fontsize=9,
-                color=FAULT_COLORS[fault.kind],
-                bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
-            )
+        _name(axes, fault.struck - run.began, 0.97, _struck_text(fault), fault, rotation=0)
+        _name(axes, fault.returned - run.began, 0.66, f"replica {fault.victim} is back", fault, rotation=90)
+
+
+def _name(axes: Axes, time: float, height: float, text: str, fault: Fault, rotation: int) -> None:
+    """Text to the right of a vertical line; `height` is a part of that of the axes."""
+    axes.annotate(
+        text,
+        (time, height),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="top",
+        rotation=rotation,
+        fontsize=9,
+        color=FAULT_COLORS[fault.kind],
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5},
+    )
 
 
 def _struck_text(fault: Fault) -> str:
@@ -143,30 +149,28 @@ def _struck_text(fault: Fault) -> str:
 
 
 def _draw_replicas(axes: Axes, run: Run) -> None:
+    end_of_all = max(own[-1].time for own in run.metrics.values())
     for replica, own in run.metrics.items():
         for begin, end, color, text in _spans(run, replica, own):
             axes.barh(replica, end - begin, left=begin - run.began, height=0.7, color=color)
-            axes.text(
-                (begin + end) / 2 - run.began,
-                replica,
-                text,
-                ha="center",
-                va="center",
-                color="white",
-                fontsize=8,
-                clip_on=True,
-            )
+            if end - begin > NAMED_PART * (end_of_all - run.began):
+                middle = (begin + end) / 2 - run.began
+                axes.text(middle, replica, text, ha="center", va="center", color="white", fontsize=8)
     axes.set_yticks(list(run.metrics), [f"replica {replica}" for replica in run.metrics])
     axes.invert_yaxis()
-    names = {"starting, healing": HEALING, "training": TRAINING}
-    names |= {"killed": FAULT_COLORS["SIGKILL"], "stopped": FAULT_COLORS["SIGSTOP"]}
     axes.legend(
-        handles=[Patch(color=color, label=name) for name, color in names.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.45),
-        ncols=4,
-        frameon=False,
+        handles=_legend(), loc="upper center", bbox_to_anchor=(0.5, -0.45), ncols=6, frameon=False, fontsize=9
     )
+
+
+def _legend() -> list[Artist]:
+    colors = {"starting, healing": HEALING, "training": TRAINING}
+    colors |= {"killed": FAULT_COLORS["SIGKILL"], "stopped": FAULT_COLORS["SIGSTOP"]}
+    return [
+        *(Patch(color=color, label=name) for name, color in colors.items()),
+        Patch(facecolor="gray", alpha=0.3, label="from a fault to the others' next step"),
+        Line2D([], [], color="gray", linestyle=":", label="the victim commits again"),
+    ]
 
 
 def _spans(run: Run, replica: int, own: Sequence[Metric]) -> list[tuple[float, float, str, str]]:

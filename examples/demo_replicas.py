@@ -64,10 +64,11 @@ class Replica:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, or start it again; call it from the main thread only.
+        """Start it, or start it again after its end; call it from the main thread only.
 
         The parent-death signal is sent when the *thread* that started the child ends.
         """
+        self.wait()
         self.killed = False
         self.started_at = time.time()
         with self.files.log.open("ab") as log:
@@ -81,10 +82,13 @@ class Replica:
             )
 
     def kill(self) -> None:
-        """SIGKILL, to it and whatever it started; returns when it is gone."""
+        """SIGKILL, to it and whatever it started."""
         self.killed = True
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Return when it is gone."""
+        if self._process is not None:
             self._process.wait()
 
     def stop(self) -> None:

@@ -110,6 +110,7 @@ class Progress:
         self.manager = manager
         self.file = open(args.metrics_file, "a", buffering=1) if args.metrics_file else None  # noqa: SIM115
         self.began = time.monotonic()
+        self.step = 0
 
     def report(self, loss: float) -> None:
         """One step is over; `loss` is of this replica's batch, before the step."""
@@ -126,23 +127,23 @@ class Progress:
             self.file.write(json.dumps(record) + "\n")
         if step % self.args.log_every == 0:
             print(f"step {step:5d}  loss {loss:.3f}  participants {participants}", flush=True)
-        self.pace()
-
-    def pace(self) -> None:
-        """Sleep out the rest of `--step-time`."""
-        time.sleep(max(0.0, self.began + self.args.step_time - time.monotonic()))
-        self.began = time.monotonic()
+        if step > self.step:  # one that was not committed is tried again at once
+            time.sleep(max(0.0, self.began + self.args.step_time - time.monotonic()))
+        self.step, self.began = step, time.monotonic()
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT with fault-tolerant data parallelism.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT with fault-tolerant data parallelism.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
     parser.add_argument("--num-replicas", type=int, default=3, help="replica groups that share the data")
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
     parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
     parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at the least")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two progress lines")
