@@ -34,13 +34,13 @@ ROUND_SECONDS_MAX = 60.0
 _NO_PINGS = Keepalive(time_ms=24 * 3_600_000, timeout_ms=20_000)
 
 METHOD = [
-    "N simulated replicas, one TCP connection each, all in one client process; the lighthouse is a process of its "
-    "own with default settings, except min_replicas = N and a heartbeat timeout of 10 minutes.",
-    "A round: every replica calls Quorum (unary, torchft's wire) and has read the whole answer. A sample is the "
-    "lighthouse's CPU time (user + system) over a block of rounds, divided by their number; one block before is not "
-    "counted. Members carry a 41-character id and two addresses, as in a real job.",
-    "Idle: N registered sessions that send nothing, keepalive PINGs from the lighthouse at their default; CPU time "
-    "over the stated seconds, then resident memory.",
+    "N simulated replicas, one TCP connection each, all in one client process; the lighthouse is a process "
+    "of its own with default settings, except min_replicas = N and a heartbeat timeout of 10 minutes.",
+    "A round: every replica calls Quorum (unary, torchft's wire) and has read the whole answer. A sample is "
+    "the lighthouse's CPU time (user + system) over a block of rounds, divided by their number; one block "
+    "before is not counted. Members carry a 41-character id and two addresses, as in a real job.",
+    "Idle: N registered sessions that send nothing, keepalive PINGs from the lighthouse at their default; "
+    "CPU time over the stated seconds, then resident memory.",
 ]
 
 
@@ -117,7 +117,11 @@ async def _round_costs(system: System, replicas: int, plan: Plan) -> list[float]
 
 async def _rounds(channels: Sequence[grpc.aio.Channel], rounds: int) -> None:
     calls = [
-        channel.unary_unary(wire.QUORUM, request_serializer=pb.LighthouseQuorumRequest.SerializeToString)
+        channel.unary_unary(
+            wire.QUORUM,
+            request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
+            response_deserializer=bytes,
+        )
         for channel in channels
     ]
     requests = [pb.LighthouseQuorumRequest(requester=_member(index)) for index in range(len(channels))]
@@ -157,12 +161,18 @@ async def _idle_costs(plan: Plan) -> tuple[list[float], list[float]]:
     return percents, megabytes
 
 
-async def _open_session(channel: grpc.aio.Channel, index: int) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-    method = channel.stream_stream(wire.SESSION, request_serializer=pb.SessionRequest.SerializeToString)
-    call = method()
+async def _open_session(
+    channel: grpc.aio.Channel, index: int
+) -> grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]:
+    method = channel.stream_stream(
+        wire.SESSION,
+        request_serializer=pb.SessionRequest.SerializeToString,
+        response_deserializer=pb.SessionResponse.FromString,
+    )
+    call = method()  # type: ignore[call-arg]  # the stubs lack the form with write()
     await call.write(pb.SessionRequest(register=pb.Register(replica_id=_member(index).replica_id)))
-    registered = pb.SessionResponse.FromString(await call.read())
-    if registered.WhichOneof("response") != "registered":
+    registered = await call.read()
+    if not isinstance(registered, pb.SessionResponse) or not registered.HasField("registered"):
         raise RuntimeError(f"not registered: {registered}")
     return call
 
@@ -176,7 +186,7 @@ async def _channels(lighthouse: Lighthouse, count: int) -> AsyncIterator[list[gr
             await channel.channel_ready()
         yield channels
     finally:
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await asyncio.gather(*(channel.close(None) for channel in channels))
 
 
 def _cpu_seconds(lighthouse: Lighthouse) -> float:
