@@ -80,8 +80,9 @@ class ManagedGroup:
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> None:
         """Something went wrong in a quorum; peers that wait for this rank are released."""
         with self.lock:
+            was_broken = self._protocol.is_broken(quorum_id)
             is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken)
-            if is_news and group_broken:
+            if group_broken and not was_broken:
                 self._abort(quorum_id, f"{type(reason).__name__}: {reason}")
         if is_news:
             self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")

@@ -1,0 +1,180 @@
+"""The small parts of the Manager: attempts, managed works, the user's state, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import Work
+
+from tests.unit.manager.test_step import quorum
+from torchft_like import OptimizerWrapper, stop_on_signals
+from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.managed_work import finished, managed
+from torchft_like.manager.preparation import state_bytes
+from torchft_like.manager.state_registry import StateRegistry
+
+LIMIT_S = 30.0
+
+
+class TestAttempt:
+    def test_a_quorum_that_does_not_come_is_an_error_that_tells_why(self) -> None:
+        with pytest.raises(QuorumTimeoutError, match=r"within 0.01 s: the lighthouse is away"):
+            Attempt(True, 0.01).wait_configured(lambda: "the lighthouse is away")
+
+    def test_gates_open_in_order(self) -> None:
+        attempt = Attempt(True, LIMIT_S)
+        attempt.agree(quorum())
+        attempt.open_configured()
+        attempt.wait_configured(str)
+        attempt.open_ready()
+        attempt.wait_ready(str)
+        assert attempt.wait_decided(0.0) is None
+        attempt.decide(False)
+        assert attempt.wait_decided(LIMIT_S) is False
+
+    def test_a_failed_attempt_wakes_whoever_waits(self) -> None:
+        attempt, seen = Attempt(True, LIMIT_S), list[Exception]()
+
+        def wait() -> None:
+            try:
+                attempt.wait_ready(str)
+            except ShutdownError as error:
+                seen.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        attempt.fail(ShutdownError("over"))
+        thread.join(LIMIT_S)
+        assert len(seen) == 1
+        assert not attempt.is_agreed
+
+    def test_a_verdict_that_is_known_is_not_lost_to_the_end(self) -> None:
+        attempt = Attempt(True, LIMIT_S)
+        attempt.decide(True)
+        attempt.fail(ShutdownError("rank 0 has ended"))
+        assert attempt.wait_decided(LIMIT_S) is True
+
+
+def unexpected(error: Exception) -> None:
+    raise AssertionError(error)
+
+
+class FutureWork(Work):
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self.future
+
+
+class TestManagedWork:
+    def test_an_average_is_divided_once_the_sum_is_there(self) -> None:
+        tensor, work = torch.full((3,), 6.0), FutureWork()
+        result = managed(work, tensor, 3, unexpected)
+        assert not result.is_completed()
+        work.future.set_result([tensor])
+        assert result.wait()
+        assert result.get_future().value() is tensor
+        assert tensor.tolist() == [2.0, 2.0, 2.0]
+
+    def test_an_error_goes_to_the_manager_and_the_work_succeeds(self) -> None:
+        tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
+        result = managed(work, tensor, 2, errors.append)
+        work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
+        assert result.wait()
+        assert result.is_success()
+        assert [str(error) for error in errors] == ["Connection reset by peer"]
+
+    def test_a_wait_can_be_bounded(self) -> None:
+        with pytest.raises(TimeoutError):
+            managed(FutureWork(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
+
+    def test_a_finished_work_is_done(self) -> None:
+        tensor = torch.ones(1)
+        assert finished(tensor).is_completed()
+        assert finished(tensor).get_future().value() is tensor
+
+
+class TestStateRegistry:
+    def test_each_part_is_saved_and_loaded_under_its_key(self) -> None:
+        registry, loaded = StateRegistry(), dict[str, object]()
+
+        def loader(key: str) -> Callable[[object], None]:
+            return lambda value: loaded.update({key: value})
+
+        registry.register("model", loader("model"), lambda: 1)
+        registry.register("optim", loader("optim"), lambda: 2)
+        with registry.reading(LIMIT_S) as state:
+            assert state == {"model": 1, "optim": 2}
+        registry.load(state)
+        assert loaded == {"model": 1, "optim": 2}
+
+    def test_a_key_is_taken_once(self) -> None:
+        registry = StateRegistry()
+        registry.register("model", lambda _: None, dict)
+        with pytest.raises(ConfigError, match="'model'"):
+            registry.register("model", lambda _: None, dict)
+
+    def test_a_peer_with_other_keys_is_refused_before_anything_is_loaded(self) -> None:
+        registry, loaded = StateRegistry(), list[object]()
+        registry.register("model", loaded.append, dict)
+        with pytest.raises(CheckpointError, match=r"\['model', 'optim'\].*\['model'\]"):
+            registry.load({"model": 1, "optim": 2})
+        assert loaded == []
+
+    def test_while_reading_is_disallowed_nobody_is_served(self) -> None:
+        registry = StateRegistry()
+        registry.disallow_read()
+        registry.disallow_read()
+        with pytest.raises(CheckpointError, match="allow_state_dict_read"), registry.reading(0.01):
+            pass
+        registry.allow_read()
+        registry.allow_read()
+        with registry.reading(LIMIT_S) as state:
+            assert state == {}
+
+
+def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
+    assert state_bytes({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int8), 5, ("x",)]}) == 14
+
+
+def test_an_optimizer_takes_no_closure() -> None:
+    optimizer = OptimizerWrapper(None, torch.optim.SGD([torch.zeros(1)], lr=1.0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no closure"):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class TestSignals:
+    def test_sigterm_asks_to_stop_and_a_second_one_insists(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with stop_on_signals() as stop:
+            assert not stop.requested
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before
+
+    def test_an_interrupt_releases_a_wait_that_python_cannot_interrupt(self) -> None:
+        errors, released = list[Exception](), threading.Event()
+
+        class Manager:
+            def report_error(self, e: Exception) -> None:
+                errors.append(e)
+                released.set()
+
+        with stop_on_signals(Manager()):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            assert released.wait(LIMIT_S)
+        assert isinstance(errors[0], ShutdownError)
+        assert signal.set_wakeup_fd(-1) == -1, "what was installed before is put back"
