@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -137,6 +138,9 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
     _failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        _living.add(self)
 
     def make(self, create: Create) -> None:
         """Have the backend made; blocks until it is, or until an abort.
@@ -264,6 +268,7 @@ class Generation:
         return failure
 
 
+_living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _aside: set[threading.Thread] = set()
 
 
@@ -282,8 +287,10 @@ def _run_aside(work: Callable[..., None], *args: Any) -> None:
 
 
 @atexit.register
-def _wait_for_cleanup() -> None:
-    """A thread that comes back from C++ into a finished interpreter would end the process with a crash."""
+def _clean_up() -> None:
+    """A backend's thread that lets go of a tensor in a finished interpreter ends the process with a crash."""
+    for generation in list(_living):
+        generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
     for thread in list(_aside):
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -76,6 +76,7 @@ class _GlooBackend:
         try:
             with _broken_off(self._device, membership.world_size, abort):
                 self._gloo: TorchGloo | None = _make_gloo(store, self._device, membership)
+            self._device.hand_over()
             self._shell: TorchProcessGroup | None = _shell_around(self._gloo, membership)
         except BaseException:
             self.close()

@@ -80,10 +80,18 @@ class GlooDevice:
                 visitor.connect(self._address)
                 visitor.sendall(struct.pack("=q", number))
 
+    def hand_over(self) -> None:
+        """From now on only Gloo's group keeps torch's object.
+
+        Whoever is last destroys it, which takes Gloo up to 10 ms: the group does it without the
+        interpreter's lock, a variable of ours would do it with it.
+        """
+        self.torch_device = None
+
     def close(self) -> None:
-        """Let the device go; Gloo ends it together with the last group that uses it."""
+        """Let the connections go, which `cut` reaches no more."""
+        self.torch_device = None
         with self._lock:
-            self.torch_device = None
             if self._epoll is not None:
                 os.close(self._epoll)
                 self._epoll = None
