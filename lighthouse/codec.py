@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import Member, MemberLost, Quorum
+from lighthouse.quorum import Member, MemberLost, Quorum, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 
 
@@ -61,4 +61,11 @@ def registered(config: LighthouseConfig) -> bytes:
 def member_lost(lost: MemberLost) -> bytes:
     """The alarm that a member of the current quorum is gone."""
     message = pb.MemberLost(quorum_id=lost.quorum_id, replica_id=lost.replica_id, reason=lost.reason)
+    return pb.SessionResponse(member_lost=message).SerializeToString()
+
+
+def quorum_over(over: QuorumOver) -> bytes:
+    """The alarm that a replica missed, as the loss of itself."""
+    reason = "it was away, and the others gave this quorum up"
+    message = pb.MemberLost(quorum_id=over.quorum_id, replica_id=over.replica_id, reason=reason)
     return pb.SessionResponse(member_lost=message).SerializeToString()

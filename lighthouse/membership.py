@@ -61,6 +61,10 @@ class Membership:
         """Those who are awaited after a restart, sorted."""
         return sorted(self._expected)
 
+    def sessions(self) -> list[tuple[str, Session]]:
+        """The open sessions, sorted by replica."""
+        return sorted(self._sessions.items())
+
     def session_of(self, replica_id: str) -> Session | None:
         """The open session of a replica."""
         return self._sessions.get(replica_id)

@@ -107,7 +107,19 @@ class SessionSuperseded:
     replica_id: str
 
 
-Decision = QuorumFormed | MemberLost | SessionSuperseded
+@dataclass(frozen=True, slots=True)
+class QuorumOver:
+    """The quorum that the replica reports broke while it had no session: tell it, in this new one.
+
+    It missed the alarm, and what it waits for in that quorum will not come.
+    """
+
+    session: int
+    replica_id: str
+    quorum_id: int
+
+
+Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver
 
 
 class Verdict(enum.Enum):
@@ -179,6 +191,8 @@ class QuorumCore:
         self._learn(last_quorum_id, last_ids, now, decisions)
         if last_quorum_id != self._last_id:
             self._depart(replica_id, "came back without the quorum", decisions)
+        if self._is_over(last_quorum_id):
+            decisions.append(QuorumOver(session, replica_id, last_quorum_id))
         self._form(now, decisions)
         return decisions
 
@@ -420,6 +434,10 @@ class QuorumCore:
         decisions.append(MemberLost(self._last_id, replica_id, reason, self._sessions(survivors)))
         return True
 
+    def _is_over(self, quorum_id: int) -> bool:
+        """Whether members of that quorum were told to give it up, or have gone on without it."""
+        return 0 < quorum_id < self._last_id or (quorum_id == self._last_id and self._alarms > 0)
+
     def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
         sessions = (self._members.session_of(i) for i in replica_ids)
         return tuple(session.number for session in sessions if session is not None)
@@ -431,6 +449,11 @@ class QuorumCore:
         if quorum_id <= max(self._last_id, 0) or not ids:
             return
         self._adopt(quorum_id, ids)
+        decisions += [
+            QuorumOver(session.number, replica_id, session.last_quorum_id)
+            for replica_id, session in self._members.sessions()
+            if self._is_over(session.last_quorum_id)
+        ]
         self._missing = len(ids - self._joined.keys())
         self._members.expect(ids, now + self._reconnect_grace)
         for replica_id in sorted(ids):

@@ -24,7 +24,7 @@ from lighthouse import codec
 from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
 from lighthouse.net import Address, Keepalive, make_aio_server
-from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed
+from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.session import Refusal, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 
@@ -229,6 +229,8 @@ class Lighthouse:
                 self._announce(decision)
             elif isinstance(decision, MemberLost):
                 self._alarm(decision)
+            elif isinstance(decision, QuorumOver):
+                self._send(decision.session, codec.quorum_over(decision))
             else:
                 self._end(decision.session, _SUPERSEDED)
         self._arm()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed
+from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 
 SEPARATOR = "----"
 
@@ -118,6 +118,8 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, MemberLost):
         told = _sessions(decision.sessions)
         return f"lost {decision.replica_id} of quorum {decision.quorum_id} ({decision.reason}); tells {told}"
+    if isinstance(decision, QuorumOver):
+        return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
     return f"superseded #{decision.session} of {decision.replica_id}"
 
 

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed, SessionSuperseded
+from lighthouse.quorum import (
+    Decision,
+    Member,
+    MemberLost,
+    QuorumCore,
+    QuorumFormed,
+    QuorumOver,
+    SessionSuperseded,
+)
 
 REPLICAS = st.sampled_from("abcdefg")
 RESTART_MS = 10_000  # how far the wall clock is ahead of all ids at the next start
@@ -159,6 +167,9 @@ class LighthouseHistory(RuleBasedStateMachine):
                 self._check_quorum(decision)
             elif isinstance(decision, MemberLost):
                 assert decision.replica_id not in {self.owners.get(n) for n in decision.sessions}
+            elif isinstance(decision, QuorumOver):
+                assert self.owners[decision.session] == decision.replica_id
+                assert 0 < decision.quorum_id <= self.last[0]
             else:
                 assert isinstance(decision, SessionSuperseded)
                 assert decision.session not in self.owners

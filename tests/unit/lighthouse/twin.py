@@ -16,6 +16,7 @@ from lighthouse.quorum import (
     MemberLost,
     Quorum,
     QuorumFormed,
+    QuorumOver,
     SessionSuperseded,
 )
 
@@ -96,12 +97,23 @@ class Twin:
             self.learn(last_id, frozenset(ids), now, out)
         if last_id != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
+        out += self.over([s for s in self.sessions if s.number == number])
         return out + self.form(now)
+
+    def over(self, sessions: list[Open]) -> list[Decision]:
+        """The alarms that these sessions missed."""
+        return [
+            QuorumOver(s.number, s.replica_id, s.last_quorum_id)
+            for s in sorted(sessions, key=lambda s: s.replica_id)
+            if s.last_quorum_id > 0
+            and (s.last_quorum_id < self.last[0] or (s.last_quorum_id == self.last[0] and self.alarms))
+        ]
 
     def learn(self, last_id: int, ids: frozenset[str], now: float, out: list[Decision]) -> None:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last_id, ids), [], 0
+        out += self.over(self.sessions)
         self.expected = []
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
