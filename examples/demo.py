@@ -1,9 +1,9 @@
-"""Three replicas train a small GPT; one is killed, one is stopped; all of them end with the same bits.
+"""Three replicas train a small GPT; one is stopped, one is killed; all of them end with the same bits.
 
     python examples/demo.py
 
 A lighthouse runs inside this process, the replicas are processes of `train_ddp.py`. On the way one
-gets SIGKILL and is started again, another gets SIGSTOP and later SIGCONT. At the end the digests of
+gets SIGSTOP and later SIGCONT, another gets SIGKILL and is started again. At the end the digests of
 all parameters and optimizer states are compared: exit code 0 says that they are identical. The
 recovery times are measured from what the replicas wrote. Logs and the picture are kept in
 `demo_output/`.
@@ -100,7 +100,7 @@ def start_lighthouse(settings: Settings) -> LighthouseServer:
 
 def parse_settings(argv: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(
-        description="Elastic training that survives a SIGKILL and a SIGSTOP.",
+        description="Elastic training that survives a SIGSTOP and a SIGKILL.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--replicas", type=int, default=3, help="replica groups, 2 or more")

@@ -28,7 +28,7 @@ class Settings:
     """What the user asks for."""
 
     replicas: int
-    steps: int  # committed ones
+    steps: int  # committed ones; more where a replica is not back by then
     batch_size: int
     seed: int
     faults: bool
@@ -164,7 +164,7 @@ def _make_replica(index: int, settings: Settings, environment: Mapping[str, str]
         "--seed": settings.seed,
         "--step-time": settings.step_time,
     }
-    arguments = [str(word) for option in options.items() for word in option]
+    arguments = ["--finish-together", *(str(word) for option in options.items() for word in option)]
     files = Files.create(settings.output_dir, f"replica-{index}")
     inherited = {name: value for name, value in os.environ.items() if name not in GROUP_VARIABLES}
     return Replica(index, files, settings.script, arguments, {**inherited, **environment})

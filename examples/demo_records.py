@@ -153,13 +153,12 @@ def _names(replica_ids: Iterable[str]) -> list[str]:
 
 def problems(results: Mapping[int, Record | None], steps: int) -> list[str]:
     """Why the replicas do not hold the same trained state; empty when they do, bit for bit."""
-    found = []
-    for replica, result in results.items():
-        if result is None:
-            found.append(f"replica {replica} printed no digest")
-        elif result["step"] != steps:
-            found.append(f"replica {replica} ended at step {result['step']}, not at {steps}")
-    digests = {result["digest"] for result in results.values() if result is not None}
+    found = [f"replica {replica} printed no digest" for replica, result in results.items() if result is None]
+    there = {replica: result for replica, result in results.items() if result is not None}
+    ends = {replica: result["step"] for replica, result in there.items()}
+    if len(set(ends.values())) > 1 or min(ends.values(), default=steps) < steps:
+        found.append(f"the replicas ended at steps {ends}, not all at the same one from {steps} on")
+    digests = {result["digest"] for result in there.values()}
     if len(digests) > 1:
         found.append(f"the replicas hold {len(digests)} different states")
     return found

@@ -67,7 +67,7 @@ def main() -> None:
         optimizer = Optimizer(manager, adamw)
         progress = Progress(args, manager)
 
-        while manager.current_step() < args.steps and not stop.requested:
+        while not stop.requested and not is_done(manager, args):
             inputs, targets = data.batch(manager.current_step())
             optimizer.zero_grad()
             loss = next_byte_loss(ddp_model(inputs), targets)
@@ -77,6 +77,12 @@ def main() -> None:
 
         result = {"replica": args.replica_id, "step": manager.current_step()}
     print(json.dumps({**result, "digest": state_digest(save_state())}), flush=True)
+
+
+def is_done(manager: Manager, args: argparse.Namespace) -> bool:
+    """Whether the last step is committed, and with --finish-together by all of the replicas."""
+    everybody = manager.num_participants() >= args.num_replicas
+    return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
 
 class StandardLibraryText:
@@ -141,6 +147,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-replicas", type=int, default=3, help="replica groups that share the data")
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
     parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
+    parser.add_argument("--finish-together", action="store_true", help="go on until all replicas are there")
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")

@@ -67,21 +67,29 @@ class TestFault:
 
     @pytest.mark.parametrize("replicas", [2, 3, 5])
     def test_plan_hits_two_replicas_with_room_before_the_end(self, replicas: int) -> None:
-        kill, stop = plan(replicas, 100)
-        assert {kill.victim, stop.victim} <= set(range(replicas))
-        assert kill.victim != stop.victim
-        assert kill.at_step + kill.away_steps < stop.at_step < 100 - 2 * stop.away_steps
+        first, second = plan(replicas, 100)
+        assert {first.victim, second.victim} <= set(range(replicas))
+        assert first.victim != second.victim
+        assert first.at_step + first.away_steps < second.at_step < 100 - 2 * second.away_steps
 
 
 class TestProblems:
     def test_the_same_digest_at_the_last_step_is_no_problem(self) -> None:
         assert problems({0: {"step": 9, "digest": "ab"}, 1: {"step": 9, "digest": "ab"}}, steps=9) == []
 
+    def test_an_end_before_the_last_step_is_found_even_if_it_is_the_same_for_all(self) -> None:
+        early = {"step": 8, "digest": "ab"}
+        assert len(problems({0: early, 1: early}, steps=9)) == 1
+        assert problems({0: early, 1: early}, steps=8) == []
+
     @pytest.mark.parametrize(
         ("other", "said"),
         [
             ({"step": 9, "digest": "ac"}, "the replicas hold 2 different states"),
-            ({"step": 8, "digest": "ab"}, "replica 1 ended at step 8, not at 9"),
+            (
+                {"step": 10, "digest": "ab"},
+                "the replicas ended at steps {0: 9, 1: 10}, not all at the same one from 9 on",
+            ),
             (None, "replica 1 printed no digest"),
         ],
     )
