@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import random
 import socket
 import threading
 import weakref
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from lighthouse.net import LOOPBACK, Address, listen_tcp, parse_address
+from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
@@ -205,7 +205,9 @@ class TestSteps:
         source = transports()
         state = make_state(8_000_000)
         source.send_checkpoint([1], 5, state, LIMIT)
-        with request(source, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+        with request(
+            parse_address(source.metadata()).port, "/checkpoint/5?part=0&parts=1&wait_ms=0"
+        ) as client:
             begun = client.recv(1000)
             source.disallow_checkpoint()
             source.send_checkpoint([1], 6, make_state(), LIMIT)
@@ -217,7 +219,9 @@ class TestSteps:
         source = transports()
         state = make_state(8_000_000)
         source.send_checkpoint([1], 5, state, LIMIT)
-        with request(source, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+        with request(
+            parse_address(source.metadata()).port, "/checkpoint/5?part=0&parts=1&wait_ms=0"
+        ) as client:
             assert b" 200 OK" in client.recv(1000)
             source.send_checkpoint([1], 6, make_state(), LIMIT)
             source.send_checkpoint([1], 7, make_state(), LIMIT)
@@ -373,126 +377,13 @@ class TestAbort:
             source.recv_checkpoint(0, "127.0.0.1:1", 5, LIMIT)
 
 
-def request(source: HTTPTransport[State] | CheckpointServer, path: str) -> socket.socket:
-    port = source.port if isinstance(source, CheckpointServer) else parse_address(source.metadata()).port
-    client = socket.create_connection((LOOPBACK, port), timeout=30)
-    client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    return client
-
-
-def drain(client: socket.socket) -> int:
-    """How many more bytes come until the connection ends, in good order or not."""
-    count = 0
-    try:
-        while received := client.recv(1 << 20):
-            count += len(received)
-    except ConnectionError:
-        pass
-    return count
-
-
-@pytest.fixture
-def server() -> Iterator[CheckpointServer]:
-    limits = ServerLimits(request_s=2.0, chunk_s=1.0, transfer_s=30, connections=3)
-    server = CheckpointServer(Address(LOOPBACK, 0), limits)
-    yield server
-    server.close(wait=True)
-
-
-class TestHostileClients:
-    @pytest.mark.parametrize(
-        "path",
-        [
-            "/",
-            "/checkpoint/x?part=0&parts=1&wait_ms=0",
-            "/checkpoint/5",
-            "/checkpoint/5?part=1&parts=1&wait_ms=0",
-            "/checkpoint/5?part=0&parts=0&wait_ms=0",
-            "/checkpoint/-5?part=0&parts=1&wait_ms=0",
-            "/checkpoint/" + "9" * 5000 + "?part=0&parts=1&wait_ms=0",
-            "/../../etc/passwd",
-        ],
-    )
-    def test_a_bad_request_is_answered_with_400(self, server: CheckpointServer, path: str) -> None:
-        with request(server, path) as client:
-            assert client.recv(1000).split()[1] == b"400"
-
-    @pytest.mark.parametrize(
-        "junk", [b"\r\n\r\n", b"\x00\xff" * 100 + b"\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"]
-    )
-    def test_junk_ends_its_own_connection_only(self, server: CheckpointServer, junk: bytes) -> None:
-        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-            client.sendall(junk)
-            drain(client)
-        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
-            assert client.recv(1000).split()[1] == b"202"
-
-    def test_no_mutation_of_a_request_harms_the_server(self, server: CheckpointServer) -> None:
-        chance = random.Random(1)
-        good = b"GET /checkpoint/5?part=0&parts=1&wait_ms=0 HTTP/1.1\r\nHost: x\r\nAccept: y\r\n\r\n"
-        for _ in range(100):
-            mutated = bytearray(good)
-            for _ in range(chance.randint(1, 6)):
-                at = chance.randrange(len(mutated) - 8)
-                mutated[at : at + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 3))
-            with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-                client.sendall(mutated)
-                drain(client)
-        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
-            assert client.recv(1000).split()[1] == b"202"
-
-    def test_a_request_that_never_ends_is_cut_off(self, server: CheckpointServer) -> None:
-        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-            client.sendall(b"GET / HT")
-            assert drain(client) == 0
-
-    def test_a_request_without_end_is_cut_off_by_its_size(self, server: CheckpointServer) -> None:
-        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-            try:
-                for _ in range(10_000):
-                    client.sendall(b"a" * 4096)
-            except ConnectionError:
-                return
-        pytest.fail("40 MB of request were taken")
-
-    def test_a_client_that_does_not_read_is_cut_off(self, server: CheckpointServer) -> None:
-        state = EncodedState({"w": torch.zeros(20_000_000)})
-        server.offer(5, state)
-        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
-            assert b" 200 OK" in client.recv(1000)
-            for connection in list(server._connections.values()):
-                connection.thread.join(30)
-                assert not connection.thread.is_alive()
-            assert drain(client) < state.nbytes
-
-    def test_connections_beyond_the_limit_are_refused_and_places_become_free(
-        self, server: CheckpointServer
-    ) -> None:
-        waiting = [request(server, "/checkpoint/5?part=0&parts=1&wait_ms=4000") for _ in range(3)]
-        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-            assert client.recv(1000).split()[1] == b"503"
-        server.offer(5, EncodedState(None))
-        for client in waiting:
-            with client:
-                drain(client)
-        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
-            assert client.recv(1000).split()[1] == b"200"
-
-    def test_a_wait_is_bounded_whatever_the_client_asks(
-        self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
-        with request(server, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
-            assert client.recv(1000).split()[1] == b"202"
-
-
 def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
     def use() -> None:
         source: HTTPTransport[State] = HTTPTransport(LIMIT)
         receiver: HTTPTransport[State] = HTTPTransport(LIMIT, num_chunks=2)
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         fetch(receiver, source)
-        with request(source, "/checkpoint/9?part=0&parts=1&wait_ms=5000"):
+        with request(parse_address(source.metadata()).port, "/checkpoint/9?part=0&parts=1&wait_ms=5000"):
             source.shutdown()
         receiver.shutdown()
 

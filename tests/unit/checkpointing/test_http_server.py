@@ -1,0 +1,111 @@
+"""Whatever a client sends, or does not send, the checkpoint server goes on and its threads are bounded."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lighthouse.net import LOOPBACK, Address
+from tests.unit.checkpointing.clients import drain, request
+from torchft_like.checkpointing import http_server
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.state_stream import EncodedState
+
+
+@pytest.fixture
+def server() -> Iterator[CheckpointServer]:
+    limits = ServerLimits(request_s=2.0, chunk_s=1.0, transfer_s=30, connections=3)
+    server = CheckpointServer(Address(LOOPBACK, 0), limits)
+    yield server
+    server.close(wait=True)
+
+
+class TestHostileClients:
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/",
+            "/checkpoint/x?part=0&parts=1&wait_ms=0",
+            "/checkpoint/5",
+            "/checkpoint/5?part=1&parts=1&wait_ms=0",
+            "/checkpoint/5?part=0&parts=0&wait_ms=0",
+            "/checkpoint/-5?part=0&parts=1&wait_ms=0",
+            "/checkpoint/" + "9" * 5000 + "?part=0&parts=1&wait_ms=0",
+            "/../../etc/passwd",
+        ],
+    )
+    def test_a_bad_request_is_answered_with_400(self, server: CheckpointServer, path: str) -> None:
+        with request(server.port, path) as client:
+            assert client.recv(1000).split()[1] == b"400"
+
+    @pytest.mark.parametrize(
+        "junk", [b"\r\n\r\n", b"\x00\xff" * 100 + b"\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"]
+    )
+    def test_junk_ends_its_own_connection_only(self, server: CheckpointServer, junk: bytes) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            client.sendall(junk)
+            drain(client)
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"202"
+
+    def test_no_mutation_of_a_request_harms_the_server(self, server: CheckpointServer) -> None:
+        chance = random.Random(1)
+        good = b"GET /checkpoint/5?part=0&parts=1&wait_ms=0 HTTP/1.1\r\nHost: x\r\nAccept: y\r\n\r\n"
+        for _ in range(100):
+            mutated = bytearray(good)
+            for _ in range(chance.randint(1, 6)):
+                at = chance.randrange(len(mutated) - 8)
+                mutated[at : at + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 3))
+            with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+                client.sendall(mutated)
+                drain(client)
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"202"
+
+    def test_a_request_that_never_ends_is_cut_off(self, server: CheckpointServer) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            client.sendall(b"GET / HT")
+            assert drain(client) == 0
+
+    def test_a_request_without_end_is_cut_off_by_its_size(self, server: CheckpointServer) -> None:
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            try:
+                for _ in range(10_000):
+                    client.sendall(b"a" * 4096)
+            except ConnectionError:
+                return
+        pytest.fail("40 MB of request were taken")
+
+    def test_a_client_that_does_not_read_is_cut_off(self, server: CheckpointServer) -> None:
+        state = EncodedState({"w": torch.zeros(20_000_000)})
+        server.offer(5, state)
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert b" 200 OK" in client.recv(1000)
+            for connection in list(server._connections.values()):
+                connection.thread.join(30)
+                assert not connection.thread.is_alive()
+            assert drain(client) < state.nbytes
+
+    def test_connections_beyond_the_limit_are_refused_and_places_become_free(
+        self, server: CheckpointServer
+    ) -> None:
+        waiting = [request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") for _ in range(3)]
+        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
+            assert client.recv(1000).split()[1] == b"503"
+        server.offer(5, EncodedState(None))
+        for client in waiting:
+            with client:
+                drain(client)
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"200"
+
+    def test_a_wait_is_bounded_whatever_the_client_asks(
+        self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
+            assert client.recv(1000).split()[1] == b"202"
