@@ -10,13 +10,14 @@ import logging
 import time
 from datetime import timedelta
 
+from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import FaultToleranceError, GroupLostError
+from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.group import LossNotice
-from torchft_like.manager.managed_group import Emit, ManagedGroup
+from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
 from torchft_like.manager.preparation import QuorumWorker, State, fetch_state, state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Join, Plan, StepProtocol
@@ -54,6 +55,7 @@ class QuorumDriver:
         self._worker = QuorumWorker()
         self._members: tuple[str, ...] = ()
         self._is_serving = False
+        self._heals_from = ""
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
@@ -91,9 +93,13 @@ class QuorumDriver:
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)
-        result = None if self.attempt is None else self.attempt.result
-        if result is not None and notice.replica_id == _source_of(result):
-            self._transport.abort_recv()
+        self._abort_heal_from(notice.replica_id)
+
+    def _abort_heal_from(self, source: str) -> None:
+        """End the fetch from a lost source; again and again, as it may only be about to begin."""
+        if self._heals_from == source:
+            self._transport.abort_recv(f"lost {source}")
+            coordination_loop().loop.call_later(ABORT_REPEAT_S, self._abort_heal_from, source)
 
     def group_lost(self, reason: str) -> None:
         self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
@@ -115,7 +121,7 @@ class QuorumDriver:
             if not plan.configure or self._configure(attempt, result):
                 attempt.open_configured()
                 if plan.serve:
-                    self._serve(result)
+                    self._serve(attempt, result)
                 if plan.heal:
                     attempt.pending_state = self._heal(result)
         except Exception as error:
@@ -142,8 +148,12 @@ class QuorumDriver:
         )
         return configured
 
-    def _serve(self, result: QuorumResult) -> None:
-        """Offer this replica's state. A failure is the joiner's loss, not this step's."""
+    def _serve(self, attempt: Attempt, result: QuorumResult) -> None:
+        """Offer this replica's state. A failure is the joiner's loss, not this step's.
+
+        But a state that cannot travel, found before the first step, is an error in the script: nobody
+        could ever heal, and nothing is lost yet by saying so.
+        """
         timeout = timedelta(seconds=self._config.timeout_s)
         ranks = list(result.recover_dst_replica_ranks)
         self._is_serving = True
@@ -153,18 +163,22 @@ class QuorumDriver:
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
         except FaultToleranceError as error:
             self._emit("error", reason=f"cannot serve state to healing members: {error}")
+            if isinstance(error, CheckpointFormatError) and result.max_step == 0:
+                attempt.fail(error)
         else:
             self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
 
     def _heal(self, result: QuorumResult) -> State | None:
         """Fetch the peer's state; without it this replica goes on contributing zeros and does not commit."""
         began = time.monotonic()
-        source = _source_of(result)
+        self._heals_from = source = _source_of(result)
         try:
             state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
         except FaultToleranceError as error:
             self._group.fail(result.quorum_id, error, group_broken=False)
             return None
+        finally:
+            self._heals_from = ""
         self._emit("heal", source=source, bytes=state_bytes(state), seconds=time.monotonic() - began)
         return state
 
