@@ -58,6 +58,10 @@ class Membership:
 class Backend(Protocol):
     """What a generation runs its collectives on."""
 
+    @property
+    def inner(self) -> object:
+        """The group of the library that moves the bytes."""
+
     def targets(self) -> tuple[object, ...]:
         """Objects that have torch's collectives as methods; the first that has one is asked."""
 
@@ -211,7 +215,7 @@ class Generation:
         """
         if (backend := self._backend) is None:
             raise self._unusable()
-        return backend.targets()[0]
+        return backend.inner
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The limit of each operation from now on."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
@@ -26,6 +26,7 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.work import AbandonableWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 SWEEP_SECONDS_FIRST = 0.005
@@ -82,9 +83,14 @@ class _GlooBackend:
             self.close()
             raise
 
+    @property
+    def inner(self) -> object:
+        """torch's ProcessGroupGloo."""
+        return self._gloo
+
     def targets(self) -> tuple[object, ...]:
         """Gloo itself, and torch's shell around it for what it does not offer to Python."""
-        return self._gloo, self._shell
+        return _Replacements(self._gloo, self._abort), self._gloo, self._shell
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See generation.Backend."""
@@ -98,6 +104,26 @@ class _GlooBackend:
         self._shell = None
         self._gloo = None
         self._device.close()
+
+
+class _Replacements:
+    """What has to be done in another way than Gloo does it."""
+
+    def __init__(self, gloo: TorchGloo | None, abort: AbortSignal) -> None:
+        self._gloo = gloo
+        self._abort = abort
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
+        """Gloo notices no broken connection while it waits for any of them."""
+        if self._gloo is None:
+            raise ProcessGroupError("the group is closed")
+        return AbandonableWork(self._gloo.recv_anysource(tensors, tag), self._or_abort)
+
+    @contextlib.contextmanager
+    def _or_abort(self, end: Callable[[], object]) -> Iterator[None]:
+        with self._abort.ends(end):
+            yield
+        self._abort.check()
 
 
 def _make_gloo(store: Store, device: GlooDevice, membership: Membership) -> TorchGloo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,9 @@ class GroupWork(Work):
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
+            if self._work.is_completed():
+                # Whoever keeps the error keeps this object: let that not keep the connections open.
+                self._work = DoneWork([], type(error)(*error.args))
             if (better := self._explain(error)) is not None:
                 raise better from error
             raise
@@ -73,6 +77,37 @@ class GroupWork(Work):
     def block_current_stream(self) -> None:
         """Make the current stream wait, without the thread."""
         self._work.block_current_stream()
+
+
+class AbandonableWork(GroupWork):
+    """An operation whose wait nothing can end: it is left to a thread of its own.
+
+    Args:
+        over: called with a function that ends the wait; gives the context in which it does.
+    """
+
+    def __init__(self, work: Work, over: Callable[[Callable[[], object]], Any]) -> None:
+        super().__init__(work, lambda _: None)
+        self._over = over
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See GroupWork.wait; after an abort the thread stays until the backend's own timeout."""
+        ended = threading.Event()
+        outcome: list[Exception] = []
+
+        def wait_aside() -> None:
+            try:
+                super(AbandonableWork, self).wait(timeout)
+            except Exception as error:  # noqa: BLE001 - it is raised where the caller waits
+                outcome.append(error)
+            ended.set()
+
+        with self._over(ended.set):
+            threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
+            ended.wait()
+        if outcome:
+            raise outcome[0]
+        return True
 
 
 class DoneWork(Work):
