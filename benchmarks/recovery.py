@@ -47,9 +47,9 @@ METHOD = [
     "thread each; default settings unless the row says otherwise.",
     "The time runs from the fault to the last survivor's first committed step in a quorum without the "
     "victim; for the lighthouse, from the moment it listens again to the last replica's next committed step.",
-    "SIGKILL: sent from outside at an arbitrary point of a step. SIGSTOP: the victim stops itself between "
-    "forward and backward, so that its peers block in the collective; the operation timeout is "
-    f"{STOP_OPERATION_TIMEOUT_S} s for every system (the default of torchft is 60 s).",
+    "SIGKILL: sent from outside at an arbitrary point of a step. SIGSTOP: the victim stops itself when it "
+    "has the quorum, before its backward pass, so that its peers block in the collective; the operation "
+    f"timeout is {STOP_OPERATION_TIMEOUT_S} s for every system (the default of torchft is 60 s).",
     f"Between faults the victim is started again and all three replicas commit {SETTLED_STEPS} steps "
     "together. Every lighthouse outage is that of a fresh job.",
     "torchft averages gradients with Manager.allreduce, because its DistributedDataParallel raises in the "

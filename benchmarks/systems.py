@@ -120,7 +120,7 @@ class TurnError(RuntimeError):
     """Steps that should have been committed by all replicas were not: the times mean nothing."""
 
 
-def take_turn(fleet: Fleet, job: Job, steps: int, seconds_max: float = 60.0) -> list[list[float]]:
+def take_turn(fleet: Fleet, job: Job, steps: int, seconds_max: float = 180.0) -> list[list[float]]:
     """Let all replicas take `steps` steps at the same time; seconds per step, replica by replica.
 
     Raises:

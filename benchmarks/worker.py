@@ -5,8 +5,8 @@ the package that it is told to use, by the names that both packages share. It re
 on its standard output.
 
 * Free running: step after step, one record for each. SIGUSR1 makes it stop itself (SIGSTOP) in
-  its next step, after the forward pass and before it contributes any gradient: its peers are then
-  blocked inside a collective.
+  its next step, after the quorum and the forward pass and before it contributes any gradient: its
+  peers are then blocked inside a collective.
 * In turns (`--turns`): each line {"steps": n} on its standard input is answered, after n steps,
   by one record with their times. Several systems can then be measured in alternation.
 """
@@ -42,6 +42,10 @@ class Trainer(Protocol):
     """A system under which one replica trains."""
 
     model: nn.Module
+
+    def await_peers(self) -> None:
+        """Return once it is settled with whom this step's gradients will be reduced."""
+        ...
 
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
         """One step; its record says whether it was committed and by how many participants."""
@@ -114,6 +118,9 @@ class PlainTrainer:
         self._batches = Batches(options.model, options.rank)
         self._participants = options.replicas
 
+    def await_peers(self) -> None:
+        """They are always the same."""
+
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
         self._optimizer.zero_grad()
         loss = self._batches.loss(self._wrapped)
@@ -154,6 +161,9 @@ class ManagedTrainer:
         self._wrapped = package.DistributedDataParallel(self.manager, model) if self._uses_ddp else model
         self._batches = Batches(options.model, options.rank)
 
+    def await_peers(self) -> None:
+        self.manager.wait_quorum()
+
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
         before = self.manager.current_step()
         self._optimizer.zero_grad()
@@ -186,9 +196,14 @@ def digest(model: nn.Module) -> str:
 
 
 class StopOnRequest:
-    """Stops this process where it is called, once, after SIGUSR1 has asked for it."""
+    """Stops this process where it is called, once, after SIGUSR1 has asked for it.
 
-    def __init__(self) -> None:
+    Not before the quorum of this step is there: without it the peers would not be in a collective
+    with this replica, but still waiting for it to join.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._requested = False
         signal.signal(signal.SIGUSR1, self._request)
 
@@ -198,13 +213,14 @@ class StopOnRequest:
     def __call__(self) -> None:
         if self._requested:
             self._requested = False
+            self._trainer.await_peers()
             report(event="stopping")
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def train_freely(trainer: Trainer, options: argparse.Namespace) -> None:
     """Step until killed; a record for each step."""
-    stop_on_request = StopOnRequest()
+    stop_on_request = StopOnRequest(trainer)
     while True:
         record = trainer.step(stop_on_request)
         if options.digest:

@@ -81,7 +81,8 @@ def test_a_failed_installation_is_told_with_its_reason() -> None:
 
 
 def test_the_readme_shows_the_saved_results() -> None:
-    assert tables.README.read_text().endswith(tables.generated(run.saved_results()))
+    shown = tables.README.read_text()
+    assert shown.endswith(tables.generated(run.saved_results())), "run: python -m benchmarks.run --tables"
 
 
 def _start(fleet: Fleet, code: str) -> FleetProcess:

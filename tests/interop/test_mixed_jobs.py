@@ -20,7 +20,7 @@ from benchmarks.systems import OURS, TORCHFT, System, start_lighthouse, start_wo
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900), pytest.mark.usefixtures("peer")]
 
 STEPS = 5
-SECONDS_MAX = 50.0
+SECONDS_MAX = 120.0
 
 
 @pytest.mark.parametrize(
