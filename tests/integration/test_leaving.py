@@ -75,6 +75,16 @@ def test_an_interrupt_ends_every_rank_of_a_group(tmp_path: Path) -> None:
             interrupt(cluster, rank)
 
 
+def test_an_interrupt_ends_a_replica_that_waits_for_a_peer_in_a_collective(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        options = WorkerOptions(faults=(cluster.plan("hang", "backward"),))
+        a, b = cluster.start_all("ab", options=options)
+        cluster.pull_trigger()
+        hanging, _ = cluster.wait_for_fault(a, b)
+        waiting = b if hanging is a else a
+        interrupt(cluster, waiting.ranks[0])
+
+
 def test_an_interrupt_ends_a_replica_that_waits_for_a_quorum(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")

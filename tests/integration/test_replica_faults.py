@@ -37,6 +37,25 @@ def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_qu
         assert again.events("heal")
 
 
+def test_the_last_survivor_commits_after_all_others_are_killed_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b, c = cluster.start_all("abc")
+        for group in (b, c):
+            group.signal(signal.SIGKILL)
+        cluster.wait_for_quorum_of(a)
+        assert {event["member"] for event in a.events("loss")} == {b.replica_id, c.replica_id}
+
+
+def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) -> None:
+    with Cluster(tmp_path, min_replicas=2) as cluster:
+        a, b = cluster.start_all("ab")
+        b.kill()
+        cluster.wait_for_event(a, "loss")
+        again = cluster.start("b")
+        cluster.wait_for_quorum_of(a, again)
+        assert all(len(commit.members) == 2 for commit in cluster.history().commits)
+
+
 @pytest.mark.parametrize("reduce", ["ddp", "manager"])
 def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(tmp_path: Path, reduce: str) -> None:
     with Cluster(tmp_path) as cluster:

@@ -35,7 +35,7 @@ def main() -> None:
     journal = Journal(options.journal)
     faults = Faults(options.faults, journal)
     model = Model(options)
-    with make_manager(options, model, faults) as manager, stop_on_signals() as stop:
+    with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
         loop = Loop(options, model, manager, journal, faults)
         while loop.steps_done < options.steps and not stop.requested:
             loop.attempt_step()
