@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
@@ -21,11 +21,12 @@ import grpc.aio
 from lighthouse import wire
 from lighthouse.net import Address, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.manager.duplex import DuplexCall
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
 LEAVE_ANSWER_S = 0.5
-UNARY_RETRY_S = 0.1
+HEARTBEAT_TIMEOUT_S = 5.0
 
 
 class LighthouseListener(Protocol):
@@ -54,7 +55,8 @@ class LighthouseLink:
         self._address = address
         self._listener = listener
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._outgoing: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+        self._say: Callable[[pb.SessionRequest], None] | None = None
+        self._leaving = False
         self.last_error = "no answer"
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
@@ -68,14 +70,15 @@ class LighthouseLink:
         return self._connected.is_set()
 
     def join(self, member: pb.QuorumMember) -> None:
-        """Ask for a quorum; it arrives at the listener."""
-        self._outgoing.put_nowait(pb.SessionRequest(join=member))
+        """Ask for a quorum; it arrives at the listener, which repeats this after a reconnect."""
+        if self._say is not None:
+            self._say(pb.SessionRequest(join=member))
 
     async def leave(self, reason: str) -> None:
         """Say goodbye, so that nobody is alarmed, and close."""
-        if self._connected.is_set():
-            self._outgoing.put_nowait(pb.SessionRequest(leave=pb.Leave(reason=reason)))
-            self._outgoing.put_nowait(None)
+        self._leaving = True
+        if self._say is not None:
+            self._say(pb.SessionRequest(leave=pb.Leave(reason=reason)))
             await asyncio.wait([self._task], timeout=LEAVE_ANSWER_S)
         await self.close()
 
@@ -87,21 +90,19 @@ class LighthouseLink:
 
     async def _keep_open(self) -> None:
         backoff = RECONNECT_MIN_S
-        while True:
-            # What waits in the queue was said to a lighthouse that is gone; the listener says it anew.
-            self._outgoing = asyncio.Queue()
+        while not self._leaving:
             self._channel = make_aio_channel(self._address)
+            reason = "the lighthouse ended the session"
             try:
-                if await self._serve(self._channel):
-                    return
-                reason = "the lighthouse ended the session"
+                await self._serve(self._channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serve = self._serve_unary
             self.last_error = reason
+            self._say = None
             await self._close_channel()
-            if self._connected.is_set():
+            if self._connected.is_set() and not self._leaving:
                 self._connected.clear()
                 backoff = RECONNECT_MIN_S
                 self._listener.lighthouse_disconnected(reason)
@@ -113,29 +114,29 @@ class LighthouseLink:
         if channel is not None:
             await channel.close(None)
 
-    def _mark_connected(self) -> None:
+    def _mark_connected(self, say: Callable[[pb.SessionRequest], None]) -> None:
+        self._say = say
         self._connected.set()
         self._listener.lighthouse_connected()
 
     # -------------------------------------------------------------- sessions
 
-    async def _serve_session(self, channel: grpc.aio.Channel) -> bool:
-        """One session, from register to its end. True when it ended because this side left."""
-        open_session = channel.stream_stream(
-            wire.SESSION,
-            request_serializer=pb.SessionRequest.SerializeToString,
-            response_deserializer=pb.SessionResponse.FromString,
-        )
-        requests = _Requests(self._listener.registration(), self._connected, self._outgoing)
-        responses: AsyncIterable[pb.SessionResponse] = open_session(requests.stream())
-        async for response in responses:
-            self._dispatch(response)
-        return requests.left
+    async def _serve_session(self, channel: grpc.aio.Channel) -> None:
+        """One session, from register to its end."""
+        call: DuplexCall[pb.SessionRequest, pb.SessionResponse]
+        call = DuplexCall(channel, wire.SESSION, pb.SessionRequest, pb.SessionResponse)
+        try:
+            call.send(pb.SessionRequest(register=self._listener.registration()))
+            while (response := await call.read()) is not None:
+                if response.WhichOneof("response") == "registered":
+                    self._mark_connected(call.send)
+                else:
+                    self._dispatch(response)
+        finally:
+            await call.close()
 
     def _dispatch(self, response: pb.SessionResponse) -> None:
         match response.WhichOneof("response"):
-            case "registered":
-                self._mark_connected()
             case "quorum":
                 self._listener.quorum_formed(response.quorum)
             case "member_lost":
@@ -145,8 +146,8 @@ class LighthouseLink:
 
     # ------------------------------------------------------ torchft's lighthouse
 
-    async def _serve_unary(self, channel: grpc.aio.Channel) -> bool:
-        """Heartbeats and blocking Quorum calls, until one fails."""
+    async def _serve_unary(self, channel: grpc.aio.Channel) -> None:
+        """Heartbeats and blocking Quorum calls, until one fails or this side leaves."""
         heartbeat = channel.unary_unary(
             wire.HEARTBEAT,
             request_serializer=pb.LighthouseHeartbeatRequest.SerializeToString,
@@ -154,43 +155,25 @@ class LighthouseLink:
         )
         request = pb.LighthouseHeartbeatRequest(replica_id=self._listener.registration().replica_id)
         await heartbeat(request)
-        self._mark_connected()
-        quorums = asyncio.create_task(self._call_quorums(channel))
+        said: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._mark_connected(said.put_nowait)
+        quorums = asyncio.create_task(self._call_quorums(channel, said))
         try:
             while not quorums.done():
-                await heartbeat(request, timeout=5.0)
+                await heartbeat(request, timeout=HEARTBEAT_TIMEOUT_S)
                 await asyncio.wait([quorums], timeout=self._heartbeat_interval_s)
-            return quorums.result()
+            quorums.result()
         finally:
             quorums.cancel()
+            await asyncio.wait([quorums])
 
-    async def _call_quorums(self, channel: grpc.aio.Channel) -> bool:
+    async def _call_quorums(self, channel: grpc.aio.Channel, said: asyncio.Queue[pb.SessionRequest]) -> None:
+        """One call per join, until a leave: torchft's lighthouse notices that by the silence after it."""
         quorum = channel.unary_unary(
             wire.QUORUM,
             request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
             response_deserializer=pb.LighthouseQuorumResponse.FromString,
         )
-        while (request := await self._outgoing.get()) is not None:
-            if request.WhichOneof("request") == "join":
-                response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
-                self._listener.quorum_formed(response.quorum)
-        return True
-
-
-class _Requests:
-    """What one session says: the registration, and once that is accepted whatever is queued."""
-
-    def __init__(
-        self, register: pb.Register, accepted: asyncio.Event, queued: asyncio.Queue[pb.SessionRequest | None]
-    ) -> None:
-        self.left = False
-        self._register = register
-        self._accepted = accepted
-        self._queued = queued
-
-    async def stream(self) -> AsyncIterator[pb.SessionRequest]:
-        yield pb.SessionRequest(register=self._register)
-        await self._accepted.wait()
-        while (request := await self._queued.get()) is not None:
-            yield request
-        self.left = True
+        while (request := await said.get()).WhichOneof("request") == "join":
+            response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
+            self._listener.quorum_formed(response.quorum)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator
 from typing import Protocol
 
-import grpc
 import grpc.aio
 
 from lighthouse import wire
@@ -20,6 +18,7 @@ from lighthouse.net import Address, LoopThread, coordination_loop, make_aio_chan
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.duplex import DuplexCall
 from torchft_like.manager.group import LossNotice, RankJoin
 
 CONNECT_RETRY_S = 0.05
@@ -85,7 +84,7 @@ class SessionLink:
         self._closing = False
         self._registered = asyncio.Event()
         self._replica_id = ""
-        self._outgoing: asyncio.Queue[pb.RankSessionRequest | None] = asyncio.Queue()
+        self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None
         self._task = self._loop.run(self._start(connect_timeout_s))
 
     @property
@@ -102,15 +101,15 @@ class SessionLink:
     def leave(self, reason: str) -> None:
         self._closing = True
         self._send(pb.RankSessionRequest(leave=pb.Leave(reason=reason)))
-        self._send(None)
         self._loop.run(self._end(LEAVE_ANSWER_S))
 
     def close(self) -> None:
         self._closing = True
         self._loop.run(self._end(0.0))
 
-    def _send(self, request: pb.RankSessionRequest | None) -> None:
-        self._loop.loop.call_soon_threadsafe(self._outgoing.put_nowait, request)
+    def _send(self, request: pb.RankSessionRequest) -> None:
+        if self._call is not None:
+            self._loop.loop.call_soon_threadsafe(self._call.send, request)
 
     async def _start(self, connect_timeout_s: float) -> asyncio.Task[None]:
         """Open the session, again and again until it is accepted: the server may still be starting."""
@@ -135,27 +134,18 @@ class SessionLink:
     async def _run(self) -> None:
         channel = make_aio_channel(self._address)
         reason = "its ManagerServer ended the session"
+        self._call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        self._call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=self._group_rank)))
         try:
-            open_session = channel.stream_stream(
-                wire.RANK_SESSION,
-                request_serializer=pb.RankSessionRequest.SerializeToString,
-                response_deserializer=pb.RankSessionResponse.FromString,
-            )
-            responses: AsyncIterable[pb.RankSessionResponse] = open_session(self._requests())
-            async for response in responses:
+            while (response := await self._call.read()) is not None:
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
         finally:
+            await self._call.close()
             await channel.close(None)
         if self._registered.is_set() and not self._closing:
             self._listener.group_lost(f"rank 0 (ManagerServer at {self._address}) is gone: {reason}")
-
-    async def _requests(self) -> AsyncIterator[pb.RankSessionRequest]:
-        yield pb.RankSessionRequest(register=pb.RankRegister(group_rank=self._group_rank))
-        await self._registered.wait()
-        while (request := await self._outgoing.get()) is not None:
-            yield request
 
     def _dispatch(self, response: pb.RankSessionResponse) -> None:
         match response.WhichOneof("response"):
@@ -164,7 +154,7 @@ class SessionLink:
                 self._registered.set()
             case "quorum":
                 self._listener.quorum(quorum_result_from_wire(response.quorum))
-            case "verdict" | "vote":
+            case "vote":
                 self._listener.verdict(response.vote.step, response.vote.should_commit)
             case "member_lost":
                 lost = response.member_lost

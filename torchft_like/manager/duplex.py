@@ -1,0 +1,59 @@
+"""A bidirectional gRPC stream from the caller's side: say without waiting, hear one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+class DuplexCall(Generic[Request, Response]):
+    """One call of a stream-stream method; made and used on the event loop.
+
+    Args:
+        method: full name, `/package.Service/Method`.
+        request_type, response_type: message classes.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, method: str, request_type: Any, response_type: type[Response]
+    ) -> None:
+        open_call: Any = channel.stream_stream(
+            method,
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
+        )
+        self._call: Any = open_call()
+        self._queue: asyncio.Queue[Request] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, request: Request) -> None:
+        """Queue one message."""
+        self._queue.put_nowait(request)
+
+    async def read(self) -> Response | None:
+        """The next message; None when the other side has ended the call in good order.
+
+        Raises:
+            grpc.aio.AioRpcError: the call failed.
+        """
+        response: Any = await self._call.read()
+        return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
+
+    async def close(self) -> None:
+        """End the call, whatever state it is in."""
+        self._call.cancel()
+        self._writer.cancel()
+        await asyncio.wait([self._writer])
+
+    async def _write(self) -> None:
+        # An error here is one of the whole call, and whoever reads from it gets it.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._queue.get())
