@@ -117,7 +117,8 @@ class _Replacements:
         """Gloo notices no broken connection while it waits for any of them."""
         if self._gloo is None:
             raise ProcessGroupError("the group is closed")
-        return AbandonableWork(self._gloo.recv_anysource(tensors, tag), self._or_abort)
+        work: Work = self._gloo.recv_anysource(tensors, tag)  # type: ignore[attr-defined] # the stub lacks it
+        return AbandonableWork(work, self._or_abort)
 
     @contextlib.contextmanager
     def _or_abort(self, end: Callable[[], object]) -> Iterator[None]:

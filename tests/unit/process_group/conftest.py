@@ -1,0 +1,94 @@
+"""A store, and members of a group that live in threads of one process."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+_prefixes = itertools.count()
+
+
+class Party:
+    """Members of one group, each with a thread of its own, and everything they need to meet."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.store = store
+        self._groups: list[ProcessGroup] = []
+        self._threads = ThreadPoolExecutor(max_workers=16)
+
+    def prefix(self) -> str:
+        """A store address that was never used."""
+        return f"127.0.0.1:{self.store.port}/party/{next(_prefixes)}"
+
+    def own(self, group: ProcessGroup) -> ProcessGroup:
+        """Shut `group` down at the end."""
+        self._groups.append(group)
+        return group
+
+    def meet(
+        self, world_size: int, make: Callable[[], ProcessGroup] = lambda: ProcessGroupGloo(30)
+    ) -> list[ProcessGroup]:
+        """Configured groups, in the order of their ranks."""
+        groups = [self.own(make()) for _ in range(world_size)]
+        self.configure(groups)
+        return groups
+
+    def configure(self, groups: list[ProcessGroup]) -> None:
+        """Let them meet again under a new prefix."""
+        prefix = self.prefix()
+        self.together(groups, lambda rank, group: group.configure(prefix, rank, len(groups)))
+
+    def together(self, groups: list[ProcessGroup], act: Callable[[int, Any], T]) -> list[T]:
+        """The same on every member at once."""
+        futures = [self.aside(act, rank, group) for rank, group in enumerate(groups)]
+        return [future.result(LIMIT_S) for future in futures]
+
+    def aside(self, act: Callable[..., T], *args: Any) -> Future[T]:
+        """One thing on a thread of its own."""
+        return self._threads.submit(act, *args)
+
+    def end(self) -> None:
+        """Shut everything down."""
+        for group in self._groups:
+            group.abort("the test is over")
+        for group in self._groups:
+            group.shutdown()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def store() -> TCPStore:
+    """A TCPStore server on loopback.
+
+    With a listener of ours it sees IPv4 addresses; of its own IPv6-mapped ones it asks the name
+    server about every client, and stands still until that answers.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@pytest.fixture
+def party(store: TCPStore) -> Iterator[Party]:
+    """Members in threads; ended whatever happens."""
+    party = Party(store)
+    yield party
+    party.end()
+
+
+def wait_until(happened: threading.Event) -> None:
+    """Fail rather than hang."""
+    assert happened.wait(LIMIT_S)

@@ -1,0 +1,427 @@
+"""Abort, reconfiguration and cleanup, with members that are threads of this process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from torchft_like.errors import (
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    ProcessGroupNotConfiguredError,
+)
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.store import parse_store_address
+
+from .conftest import LIMIT_S, Party, wait_until
+
+
+def monitored_barrier(group: Any) -> None:
+    group.monitored_barrier()
+
+
+Operate = Callable[[Any], Any]
+
+
+def blocked_operations() -> list[tuple[str, Operate]]:
+    """What rank 0 of two can do that needs rank 1, which does nothing."""
+    return [
+        ("allreduce", lambda g: g.allreduce([torch.ones(4)]).wait()),
+        ("large allreduce", lambda g: g.allreduce([torch.ones(4_000_000)]).wait()),
+        ("broadcast from the other", lambda g: g.broadcast_one(torch.ones(4), 1).wait()),
+        ("allgather", lambda g: g.allgather([[torch.ones(1)] * 2], [torch.ones(1)]).wait()),
+        ("recv", lambda g: g.recv([torch.ones(4)], 1, 0).wait()),
+        ("recv_anysource", lambda g: g.recv_anysource([torch.ones(4)], 0).wait()),
+        ("large send", lambda g: g.send([torch.ones(20_000_000)], 1, 0).wait()),
+        ("barrier", lambda g: g.barrier().wait()),
+        ("monitored_barrier", monitored_barrier),
+        ("future", lambda g: g.allreduce([torch.ones(4)]).get_future().wait()),
+    ]
+
+
+@pytest.mark.parametrize(("name", "operate"), blocked_operations())
+def test_an_abort_ends_a_blocked(party: Party, name: str, operate: Operate) -> None:
+    group, _ = party.meet(2)
+    blocked = party.aside(operate, group)
+    with pytest.raises(TimeoutError):
+        blocked.result(0.2)  # it is felt: the operation does not end by itself
+    group.abort("the test says so")
+    with pytest.raises(RuntimeError if name == "future" else ProcessGroupAbortedError):
+        blocked.result(LIMIT_S)
+    assert isinstance(group.errored(), ProcessGroupAbortedError)
+    with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_an_abort_ends_many_blocked_operations_and_their_callbacks(party: Party) -> None:
+    group, _ = party.meet(2)
+    works = [group.allreduce([torch.ones(8)]) for _ in range(20)]
+    told = [threading.Event() for _ in works]
+    for work, event in zip(works, told, strict=True):
+        work.get_future().add_done_callback(partial(set_event, event))
+    group.abort()
+    for event in told:
+        wait_until(event)
+
+
+def set_event(event: threading.Event, _: object) -> None:
+    event.set()
+
+
+def test_the_peers_of_an_aborted_member_fail_too(party: Party) -> None:
+    first, second = party.meet(2)
+    blocked = party.aside(lambda: second.allreduce([torch.ones(1)]).wait())
+    first.abort()
+    with pytest.raises(RuntimeError):
+        blocked.result(LIMIT_S)
+    assert second.errored() is not None
+    assert first.errored() is not None
+
+
+def test_an_aborted_group_meets_again(party: Party) -> None:
+    groups = party.meet(3)
+    for round_number in range(3):
+        groups[round_number].abort()
+        party.configure(groups)
+        results = party.together(groups, lambda rank, g: allreduced(g, float(rank)))
+        assert results == [3.0] * 3
+        assert all(group.errored() is None for group in groups)
+
+
+def allreduced(group: ProcessGroup, value: float) -> float:
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait()
+    return float(tensor[0])
+
+
+def test_a_group_meets_again_with_fewer_and_with_more(party: Party) -> None:
+    groups = party.meet(3)
+    for count in (2, 1, 3):
+        party.configure(groups[:count])
+        assert party.together(groups[:count], lambda _, g: allreduced(g, 1.0)) == [float(count)] * count
+        assert groups[0].size() == count
+
+
+def test_an_abort_without_a_group_does_nothing() -> None:
+    group = ProcessGroupGloo(30)
+    group.abort()
+    assert group.errored() is None
+    with pytest.raises(ProcessGroupNotConfiguredError, match="configure"):
+        group.allreduce([torch.ones(1)])
+    for ask in (group.size, group.rank, lambda: group.parent):
+        with pytest.raises(ProcessGroupNotConfiguredError):
+            ask()
+
+
+def test_abort_and_shutdown_may_be_repeated_in_any_order_and_configure_follows(party: Party) -> None:
+    group = party.meet(1)[0]
+    for action in (group.abort, group.abort, group.shutdown, group.shutdown, group.abort):
+        action()
+        assert isinstance(group.errored(), ProcessGroupAbortedError)
+    party.configure([group])
+    assert allreduced(group, 2.0) == 2.0
+
+
+def test_an_abort_for_another_quorum_is_not_for_this_group(party: Party) -> None:
+    group = party.own(ProcessGroupGloo(30))
+    group.configure(party.prefix(), 0, 1, quorum_id=8)
+    group.abort(quorum_id=7)
+    assert group.errored() is None
+    group.abort(quorum_id=8)
+    assert group.errored() is not None
+
+
+def test_works_that_are_done_keep_their_result_after_an_abort(party: Party) -> None:
+    group = party.meet(1)[0]
+    work = group.allreduce([torch.ones(1)])
+    work.wait()
+    group.abort()
+    assert work.wait()
+    assert work.get_future().wait()[0].item() == 1.0
+
+
+# While the group is being configured.
+
+
+class Stage:
+    """Stops configurations at a call of theirs and says when they have reached it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self.reached = threading.Event()
+        original = getattr(owner, name)
+
+        def stop(this: Any, *args: Any) -> Any:
+            self.reached.set()
+            return original(this, *args)
+
+        monkeypatch.setattr(owner, name, stop)
+
+
+def configuring(party: Party, group: ProcessGroup, prefix: str, rank: int, world: int) -> Future[None]:
+    return party.aside(lambda: group.configure(prefix, rank, world))
+
+
+def test_an_abort_ends_a_configure_whose_peer_never_comes(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(monkeypatch, AbortableStore, "wait")
+    group = party.own(ProcessGroupGloo(300))
+    waiting = configuring(party, group, party.prefix(), 0, 2)
+    wait_until(stage.reached)
+    group.abort("nobody comes")
+    with pytest.raises(ProcessGroupAbortedError, match="nobody comes"):
+        waiting.result(LIMIT_S)
+    party.configure([group])
+    assert allreduced(group, 1.0) == 1.0
+
+
+PEER_TIMEOUT = timedelta(seconds=299)
+
+
+def test_an_abort_ends_a_configure_that_waits_to_be_connected_to(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer has told its address and then stops. Who of two connects, Gloo decides by the port."""
+    published, released = threading.Event(), threading.Event()
+    original = AbortableStore.wait
+
+    def stop_the_peer(self: AbortableStore, keys: list[str], timeout: timedelta | None = None) -> None:
+        if self.timeout == PEER_TIMEOUT:
+            published.set()
+            released.wait(LIMIT_S)
+        original(self, keys, timeout)
+
+    monkeypatch.setattr(AbortableStore, "wait", stop_the_peer)
+    try:
+        assert any(was_blocked_and_ended(party, published) for _ in range(20))
+    finally:
+        released.set()
+
+
+def was_blocked_and_ended(party: Party, published: threading.Event) -> bool:
+    published.clear()
+    prefix = party.prefix()
+    peer = party.own(ProcessGroupGloo(PEER_TIMEOUT))
+    configuring(party, peer, prefix, 1, 2)
+    wait_until(published)
+    group = party.own(ProcessGroupGloo(300))
+    waiting = configuring(party, group, prefix, 0, 2)
+    try:
+        waiting.result(1.0)
+    except TimeoutError:
+        group.abort()
+        with pytest.raises(ProcessGroupAbortedError):
+            waiting.result(LIMIT_S)
+        group.shutdown()
+        assert_ended("torchft-gloo-abort")
+        return True
+    return False
+
+
+def assert_ended(thread_name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == thread_name:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def test_an_abort_before_the_backend_exists_ends_the_configure(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(monkeypatch, AbortableStore, "connect")
+    group = party.own(ProcessGroupGloo(300))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        waiting = configuring(party, group, f"127.0.0.1:{silent.getsockname()[1]}/x", 0, 2)
+        wait_until(stage.reached)
+        group.abort()
+        with pytest.raises(ProcessGroupAbortedError):
+            waiting.result(LIMIT_S)
+
+
+def test_a_new_configure_ends_the_one_under_way(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, AbortableStore, "wait")
+    group = party.own(ProcessGroupGloo(300))
+    first = configuring(party, group, party.prefix(), 0, 2)
+    wait_until(stage.reached)
+    group.configure(party.prefix(), 0, 1)
+    with pytest.raises(ProcessGroupAbortedError, match="anew"):
+        first.result(LIMIT_S)
+    assert group.errored() is None
+    assert allreduced(group, 1.0) == 1.0
+
+
+def test_a_configure_that_fails_leaves_a_group_that_says_why_and_can_be_configured(party: Party) -> None:
+    group = party.own(ProcessGroupGloo(0.2))
+    with pytest.raises(ProcessGroupError, match="did not answer in time"):
+        group.configure(party.prefix(), 0, 2)
+    assert "did not answer" in str(group.errored())
+    with pytest.raises(ProcessGroupNotConfiguredError, match="did not answer"):
+        group.allreduce([torch.ones(1)])
+    party.configure([group])
+    assert group.errored() is None
+
+
+def test_a_prefix_that_was_used_before_is_refused(party: Party) -> None:
+    groups = [party.own(ProcessGroupGloo(30)) for _ in range(2)]
+    prefix = party.prefix()
+    party.together(groups, lambda rank, g: g.configure(prefix, rank, 2))
+    with pytest.raises(ProcessGroupError, match="fresh"):
+        groups[0].configure(prefix, 0, 2)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_a_value_error(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank}"):
+        ProcessGroupGloo(30).configure("127.0.0.1:1/x", rank, world_size)
+
+
+def test_bad_arguments_are_value_errors_and_leave_the_group_as_it_was(party: Party) -> None:
+    group = party.meet(1)[0]
+    for address in ("nowhere", "127.0.0.1:notaport/x"):
+        with pytest.raises(ValueError, match="host:port/prefix"):
+            group.configure(address, 0, 1)
+    with pytest.raises(ValueError, match="global ranks"):
+        group.configure(party.prefix(), 0, 1, global_ranks=[1, 2])
+    with pytest.raises(ValueError, match="timeout"):
+        ProcessGroupGloo(timeout=0)
+    assert allreduced(group, 1.0) == 1.0
+
+
+def test_the_timeout_bounds_an_operation_and_can_be_changed(party: Party) -> None:
+    group, _ = party.meet(2)
+    group.set_timeout(timedelta(milliseconds=200))
+    with pytest.raises(RuntimeError, match=r"(?i)tim"):
+        group.allreduce([torch.ones(1)]).wait()
+    assert group.errored() is not None
+    assert not isinstance(group.errored(), ProcessGroupAbortedError)
+
+
+# Nothing else is touched, nothing stays behind.
+
+
+def test_aborts_break_no_other_connection_of_the_process(party: Party) -> None:
+    """Other threads open, use and close connections like mad, to the same store among others."""
+    stop, served = threading.Event(), threading.Event()
+    exchanged = [0, 0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        echo = party.aside(serve_echo, server, served)
+        others = [
+            party.aside(use_sockets, server.getsockname(), stop, exchanged),
+            party.aside(use_store, party.store.port, stop, exchanged),
+        ]
+        groups = [party.own(ProcessGroupGloo(30)) for _ in range(2)]
+        for _ in range(15):
+            party.configure(groups)
+            blocked = party.aside(lambda: groups[0].allreduce([torch.ones(4)]).wait())
+            groups[0].abort()
+            with pytest.raises(RuntimeError):
+                blocked.result(LIMIT_S)
+        stop.set()
+        for other in others:
+            other.result(LIMIT_S)
+        served.set()
+        echo.result(LIMIT_S)
+    assert min(exchanged) > 15
+
+
+def serve_echo(server: socket.socket, stop: threading.Event) -> None:
+    server.settimeout(0.1)
+    while not stop.is_set():
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            connection.settimeout(LIMIT_S)
+            while data := connection.recv(100):
+                connection.sendall(data)
+
+
+def use_sockets(address: Any, stop: threading.Event, exchanged: list[int]) -> None:
+    while not stop.is_set():
+        with socket.create_connection(address, timeout=LIMIT_S) as connection:
+            for _ in range(5):
+                connection.sendall(b"hello")
+                assert connection.recv(100) == b"hello"
+                exchanged[0] += 1
+        with socket.create_server(("127.0.0.1", 0)):
+            pass
+
+
+def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
+    torchs = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while not stop.is_set():
+        with closing(AbortableStore(parse_store_address(f"127.0.0.1:{port}/busy"), PEER_TIMEOUT)) as ours:
+            ours.connect()
+            for client in (torchs, ours):
+                client.set("busy", "yes")
+                assert client.get("busy") == b"yes"
+                exchanged[1] += 1
+
+
+def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: Party) -> None:
+    groups = party.meet(2)
+    usage: list[Usage] = []
+    for round_number in range(50):
+        party.configure(groups)
+        party.together(groups, lambda rank, g: allreduced(g, 1.0))
+        if round_number % 3 == 0:
+            groups[0].abort()
+        if round_number in (9, 49):
+            usage.append(settled_usage(groups))
+            party.configure(groups)
+    (before, after) = usage
+    assert after == before
+
+
+# Open descriptors, native threads, Python threads.
+Usage = tuple[int, int, int]
+
+
+def settled_usage(groups: list[ProcessGroup]) -> Usage:
+    """What is in use when the groups have given everything back and it no longer changes."""
+    for group in groups:
+        group.shutdown()
+    gc.collect()
+    assert_ended("torchft-process-group")
+    readings = [usage_now()]
+    while len(readings) < 1000 and readings[-20:] != readings[-1:] * 20:
+        threading.Event().wait(0.01)  # the kernel buries a joined thread a little later
+        readings.append(usage_now())
+    return readings[-1]
+
+
+def usage_now() -> Usage:
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        threading.active_count(),
+    )
+
+
+def test_a_kept_error_keeps_no_connection(party: Party) -> None:
+    groups = party.meet(2)
+    before = settled_usage(groups)
+    party.configure(groups)
+    groups[0].abort()
+    kept = []
+    for group in groups:
+        try:
+            group.allreduce([torch.ones(1)]).wait()
+        except RuntimeError as error:
+            kept.append((error, group.errored()))
+    assert len(kept) == 2
+    assert settled_usage(groups) == before

@@ -1,0 +1,147 @@
+"""Store addresses, torch's client, and the client whose waits can be ended."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lighthouse.net import Address
+from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.process_group import create_store_client
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.store import StoreAddress, parse_store_address
+
+from .conftest import Party
+
+LIMIT = timedelta(seconds=30)
+
+
+@pytest.fixture
+def client(party: Party) -> Iterator[AbortableStore]:
+    with closing(AbortableStore(parse_store_address(party.prefix()), LIMIT)) as client:
+        client.connect()
+        yield client
+
+
+def test_an_address_is_read_into_host_port_and_prefix() -> None:
+    assert parse_store_address("host:29500/a/b") == StoreAddress(Address("host", 29500), "a/b")
+    assert parse_store_address("[::1]:1/x") == StoreAddress(Address("::1", 1), "x")
+    assert parse_store_address("http://host:1/x").server == Address("host", 1)
+    assert parse_store_address("host:1").prefix == ""
+    assert str(parse_store_address("[::1]:1/x")) == "[::1]:1/x"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host/prefix", "host:port/x", ":1/x", "::1:1/x", "host:99999/x"]
+)
+def test_a_malformed_address_is_a_value_error_that_shows_it(text: str) -> None:
+    with pytest.raises(AddressError, match=r"host:port/prefix") as caught:
+        create_store_client(text)
+    assert isinstance(caught.value, ValueError)
+    assert repr(text) in str(caught.value)
+
+
+def test_torchs_client_and_ours_see_the_same_keys(party: Party, client: AbortableStore) -> None:
+    theirs = create_store_client(f"127.0.0.1:{party.store.port}/{client._prefix}", LIMIT)
+    assert isinstance(theirs, PrefixStore)
+    theirs.set("a", "1")
+    client.set("b", b"2")
+    assert client.get("a") == b"1"
+    assert theirs.get("b") == b"2"
+    assert client.check(["a", "b"])
+    assert not client.check(["a", "c"])
+    assert client.add("n", 2) == 2
+    assert theirs.add("n", 3) == 5
+    assert client.compare_set("a", "1", "3") == b"3"
+    assert client.compare_set("a", "1", "4") == b"3"
+    assert client.delete_key("a")
+    assert not client.delete_key("a")
+    client.set("large", b"x" * 1_000_000)
+    assert len(theirs.get("large")) == 1_000_000
+
+
+def test_a_store_with_an_ipv6_address_is_reached() -> None:
+    try:
+        server = TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    except RuntimeError:
+        pytest.skip("no IPv6 on this host")
+    with closing(AbortableStore(parse_store_address(f"[::1]:{server.port}/six"), LIMIT)) as client:
+        client.connect()
+        client.set("k", "v")
+    assert create_store_client(f"[::1]:{server.port}/six", LIMIT).get("k") == b"v"
+
+
+def test_an_abort_ends_a_wait(party: Party, client: AbortableStore) -> None:
+    waiting = party.aside(client.wait, ["never"])
+    client.abort()
+    with pytest.raises(ProcessGroupAbortedError):
+        waiting.result(LIMIT.total_seconds())
+    with pytest.raises(ProcessGroupAbortedError):
+        client.get("anything")
+
+
+def test_an_abort_before_connecting_refuses_the_connection(party: Party) -> None:
+    with closing(AbortableStore(parse_store_address(party.prefix()), LIMIT)) as client:
+        client.abort()
+        with pytest.raises(ProcessGroupAbortedError):
+            client.connect()
+
+
+def test_an_abort_ends_the_handshake_with_a_silent_server(party: Party) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = StoreAddress(Address("127.0.0.1", silent.getsockname()[1]), "x")
+        with closing(AbortableStore(address, LIMIT)) as client:
+            connecting = party.aside(client.connect)
+            accepted, _ = silent.accept()
+            with accepted:
+                client.abort()
+                with pytest.raises(ProcessGroupAbortedError):
+                    connecting.result(LIMIT.total_seconds())
+
+
+def test_an_abort_ends_the_wait_for_a_host_that_does_not_answer(party: Party) -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = StoreAddress(Address(*full.getsockname()), "x")
+        with socket.create_connection(full.getsockname()), closing(AbortableStore(address, LIMIT)) as client:
+            started = threading.Event()
+
+            def connect() -> None:
+                started.set()
+                client.connect()
+
+            connecting = party.aside(connect)
+            started.wait(LIMIT.total_seconds())
+            client.abort()
+            with pytest.raises(ProcessGroupAbortedError):
+                connecting.result(LIMIT.total_seconds())
+
+
+def test_a_wait_ends_with_its_timeout(party: Party) -> None:
+    address = parse_store_address(party.prefix())
+    with closing(AbortableStore(address, timedelta(milliseconds=50))) as client:
+        client.connect()
+        with pytest.raises(TimeoutError, match=str(address.server)):
+            client.wait(["never"])
+
+
+def test_a_store_that_refuses_or_goes_away_is_named(party: Party) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = StoreAddress(Address(*server.getsockname()), "x")
+        with closing(AbortableStore(address, LIMIT)) as client:
+            connecting = party.aside(client.connect)
+            server.accept()[0].close()
+            with pytest.raises(ProcessGroupError, match=str(address.server)):
+                connecting.result(LIMIT.total_seconds())
+    with (
+        closing(AbortableStore(address, timedelta(milliseconds=100))) as client,
+        pytest.raises(ProcessGroupError, match="refuses"),
+    ):
+        client.connect()
