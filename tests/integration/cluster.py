@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ LOOPBACK = "127.0.0.1"
 # Far above what anything here takes, far below the workers' operation timeout.
 LIMIT_S = 40.0
 POLL_S = 0.05
+HARMLESS_SIGNALS = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
+STACKS_S = 1.0
 TRACEBACK_END = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
 LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
@@ -63,7 +66,7 @@ class Daemon(RunningProcess):
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process alone. After a deadly one it may end."""
-        if number not in (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1):
+        if number not in HARMLESS_SIGNALS:
             self.may_end = True
         super().signal(number)
 
@@ -85,6 +88,11 @@ class Rank(Daemon):
         variables = {"OMP_NUM_THREADS": "1", **variables, "TORCHFT_EVENT_FILE": str(events)}
         super().__init__(label, ["tests.integration.worker", options.to_json()], variables)
         self.may_end = any(fault.startswith("kill@") for fault in options.faults)
+
+    def print_stacks(self) -> None:
+        """Have it print where its threads are, if it can."""
+        if self.exit_code is None and not self.is_stopped:
+            self.signal(signal.SIGUSR2)
 
     def commits(self) -> list[Commit]:
         new = self._journal.records("commit")[len(self._commits) :]
@@ -190,8 +198,9 @@ class Cluster:
             self._end_all()
 
     def _end_all(self) -> None:
-        for daemon in self._daemons:
-            daemon.kill()
+        with ExitStack() as stack:  # all of them, whatever becomes of one
+            for daemon in self._daemons:
+                stack.callback(daemon.kill)
 
     # ------------------------------------------------------------ starting
 
@@ -322,13 +331,16 @@ class Cluster:
                 raise AssertionError(f"{daemon.label} ended with {daemon.exit_code}, {when}\n{self._tails()}")
 
     def _tails(self) -> str:
+        for rank in (rank for group in self.groups for rank in group.ranks):
+            rank.print_stacks()
+        time.sleep(STACKS_S)
         paths = sorted(self._folder.glob("*.events"))
         texts = {path.name: path.read_text(errors="replace") for path in paths}
         texts |= {daemon.label: daemon.output for daemon in self._daemons}
         return "\n".join(f"--- {name}\n{_tail(text)}" for name, text in texts.items())
 
 
-def _tail(text: str, lines: int = 15) -> str:
+def _tail(text: str, lines: int = 40) -> str:
     """The end of a log or event file; committed steps are left out, they are too many."""
     kept = [line[:400] for line in text.splitlines() if '"committed":true' not in line]
     return "\n".join(kept[-lines:])

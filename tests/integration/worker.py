@@ -6,8 +6,11 @@ The environment is what torchrun would set. What the worker commits it writes in
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
+import os
 import re
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -30,6 +33,8 @@ STATE_BYTES_BEFORE_FAULT = 1024 * 1024
 
 def main() -> None:
     """Train as the options in the only argument say, until the steps are done or SIGTERM comes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
     options = WorkerOptions.from_json(sys.argv[1])
     journal = Journal(options.journal)
@@ -42,17 +47,17 @@ def main() -> None:
 
 
 class Model:
-    """A small network, its optimizer and its data; every replica starts with other parameters."""
+    """A small network, its optimizer and its data; every rank starts with its own parameters."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self._name = options.name
-        torch.manual_seed(seed_of(options.name, "parameters"))
+        self._name = f"{options.name}/{os.environ['RANK']}"
+        torch.manual_seed(seed_of(self._name, "parameters"))
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, a function of the group's name and the step."""
+        """Inputs and targets, a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
         return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
