@@ -24,7 +24,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
 
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
     """`created` is seconds since the Unix epoch."""
-    message = pb.Quorum(quorum_id=quorum.quorum_id)
+    message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round)
     message.created.FromNanoseconds(int(created * 1e9))
     add = message.participants.add
     for member in quorum.participants:

@@ -19,6 +19,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class QuorumNumber(NamedTuple):
+    """Which quorum it was; of two, the one that formed later is the greater."""
+
+    quorum_id: int
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,7 @@ class Session:
     """An open stream: a number that its shell gave it, and the newest quorum its replica knew of."""
 
     number: int
-    last_quorum_id: int
+    last: QuorumNumber
 
 
 class Membership:

@@ -26,6 +26,12 @@ milliseconds do), and every id that a replica reports when it registers counts a
 A restarted lighthouse remembers nothing, but the replicas do. The newest quorum that any of them
 reports becomes the last quorum, and its members count as healthy until they are back or
 `reconnect_grace` is over, so that the first one back does not form a quorum of its own.
+
+Every quorum has the number of its round as well, which grows even where the id is kept. A lighthouse
+that dies while it hands out a quorum leaves some members with it, who wait in a collective for the
+others, and some without, who ask for the next one. The id alone does not tell them apart when it was
+kept; id and round do, and so those who have the quorum are told that the others came back without it.
+Only sessions report: of unary callers, who report nothing, nothing is concluded.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.membership import Membership, Session
+from lighthouse.membership import Membership, QuorumNumber, Session
 
 NO_QUORUM = -1
 
@@ -67,6 +73,7 @@ class Quorum:
     """The replica groups that train together; participants are sorted by replica id."""
 
     quorum_id: int
+    round: int
     participants: tuple[Member, ...]
 
 
@@ -164,8 +171,9 @@ class QuorumCore:
         self._reconnect_grace = config.reconnect_grace_ms / 1000
         self._members = Membership(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
+        self._highest_round = 0
 
-        self._last_id = NO_QUORUM
+        self._number = QuorumNumber(NO_QUORUM, 0)  # of the last quorum
         self._last: frozenset[str] = frozenset()
         self._departed: set[str] = set()  # of the last quorum: lost, left, or back without it
         self._alarms = 0
@@ -177,22 +185,23 @@ class QuorumCore:
     # -- sessions
 
     def register(
-        self, session: int, replica_id: str, last_quorum_id: int, last_ids: Iterable[str], now: float
+        self, session: int, replica_id: str, last: QuorumNumber, last_ids: Iterable[str], now: float
     ) -> list[Decision]:
         """A replica opened a session (a number never used before) and says which quorum it saw last.
 
-        `last_quorum_id` is 0 or less, and `last_ids` empty, for one that has seen none.
+        The id of `last` is 0 or less, and `last_ids` empty, for one that has seen none; its round is 0
+        for one that does not know of rounds.
         """
         decisions = self.advance(now)
-        older = self._members.open_session(replica_id, Session(session, last_quorum_id))
+        older = self._members.open_session(replica_id, Session(session, last))
         if older is not None:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
-        self._learn(last_quorum_id, last_ids, now, decisions)
-        if last_quorum_id != self._last_id:
+        self._learn(last, last_ids, now, decisions)
+        if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
-        if self._is_over(last_quorum_id):
-            decisions.append(QuorumOver(session, replica_id, last_quorum_id))
+        if self._is_over(last):
+            decisions.append(QuorumOver(session, replica_id, last.quorum_id))
         self._form(now, decisions)
         return decisions
 
@@ -290,7 +299,7 @@ class QuorumCore:
         joined, awaited = sorted(self._joined), [i for i in self._members.ids() if i not in self._joined]
         expected = set(self._members.expected_ids())
         lines = [
-            f"last quorum {self._last_id}: {_names(sorted(self._last))}"
+            f"last quorum {self._number.quorum_id}: {_names(sorted(self._last))}"
             if self._last
             else "no quorum so far",
             f"gone since: {_names(sorted(self._departed))}" if self._departed else "",
@@ -352,18 +361,19 @@ class QuorumCore:
         chosen = self._joined
         if self._is_shrinking():
             chosen = {i: join for i, join in chosen.items() if i in self._last}
-        last, last_id = self._last, self._last_id
-        self._adopt(self._next_id(chosen), last if self._is_same(chosen) else frozenset(chosen))
+        last, last_id = self._last, self._number.quorum_id
+        number = QuorumNumber(self._next_id(chosen), self._highest_round + 1)
+        self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
         self._begin_round(chosen, now)
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
         for replica_id in callers:
             self._members.close_call(replica_id, now)
         return QuorumFormed(
-            Quorum(self._last_id, tuple(chosen[i].member for i in ids)),
+            Quorum(*number, tuple(chosen[i].member for i in ids)),
             sessions=self._sessions(i for i in ids if chosen[i].in_session),
             callers=callers,
-            new_id=self._last_id != last_id,
+            new_id=number.quorum_id != last_id,
             joined=tuple(sorted(self._last - last)),
             left=tuple(sorted(last - self._last)),
         )
@@ -371,7 +381,7 @@ class QuorumCore:
     def _next_id(self, chosen: dict[str, _Join]) -> int:
         failed = any(join.member.commit_failures > 0 for join in chosen.values())
         if self._is_same(chosen) and not self._departed and not failed:
-            return self._last_id
+            return self._number.quorum_id
         return self._highest_id + 1
 
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
@@ -431,41 +441,47 @@ class QuorumCore:
         self._departed.add(replica_id)
         self._alarms += 1
         survivors = sorted(self._last - self._departed) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
-        decisions.append(MemberLost(self._last_id, replica_id, reason, self._sessions(survivors)))
+        decisions.append(MemberLost(self._number.quorum_id, replica_id, reason, self._sessions(survivors)))
         return True
 
-    def _is_over(self, quorum_id: int) -> bool:
+    def _is_over(self, number: QuorumNumber) -> bool:
         """Whether members of that quorum were told to give it up, or have gone on without it."""
-        return 0 < quorum_id < self._last_id or (quorum_id == self._last_id and self._alarms > 0)
+        if number.quorum_id <= 0:
+            return False
+        return number < self._number or (number == self._number and self._alarms > 0)
 
     def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
         sessions = (self._members.session_of(i) for i in replica_ids)
         return tuple(session.number for session in sessions if session is not None)
 
-    def _learn(self, quorum_id: int, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
+    def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
         """A replica reports the last quorum it knows of: news only after this lighthouse was restarted."""
-        self._highest_id = max(self._highest_id, quorum_id)
+        self._use_up(number)
         ids = frozenset(ids)
-        if quorum_id <= max(self._last_id, 0) or not ids:
+        if number.quorum_id <= 0 or number <= self._number or not ids:
             return
-        self._adopt(quorum_id, ids)
+        self._adopt(number, ids)
         decisions += [
-            QuorumOver(session.number, replica_id, session.last_quorum_id)
+            QuorumOver(session.number, replica_id, session.last.quorum_id)
             for replica_id, session in self._members.sessions()
-            if self._is_over(session.last_quorum_id)
+            if self._is_over(session.last)
         ]
         self._missing = len(ids - self._joined.keys())
         self._members.expect(ids, now + self._reconnect_grace)
         for replica_id in sorted(ids):
             session = self._members.session_of(replica_id)
-            if session is not None and session.last_quorum_id != quorum_id:
+            if session is not None and session.last != number:
                 self._depart(replica_id, "came back without the quorum", decisions)
 
-    def _adopt(self, quorum_id: int, ids: frozenset[str]) -> None:
-        self._last_id, self._last = quorum_id, ids
-        self._highest_id = max(self._highest_id, quorum_id)
+    def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
+        self._number, self._last = number, ids
+        self._use_up(number)
         self._departed = set()
         self._alarms = 0
+
+    def _use_up(self, number: QuorumNumber) -> None:
+        self._highest_id = max(self._highest_id, number.quorum_id)
+        self._highest_round = max(self._highest_round, number.round)
 
 
 def _names(ids: list[str]) -> str:

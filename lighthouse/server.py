@@ -23,6 +23,7 @@ import grpc.aio
 from lighthouse import codec
 from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
+from lighthouse.membership import QuorumNumber
 from lighthouse.net import Address, Keepalive, make_aio_server
 from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.session import Refusal, ReplicaSession
@@ -33,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, bytes]
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
 _TEXT_MAX = 4096  # of an id or an address
-_QUORUM_ID_MAX = 2**62  # leaves room to count on from
+_NUMBER_MAX = 2**62  # of a quorum id or a round: leaves room to count on from
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
 _SUPERSEDED = Refusal(grpc.StatusCode.ABORTED, "a newer session of this replica took this one's place")
@@ -166,7 +167,7 @@ class Lighthouse:
         decisions = self._core.register(
             session.number,
             register.replica_id,
-            register.last_quorum_id,
+            QuorumNumber(register.last_quorum_id, register.last_quorum_round),
             register.last_quorum_replica_ids,
             self._loop.time(),
         )
@@ -214,8 +215,10 @@ class Lighthouse:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 
     async def _check_report(self, register: pb.Register, context: Context) -> None:
-        if register.last_quorum_id > _QUORUM_ID_MAX:
-            await _refuse(context, f"last_quorum_id {register.last_quorum_id} is beyond {_QUORUM_ID_MAX}")
+        for name in ("last_quorum_id", "last_quorum_round"):
+            number = getattr(register, name)
+            if number > _NUMBER_MAX:
+                await _refuse(context, f"{name} {number} is beyond {_NUMBER_MAX}")
         if len(register.last_quorum_replica_ids) > self.config.replicas_max:
             await _refuse(
                 context, f"last_quorum_replica_ids has more than {self.config.replicas_max} entries"

@@ -32,14 +32,16 @@ class QuorumMember(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "participants", "created")
+    __slots__ = ("quorum_id", "participants", "created", "round")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
     created: _timestamp_pb2.Timestamp
-    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    round: int
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ...) -> None: ...
 
 class LighthouseQuorumRequest(_message.Message):
     __slots__ = ("requester",)
@@ -74,20 +76,22 @@ class SessionRequest(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids")
+    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_ROUND_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
     world_size: int
     last_quorum_id: int
     last_quorum_replica_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    last_quorum_round: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)

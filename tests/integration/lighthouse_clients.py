@@ -71,7 +71,12 @@ class SessionClient:
     """A replica group's session, with a thread that collects what comes down."""
 
     def __init__(
-        self, address: str, replica_id: str, last: tuple[int, list[str]] = (0, []), *, reads: bool = True
+        self,
+        address: str,
+        replica_id: str,
+        last: tuple[int, int, list[str]] = (0, 0, []),
+        *,
+        reads: bool = True,
     ) -> None:
         self.replica_id = replica_id
         self._channel = make_channel(parse_address(address))
@@ -88,7 +93,10 @@ class SessionClient:
             self.start_reading()
         self.send(
             register=pb.Register(
-                replica_id=replica_id, last_quorum_id=last[0], last_quorum_replica_ids=last[1]
+                replica_id=replica_id,
+                last_quorum_id=last[0],
+                last_quorum_round=last[1],
+                last_quorum_replica_ids=last[2],
             )
         )
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -255,7 +256,7 @@ def test_ids_grow_over_a_restart() -> None:
 
 
 def test_replicas_go_on_in_their_quorum_after_a_restart() -> None:
-    last = (41, ["a", "b", "c"])
+    last = (41, 7, ["a", "b", "c"])
     with LighthouseProcess("--min_replicas=1", "--reconnect_grace_ms=60000") as daemon:
         address = daemon.address
         with SessionClient(address, "a", last) as a, SessionClient(address, "b", last) as b:
@@ -265,13 +266,28 @@ def test_replicas_go_on_in_their_quorum_after_a_restart() -> None:
             b.join()
             with SessionClient(address, "c", last) as c:
                 c.join()
-                assert (a.quorum().quorum_id, ids_of(b.quorum())) == (41, ["a", "b", "c"])
+                quorum = a.quorum()
+                assert (quorum.quorum_id, quorum.round) == (41, 8)
+                assert ids_of(b.quorum()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_who_waits_in_a_quorum_that_others_missed_is_told_after_a_restart(first: str) -> None:
+    """The lighthouse died while it handed out round 8 of quorum 41: a has got it, b has not."""
+    with LighthouseProcess("--min_replicas=2") as daemon, ExitStack() as sessions:
+        clients = {}
+        for replica_id in sorted("ab", reverse=first == "b"):
+            last = (41, 8 if replica_id == "a" else 7, ["a", "b"])
+            clients[replica_id] = sessions.enter_context(SessionClient(daemon.address, replica_id, last))
+            clients[replica_id].registered()
+        lost = clients["a"].member_lost()
+        assert (lost.quorum_id, lost.replica_id, lost.reason) == (41, "b", "came back without the quorum")
 
 
 def test_members_that_do_not_come_back_after_a_restart_are_given_up() -> None:
     with (
         LighthouseProcess("--min_replicas=1", "--reconnect_grace_ms=300") as daemon,
-        SessionClient(daemon.address, "a", (41, ["a", "b"])) as a,
+        SessionClient(daemon.address, "a", (41, 7, ["a", "b"])) as a,
     ):
         a.registered()
         a.join()
@@ -294,6 +310,7 @@ def test_members_that_do_not_come_back_after_a_restart_are_given_up() -> None:
         ({"register": pb.Register()}, "replica_id is empty"),
         ({"register": pb.Register(replica_id="x" * 5000)}, "replica_id is longer than 4096 characters"),
         ({"register": pb.Register(replica_id="a", last_quorum_id=2**63 - 1)}, "last_quorum_id"),
+        ({"register": pb.Register(replica_id="a", last_quorum_round=2**63 - 1)}, "last_quorum_round"),
     ],
 )
 def test_a_session_with_a_bad_first_message_is_refused(

@@ -87,6 +87,7 @@ class ReplicaGroup:
     world_size: int
     lost_reason: str | None = None
     last_quorum_id: int = 0
+    last_quorum_round: int = 0
     last_quorum_replica_ids: tuple[str, ...] = ()
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
@@ -119,14 +120,17 @@ class ReplicaGroup:
         """A session with the lighthouse is open, and it knows nothing of what was said before."""
         return [] if self._open_join is None else [self._open_join]
 
-    def quorum_formed(self, quorum_id: int, participants: Sequence[QuorumMemberLike]) -> list[Effect]:
-        """The lighthouse announces a quorum."""
+    def quorum_formed(
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
+    ) -> list[Effect]:
+        """The lighthouse announces a quorum; the round is 0 where it does not count them (torchft's own)."""
         replica_ids = tuple(sorted(member.replica_id for member in participants))
         if self._open_join is None or self.replica_id not in replica_ids:
             return []
         joins, self._joins, self._open_join = self._joins, {}, None
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
+        self.last_quorum_round = round_number
         return [
             RankQuorum(rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())

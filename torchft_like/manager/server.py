@@ -174,6 +174,7 @@ class ManagerServer:
             world_size=self._group.world_size,
             last_quorum_id=self._group.last_quorum_id,
             last_quorum_replica_ids=self._group.last_quorum_replica_ids,
+            last_quorum_round=self._group.last_quorum_round,
         )
 
     def lighthouse_connected(self) -> None:
@@ -186,7 +187,7 @@ class ManagerServer:
             rank.lighthouse_disconnected(reason)
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
-        self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants))
+        self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
 
     def member_lost(self, lost: pb.MemberLost) -> None:
         self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason))

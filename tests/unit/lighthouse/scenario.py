@@ -5,7 +5,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
 
     new KEY=VALUE ...      a lighthouse (another `new` is its restart); keys of LighthouseConfig, or first_id
     wait MS                time passes, and what is due happens
-    register R [last=ID:A,B]
+    register R [last=ID/ROUND:A,B]  what it saw last; without /ROUND, it does not know of rounds
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
     leave R, lost R                 the same
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 
 SEPARATOR = "----"
@@ -73,9 +74,11 @@ class _Player:
     def _register(self, replica_id: str, last: str = "0:") -> list[Decision]:
         self._number += 1
         self._sessions[replica_id] = self._number
-        quorum_id, ids = last.split(":")
+        quorum, ids = last.split(":")
+        quorum_id, _, round_number = quorum.partition("/")
+        number = QuorumNumber(int(quorum_id), int(round_number or 0))
         last_ids = [i for i in ids.split(",") if i]
-        return self._core.register(self._number, replica_id, int(quorum_id), last_ids, self._now)
+        return self._core.register(self._number, replica_id, number, last_ids, self._now)
 
     def _join(self, who: str, **named: str) -> list[Decision]:
         replica_id, session = self._session(who)
@@ -109,7 +112,8 @@ def _member(replica_id: str, named: dict[str, str]) -> Member:
 def _show(decision: Decision) -> str:
     if isinstance(decision, QuorumFormed):
         members = " ".join(m.replica_id for m in decision.quorum.participants)
-        text = f"quorum {decision.quorum.quorum_id} of {members}; answers {_sessions(decision.sessions)}"
+        number = f"{decision.quorum.quorum_id}/{decision.quorum.round}"
+        text = f"quorum {number} of {members}; answers {_sessions(decision.sessions)}"
         text += f" and calls of {' '.join(sorted(decision.callers))}" if decision.callers else ""
         if not decision.new_id:
             return f"{text}; same id"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
 
 REPLICAS = 1000
+NONE = QuorumNumber(0, 0)
 
 
 def _core_with_quorum() -> QuorumCore:
     core = QuorumCore(LighthouseConfig(min_replicas=REPLICAS // 4), 1)
     for number in range(REPLICAS):
-        core.register(number, f"{number:04}", 0, [], now=0.0)
+        core.register(number, f"{number:04}", NONE, [], now=0.0)
     decisions = [core.join(n, Member(f"{n:04}"), now=1.0) for n in range(REPLICAS)]
     assert [len(d) for d in decisions] == [0] * (REPLICAS - 1) + [1]
     return core
@@ -68,6 +70,6 @@ def test_events_of_unknown_sessions_and_replicas_change_nothing() -> None:
 
 def test_a_session_cannot_join_for_another_replica() -> None:
     core = QuorumCore(LighthouseConfig(), 1)
-    core.register(1, "a", 0, [], now=0.0)
+    core.register(1, "a", NONE, [], now=0.0)
     assert core.join(1, Member("b"), now=0.0) == []
     assert "b" not in core

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import (
     Decision,
     Member,
@@ -20,7 +21,9 @@ from lighthouse.quorum import (
 REPLICAS = st.sampled_from("abcdefg")
 RESTART_MS = 10_000  # how far the wall clock is ahead of all ids at the next start
 
-Seen = tuple[int, frozenset[str]]
+Seen = tuple[QuorumNumber, frozenset[str]]
+
+NOTHING: Seen = (QuorumNumber(0, 0), frozenset())
 
 
 class LighthouseHistory(RuleBasedStateMachine):
@@ -36,6 +39,7 @@ class LighthouseHistory(RuleBasedStateMachine):
         self.ids: dict[int, frozenset[str]] = {}  # every quorum id ever given, and its members
         self.newest_id = 0
         self.last_seen: dict[str, Seen] = {}  # the last quorum each replica was answered with
+        self.seen_before: dict[str, Seen] = {}  # and the one before that
         self._start()
 
     def _start(self) -> None:
@@ -44,29 +48,36 @@ class LighthouseHistory(RuleBasedStateMachine):
         )
         self.core = QuorumCore(self.config, self.first_id)
         self.owners: dict[int, str] = {}  # open sessions
+        self.knows: dict[
+            str, QuorumNumber
+        ] = {}  # by replica with a session: what it was told in it, or reported
+        self.waits: dict[str, Seen] = {}  # the same, unless it was told that it need not wait for the others
+        self.left: set[str] = set()  # whoever left in good order, and is in no quorum since
         self.joined: dict[str, Member] = {}
         self.calling: set[str] = set()
-        self.last: Seen = (0, frozenset())  # the quorum that this lighthouse takes for the last one
+        self.last = NOTHING  # the quorum that this lighthouse takes for the last one
         self.broken: set[str] = set()  # of these, who was gone since
         self.unary: dict[str, float] = {}  # when a unary caller was last heard of
 
     # -- events
 
-    @rule(target=sessions, replica_id=REPLICAS, forgetful=st.booleans())
-    def register(self, replica_id: str, forgetful: bool) -> int:
+    @rule(target=sessions, replica_id=REPLICAS, memory=st.sampled_from(["good", "good", "missed", "none"]))
+    def register(self, replica_id: str, memory: str) -> int:
+        """It reports what it saw; the last answer may have been on its way when the connection broke."""
         self.number += 1
-        quorum_id, ids = (
-            (0, frozenset[str]()) if forgetful else self.last_seen.get(replica_id, (0, frozenset()))
-        )
+        if memory == "missed":
+            self.last_seen[replica_id] = self.seen_before.get(replica_id, NOTHING)
+        seen = NOTHING if memory == "none" else self.last_seen.get(replica_id, NOTHING)
         self.owners = {n: r for n, r in self.owners.items() if r != replica_id}
         self.owners[self.number] = replica_id
         if replica_id not in self.calling:
             self.joined.pop(replica_id, None)
         self.unary.pop(replica_id, None)
-        if quorum_id > self.last[0]:
-            self.last, self.broken = (quorum_id, ids), set()
-        decisions = self.core.register(self.number, replica_id, quorum_id, ids, self.now)
-        self._check(decisions)
+        self.knows[replica_id], self.waits[replica_id] = seen[0], seen
+        if seen[0] > self.last[0]:
+            self.last, self.broken = seen, set()
+        self.broken |= {i for i in set(self.owners.values()) & self.last[1] if self.knows[i] != self.last[0]}
+        self._check(self.core.register(self.number, replica_id, *seen, self.now))
         return self.number
 
     @rule(session=sessions, shrink_only=st.booleans(), failures=st.sampled_from([0, 0, 0, 1]))
@@ -88,6 +99,7 @@ class LighthouseHistory(RuleBasedStateMachine):
     @rule(session=consumes(sessions))
     def leave(self, session: int) -> None:
         replica_id = self._close(session)
+        self.left |= set() if replica_id is None else {replica_id}
         decisions = self.core.leave(session, self.now)
         assert all(d.replica_id != replica_id for d in decisions if isinstance(d, MemberLost))
         self._check(decisions)
@@ -142,6 +154,15 @@ class LighthouseHistory(RuleBasedStateMachine):
         self._start()
         return multiple()
 
+    @rule(target=sessions, order=st.permutations("abcdefg"), missed=st.sets(REPLICAS))
+    def crash_while_answering(self, order: list[str], missed: set[str]) -> object:
+        """Two quorums, the second keeps the id if it can; some miss it, and all are back in any order."""
+        for session in sorted(self.owners) * 2:
+            self.join(session, shrink_only=False, failures=0)
+        present = [i for i in order if i in self.owners.values()]
+        self.restart()
+        return multiple(*(self.register(i, "missed" if i in missed else "good") for i in present))
+
     # -- properties
 
     @invariant()
@@ -156,6 +177,13 @@ class LighthouseHistory(RuleBasedStateMachine):
         assert self.core._shrinking == sum(m.shrink_only for m in self.joined.values())
 
     @invariant()
+    def nobody_waits_for_a_member_that_lacks_the_quorum(self) -> None:
+        present = set(self.owners.values()) - self.left
+        for replica_id in present:
+            number, ids = self.waits.get(replica_id, NOTHING)
+            assert all(self.knows[i] == number for i in ids & present), f"{replica_id} waits in {number}"
+
+    @invariant()
     def the_explanation_can_be_had_at_any_time(self) -> None:
         text = self.core.describe(self.now)
         assert "no quorum yet" in text
@@ -166,10 +194,13 @@ class LighthouseHistory(RuleBasedStateMachine):
             if isinstance(decision, QuorumFormed):
                 self._check_quorum(decision)
             elif isinstance(decision, MemberLost):
-                assert decision.replica_id not in {self.owners.get(n) for n in decision.sessions}
+                told = {self.owners[n] for n in decision.sessions}
+                assert decision.replica_id not in told
+                self._told(told, decision.quorum_id)
             elif isinstance(decision, QuorumOver):
                 assert self.owners[decision.session] == decision.replica_id
-                assert 0 < decision.quorum_id <= self.last[0]
+                assert 0 < decision.quorum_id <= self.last[0].quorum_id
+                self._told({decision.replica_id}, decision.quorum_id)
             else:
                 assert isinstance(decision, SessionSuperseded)
                 assert decision.session not in self.owners
@@ -177,15 +208,19 @@ class LighthouseHistory(RuleBasedStateMachine):
     def _check_quorum(self, formed: QuorumFormed) -> None:
         ids = frozenset(m.replica_id for m in formed.quorum.participants)
         self._check_members(formed, ids)
-        self._check_id(formed.quorum.quorum_id, ids, formed.new_id)
+        number = QuorumNumber(formed.quorum.quorum_id, formed.quorum.round)
+        self._check_number(number, ids, formed.new_id)
         assert {self.owners[n] for n in formed.sessions} | set(formed.callers) == ids
         for replica_id in ids:
-            self.last_seen[replica_id] = (formed.quorum.quorum_id, ids)
+            self.seen_before[replica_id] = self.last_seen.get(replica_id, NOTHING)
+            self.last_seen[replica_id] = self.waits[replica_id] = (number, ids)
+            self.knows[replica_id] = number
             del self.joined[replica_id]
         for replica_id in formed.callers:
             self.calling.discard(replica_id)
             self.unary[replica_id] = self.now
-        self.last, self.broken = (formed.quorum.quorum_id, ids), set()
+        self.left -= ids
+        self.last, self.broken = (number, ids), set()
 
     def _check_members(self, formed: QuorumFormed, ids: frozenset[str]) -> None:
         assert ids
@@ -200,8 +235,11 @@ class LighthouseHistory(RuleBasedStateMachine):
         shrinking = any(m.shrink_only for m in self.joined.values())
         assert ids == (self.joined.keys() & last if shrinking and last else self.joined.keys())
 
-    def _check_id(self, quorum_id: int, ids: frozenset[str], new_id: bool) -> None:
-        assert quorum_id >= self.newest_id
+    def _check_number(self, number: QuorumNumber, ids: frozenset[str], new_id: bool) -> None:
+        quorum_id = number.quorum_id
+        assert number > self.last[0]
+        for replica_id in ids & set(self.owners.values()):  # as callers report nothing
+            assert number > self.last_seen.get(replica_id, NOTHING)[0]
         if quorum_id in self.ids:
             assert self.ids[quorum_id] == ids, "an id was given to two sets of members"
             assert all(self.joined[i].commit_failures == 0 for i in ids)
@@ -209,9 +247,15 @@ class LighthouseHistory(RuleBasedStateMachine):
         else:
             assert new_id
         self.ids[quorum_id] = ids
-        self.newest_id = quorum_id
+        self.newest_id = max(self.newest_id, quorum_id)
 
     # -- bookkeeping
+
+    def _told(self, replica_ids: set[str], quorum_id: int) -> None:
+        """They give that quorum up: whatever they wait for in it, they wait no more."""
+        for replica_id in replica_ids:
+            if self.waits[replica_id][0].quorum_id == quorum_id:
+                self.waits[replica_id] = NOTHING
 
     def _close(self, session: int) -> str | None:
         replica_id = self.owners.pop(session, None)

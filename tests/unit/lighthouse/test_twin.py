@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Decision, Member, QuorumCore, QuorumFormed
 from tests.unit.lighthouse.twin import Twin
 
@@ -83,7 +84,8 @@ class _Story:
         self._sessions.append((number, replica_id))
         quorum_id = self._chance.choice((0, 0, 0, 100, 101, 102, 7, 8, 150))
         ids = self._chance.sample(self._replicas, self._chance.randint(0, 4)) if quorum_id else []
-        return "register", (number, replica_id, quorum_id, ids)
+        last = QuorumNumber(quorum_id, self._chance.randint(0, 3) if quorum_id else 0)
+        return "register", (number, replica_id, last, ids)
 
     def _member(self, replica_id: str) -> Member:
         chance = self._chance

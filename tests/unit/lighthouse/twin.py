@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import (
     ALARMS_PER_QUORUM_MAX,
     NO_QUORUM,
@@ -27,7 +28,7 @@ class Open:
 
     number: int
     replica_id: str
-    last_quorum_id: int
+    last: QuorumNumber
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Twin:
         self.expected: list[str] = []
         self.expected_until = 0.0
         self.joined: list[Joined] = []
-        self.last: tuple[int, frozenset[str]] = (NO_QUORUM, frozenset())
+        self.last: tuple[QuorumNumber, frozenset[str]] = (QuorumNumber(NO_QUORUM, 0), frozenset())
         self.departed: list[str] = []
         self.alarms = 0
         self.highest_id = first_quorum_id - 1
+        self.highest_round = 0
 
     # -- facts
 
@@ -83,19 +85,20 @@ class Twin:
     # -- events
 
     def register(
-        self, number: int, replica_id: str, last_id: int, ids: list[str], now: float
+        self, number: int, replica_id: str, last: QuorumNumber, ids: list[str], now: float
     ) -> list[Decision]:
         out = self.advance(now)
         older = [s for s in self.sessions if s.replica_id == replica_id]
         self.clear(replica_id, joined=False)
-        self.sessions.append(Open(number, replica_id, last_id))
+        self.sessions.append(Open(number, replica_id, last))
         for session in older:
             out.append(SessionSuperseded(session.number, replica_id))
             self.answer_no_more(replica_id, session=True)
-        self.highest_id = max(self.highest_id, last_id)
-        if last_id > max(self.last[0], 0) and ids:
-            self.learn(last_id, frozenset(ids), now, out)
-        if last_id != self.last[0]:
+        self.highest_id = max(self.highest_id, last.quorum_id)
+        self.highest_round = max(self.highest_round, last.round)
+        if last.quorum_id > 0 and last > self.last[0] and ids:
+            self.learn(last, frozenset(ids), now, out)
+        if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
         out += self.over([s for s in self.sessions if s.number == number])
         return out + self.form(now)
@@ -103,21 +106,20 @@ class Twin:
     def over(self, sessions: list[Open]) -> list[Decision]:
         """The alarms that these sessions missed."""
         return [
-            QuorumOver(s.number, s.replica_id, s.last_quorum_id)
+            QuorumOver(s.number, s.replica_id, s.last.quorum_id)
             for s in sorted(sessions, key=lambda s: s.replica_id)
-            if s.last_quorum_id > 0
-            and (s.last_quorum_id < self.last[0] or (s.last_quorum_id == self.last[0] and self.alarms))
+            if s.last.quorum_id > 0 and (s.last < self.last[0] or (s.last == self.last[0] and self.alarms))
         ]
 
-    def learn(self, last_id: int, ids: frozenset[str], now: float, out: list[Decision]) -> None:
+    def learn(self, last: QuorumNumber, ids: frozenset[str], now: float, out: list[Decision]) -> None:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
-        self.last, self.departed, self.alarms = (last_id, ids), [], 0
+        self.last, self.departed, self.alarms = (last, ids), [], 0
         out += self.over(self.sessions)
         self.expected = []
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
-            if session.last_quorum_id != last_id:
+            if session.last != last:
                 self.depart(session.replica_id, "came back without the quorum", out)
 
     def join(self, number: int, member: Member, now: float) -> list[Decision]:
@@ -204,17 +206,19 @@ class Twin:
     def next_quorum(self, now: float) -> QuorumFormed:
         chosen = sorted(self.chosen(), key=lambda j: j.member.replica_id)
         ids = frozenset(j.member.replica_id for j in chosen)
-        last_id, last = self.last
+        (last_id, _), last = self.last
         keeps = ids == last and not self.departed and all(j.member.commit_failures <= 0 for j in chosen)
         quorum_id = last_id if keeps else self.highest_id + 1
         self.highest_id = max(self.highest_id, quorum_id)
-        self.last, self.departed, self.alarms = (quorum_id, ids), [], 0
+        self.highest_round += 1
+        self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
+        self.departed, self.alarms = [], 0
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
             self.end_call(replica_id, now)
         return QuorumFormed(
-            Quorum(quorum_id, tuple(j.member for j in chosen)),
+            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen)),
             self.numbers({j.member.replica_id for j in chosen if j.in_session}),
             tuple(callers),
             quorum_id != last_id,
@@ -256,7 +260,7 @@ class Twin:
             out.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 
     def depart(self, replica_id: str, reason: str, out: list[Decision]) -> bool:
-        quorum_id, ids = self.last
+        (quorum_id, _), ids = self.last
         if replica_id not in ids or replica_id in self.departed:
             return False
         self.departed.append(replica_id)

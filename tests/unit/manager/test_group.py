@@ -53,17 +53,28 @@ def test_a_quorum_answers_every_rank_once() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(0))
     group.rank_joined(join(1))
-    effects = group.quorum_formed(9, members("b", "a"))
+    effects = group.quorum_formed(9, members("b", "a"), 1)
     assert [e.group_rank for e in effects if isinstance(e, RankQuorum)] == [0, 1]
-    assert group.quorum_formed(9, members("b", "a")) == []
+    assert group.quorum_formed(9, members("b", "a"), 1) == []
     assert (group.last_quorum_id, group.last_quorum_replica_ids) == (9, ("a", "b"))
+
+
+def test_the_round_of_the_last_quorum_is_remembered_also_where_its_id_is_kept() -> None:
+    group = ReplicaGroup("a", 1)
+    assert group.last_quorum_round == 0
+    for round_number in (4, 5):
+        group.rank_joined(join(0))
+        group.quorum_formed(9, members("a"), round_number)
+        assert (group.last_quorum_id, group.last_quorum_round) == (9, round_number)
+    group.quorum_formed(9, members("a"), 6)  # nobody waited for this one: no rank has it
+    assert group.last_quorum_round == 5
 
 
 def test_a_quorum_without_this_group_leaves_the_join_open() -> None:
     group = ReplicaGroup("a", 1)
     group.rank_joined(join(0))
-    assert group.quorum_formed(9, members("b")) == []
-    assert kinds(group.quorum_formed(10, members("a", "b"))) == [RankQuorum]
+    assert group.quorum_formed(9, members("b"), 1) == []
+    assert kinds(group.quorum_formed(10, members("a", "b"), 1)) == [RankQuorum]
 
 
 def test_an_open_join_is_repeated_after_a_reconnect() -> None:
@@ -71,7 +82,7 @@ def test_an_open_join_is_repeated_after_a_reconnect() -> None:
     assert group.lighthouse_connected() == []
     [opened] = group.rank_joined(join(0))
     assert group.lighthouse_connected() == [opened]
-    group.quorum_formed(9, members("a"))
+    group.quorum_formed(9, members("a"), 1)
     assert group.lighthouse_connected() == []
 
 
@@ -94,14 +105,14 @@ def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> No
     group.rank_voted(0, 4, True)
     group.rank_joined(join(0))
     group.rank_joined(join(1))
-    group.quorum_formed(9, members("a"))
+    group.quorum_formed(9, members("a"), 1)
     assert group.rank_voted(1, 4, True) == []
 
 
 def test_only_losses_in_the_current_quorum_are_passed_on() -> None:
     group = ReplicaGroup("a", 1)
     group.rank_joined(join(0))
-    group.quorum_formed(9, members("a", "b"))
+    group.quorum_formed(9, members("a", "b"), 1)
     assert group.member_lost(8, "b", "old") == []
     assert group.member_lost(9, "b", "gone") == [LossNotice(9, "b", "gone")]
 
