@@ -68,6 +68,9 @@ class Backend(Protocol):
     def set_timeout(self, timeout: timedelta) -> None:
         """The limit of each operation from now on."""
 
+    def break_off(self) -> None:
+        """Break the connections to the peers; must not block."""
+
     def close(self) -> None:
         """Give everything back; may block for a moment."""
 
@@ -177,17 +180,24 @@ class Generation:
             # The bound method is in no variable: an error that somebody keeps must not keep the backend.
             work = methods[collective.name](*args, **kwargs)
         except RuntimeError as error:
-            if (better := self.explain(error)) is not None:
-                raise better from error
+            if self.abort_signal.reason is not None:
+                raise self._aborted() from error
             raise
         return None if work is None else GroupWork(work, self.explain)
 
     def explain(self, error: Exception) -> Exception | None:
-        """Record an error of the backend; what the caller shall see instead of it, if anything."""
+        """An operation failed: what the caller shall see instead of the error, if anything.
+
+        After one failure the backend is of no use, and a peer may wait for what will never come:
+        the connections are given up, so that it fails, too.
+        """
         if self.abort_signal.reason is not None:
             return self._aborted()
         if self._failure is None:
             self._failure = type(error)(*error.args)  # a copy: frames would keep the backend
+        with self._lock:
+            if self._backend is not None:
+                self._backend.break_off()
         return None
 
     def error(self) -> Exception | None:

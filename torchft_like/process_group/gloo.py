@@ -97,6 +97,10 @@ class _GlooBackend:
         if (gloo := self._gloo) is not None:
             gloo.set_timeout(timeout)
 
+    def break_off(self) -> None:
+        """See generation.Backend."""
+        self._device.cut()
+
     def close(self) -> None:
         """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""
         self._abort.remove(self._device.cut)

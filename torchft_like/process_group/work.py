@@ -19,7 +19,7 @@ class GroupWork(Work):
     """An operation of a backend, whose errors are told in the group's words.
 
     `get_future` is the backend's own future: it completes on the backend's thread and carries its
-    tensors, or its error as it was.
+    tensors, or its error as it was. Only `wait` tells the group of an error.
     """
 
     def __init__(self, work: Work, explain: Explain) -> None:

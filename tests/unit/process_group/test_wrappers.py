@@ -1,0 +1,384 @@
+"""Dummy, forwarding, error-swallowing, managed and fault-injecting groups."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+
+from torchft_like.errors import (
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    ProcessGroupNotConfiguredError,
+)
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+from torchft_like.process_group.work import DoneWork
+
+from .conftest import LIMIT_S, Party
+from .test_collectives import ALONE
+
+NAMES = [row.name for row in COLLECTIVES]
+
+
+class OopsError(Exception):
+    """A fault that nobody else raises."""
+
+
+def ones() -> Tensor:
+    return torch.ones(2)
+
+
+# Dummy
+
+
+@pytest.mark.parametrize(("rank", "world"), [(1, 1), (0, 2), (1, 2)])
+def test_a_dummy_is_a_group_of_one(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="world of 1"):
+        ProcessGroupDummy(rank, world)
+
+
+def test_a_dummy_counts_and_gives_what_a_group_of_one_gives() -> None:
+    group = ProcessGroupDummy(0, 1)
+    group.configure("anything", 3, 7)
+    outputs = [torch.zeros(2)]
+    dist.all_gather(outputs, ones(), group=group)
+    work = group.allreduce([ones()])
+    assert torch.equal(work.get_future().wait()[0], ones())
+    assert torch.equal(outputs[0], ones())
+    assert dict(group.calls) == {"allgather": 1, "allreduce": 1}
+    assert (group.configure_count, group.wait_count, group.get_future_count) == (1, 1, 1)
+    assert (group.rank(), group.size(), group.errored()) == (0, 1, None)
+
+
+def test_a_dummy_serves_ddp() -> None:
+    group = ProcessGroupDummy(0, 1)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
+    model(ones()).sum().backward()
+    assert next(model.parameters()).grad is not None
+    assert group.calls["allreduce"] > 0
+
+
+# Forwarding
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrapper_hands_every_collective_to_its_inner_group(name: str) -> None:
+    inner = ProcessGroupDummy(0, 1)
+    args, _ = ALONE[name] if name not in PER_RANK_OF_ONE else (PER_RANK_OF_ONE[name], None)
+    getattr(ProcessGroupWrapper(pg=inner), name)(*args)
+    assert inner.calls[name] == 1
+
+
+PER_RANK_OF_ONE: dict[str, tuple[Any, ...]] = {
+    "alltoall": ([torch.zeros(2)], [torch.ones(2)]),
+    "alltoall_base": (torch.zeros(2), torch.ones(2), [], []),
+}
+
+
+def test_a_wrapper_without_an_inner_group_says_so() -> None:
+    group = ProcessGroupWrapper()
+    with pytest.raises(ProcessGroupNotConfiguredError):
+        group.allreduce([ones()])
+    with pytest.raises(ProcessGroupNotConfiguredError):
+        group.configure("127.0.0.1:1/x", 0, 1)
+
+
+# Swallowing
+
+
+class Broken(ProcessGroupDummy):
+    """Fails in the way that is asked for."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(0, 1)
+        self.how = how
+
+    def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:
+        super()._run(collective, args, kwargs)
+        if self.how == "call" or collective.blocking:
+            raise OopsError
+        return DoneWork([], OopsError())
+
+
+@pytest.mark.parametrize("how", ["call", "work"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_error_of_any_collective_comes_out(name: str, how: str) -> None:
+    inner = Broken(how)
+    group = ErrorSwallowingProcessGroupWrapper(inner)
+    args = PER_RANK_OF_ONE.get(name, ALONE[name][0])
+    work = getattr(group, name)(*args)
+    if work is not None:
+        assert work.wait()
+        work.get_future().wait()
+        assert work.exception() is None
+    assert isinstance(group.error(), OopsError)
+    assert group.errored() is group.error()
+    getattr(group, name)(*args)
+    assert inner.calls[name] == 1, "after an error it is skipped"
+
+
+def test_a_future_alone_tells_the_group_of_its_error() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(Broken("work"))
+    tensor = ones()
+    result = group.allreduce([tensor]).get_future().wait()
+    assert result[0] is tensor
+    assert isinstance(group.error(), OopsError)
+
+
+def test_skipped_collectives_leave_defined_outputs_until_configure() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
+    group.report_error(OopsError())
+    group.report_error(ValueError("a later one does not count"))
+    output = torch.full((2,), float("nan"))
+    work = group._allgather_base(output, ones())
+    assert torch.equal(output, ones())
+    assert torch.equal(work.get_future().wait()[0], ones())
+    assert isinstance(group.error(), OopsError)
+    group.configure("anything", 0, 1)
+    assert group.error() is None
+
+
+def test_mistakes_of_the_caller_do_come_out() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
+    with pytest.raises(TypeError):
+        group.allreduce()  # type: ignore[call-overload]
+    assert group.error() is None
+
+
+def test_an_error_from_before_configure_is_no_news_after_it(party: Party) -> None:
+    first, second = party.meet(2)
+    group = ErrorSwallowingProcessGroupWrapper(first)
+    old = group.allreduce([ones()])
+    configure_again(party, [group, second])
+    assert old.wait()
+    assert group.error() is None
+
+
+def configure_again(party: Party, groups: list[ProcessGroup]) -> None:
+    party.configure(groups)
+
+
+def test_errors_of_gloo_are_swallowed(party: Party) -> None:
+    first, _ = party.meet(2)
+    group = ErrorSwallowingProcessGroupWrapper(first)
+    works = [group.allreduce([ones()]) for _ in range(3)]
+    group.abort("on purpose")
+    for work in works:
+        assert work.wait()
+        work.get_future().wait()
+    assert group.error() is not None
+
+
+# Managed
+
+
+class FakeManager:
+    """Averages over its participants by multiplying, and remembers what it is told."""
+
+    def __init__(self, pg: ProcessGroup, participants: int = 1) -> None:
+        self.process_group = pg
+        self.participants = participants
+        self.error: Exception | None = None
+        self.reduced: list[Any] = []
+        self.quorums_waited_for = 0
+
+    def wait_quorum(self) -> None:
+        self.quorums_waited_for += 1
+
+    def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> DoneWork:
+        self.reduced.append(reduce_op)
+        return DoneWork([tensor.mul_(10)])
+
+    def num_participants(self) -> int:
+        return self.participants
+
+    def participating_rank(self) -> int | None:
+        return 0
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def report_error(self, e: Exception) -> None:
+        self.error = self.error or e
+
+
+def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
+    manager = FakeManager(ProcessGroupDummy(0, 1))
+    group = ManagedProcessGroup(manager)
+    first, second, third = ones(), ones(), ones()
+    group.allreduce([first, second]).wait()
+    group.allreduce_coalesced([third]).wait()
+    dist.all_reduce(third, ReduceOp.MAX, group=group)
+    assert [first[0].item(), second[0].item(), third[0].item()] == [10, 10, 100]
+    assert [ReduceOp(op) for op in manager.reduced] == [ReduceOp(ReduceOp.SUM)] * 3 + [ReduceOp(ReduceOp.MAX)]
+    result = group.allreduce([first, second]).get_future().wait()
+    assert result[1] is second
+    assert manager.quorums_waited_for == 4
+
+
+def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:
+    group = ManagedProcessGroup(FakeManager(ProcessGroupDummy(0, 1), participants=5))
+    assert group.size() == 5
+    assert group.getSize() == 5
+    assert group.rank() == 0
+
+
+@pytest.mark.parametrize("how", ["call", "work"])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("allreduce")])
+def test_errors_of_every_other_collective_go_to_the_manager(name: str, how: str) -> None:
+    inner = Broken(how)
+    manager = FakeManager(inner)
+    args = PER_RANK_OF_ONE.get(name, ALONE[name][0])
+    work = getattr(ManagedProcessGroup(manager), name)(*args)
+    if work is not None:
+        assert work.wait()
+    assert isinstance(manager.error, OopsError)
+    getattr(ManagedProcessGroup(manager), name)(*args)
+    assert inner.calls[name] == 1, "after an error it is skipped"
+
+
+@pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
+def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name: str) -> None:
+    inner = ProcessGroupDummy(0, 1)
+    manager = FakeManager(inner, participants=3)
+    getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
+    assert inner.calls[name] == 0
+    assert isinstance(manager.error, ProcessGroupError)
+
+
+def test_a_managed_group_is_configured_by_its_manager_only() -> None:
+    with pytest.raises(ProcessGroupError, match="Manager"):
+        ManagedProcessGroup(FakeManager(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
+
+
+def test_ddp_over_a_managed_group_gets_the_managers_gradients() -> None:
+    manager = FakeManager(ProcessGroupDummy(0, 1))
+    group = ManagedProcessGroup(manager)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
+    model(ones()).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert gradient.flatten().tolist() == [10.0, 10.0]
+
+
+# Fault injection
+
+
+def test_the_peers_name_is_an_alias() -> None:
+    assert FakeProcessGroupWrapper is FaultInjectingProcessGroup
+
+
+def test_a_reported_future_error_reaches_wait_and_future_of_the_next_collective_only() -> None:
+    for ask in ("wait", "get_future"):
+        inner = ProcessGroupDummy(0, 1)
+        group = FaultInjectingProcessGroup(inner)
+        group.report_future_error(OopsError("planted"))
+        work = group.allreduce([ones()])
+        with pytest.raises(OopsError, match="planted"):
+            work.wait() if ask == "wait" else work.get_future().wait()
+        assert group.allreduce([ones()]).wait()
+        assert inner.calls["allreduce"] == 2, "the faulty one was run, too"
+        assert group.injected == 1
+
+
+def test_the_nth_call_of_a_named_collective_fails() -> None:
+    group = FaultInjectingProcessGroup(ProcessGroupDummy(0, 1))
+    group.fail("allreduce", OopsError(), call=3)
+    felt = []
+    for number in range(1, 6):
+        group.broadcast_one(ones(), 0).wait()
+        try:
+            group.allreduce([ones()]).wait()
+        except OopsError:
+            felt.append(number)
+    assert felt == [3]
+    assert group.injected == 1
+
+
+def test_a_refused_call_raises_and_never_runs() -> None:
+    inner = ProcessGroupDummy(0, 1)
+    group = FaultInjectingProcessGroup(inner)
+    group.refuse("all_gather_single", OopsError())
+    with pytest.raises(OopsError):
+        group._allgather_base(torch.zeros(2), ones())
+    assert inner.calls["_allgather_base"] == 0
+
+
+def test_a_hung_collective_hangs_until_an_abort(party: Party) -> None:
+    inner = ProcessGroupDummy(0, 1)
+    group = FaultInjectingProcessGroup(inner)
+    group.hang("allreduce")
+    group.hang("broadcast")
+    work, other = group.allreduce([ones()]), group.broadcast_one(ones(), 0)
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(milliseconds=50))
+    told = threading.Event()
+    other.get_future().add_done_callback(lambda _: told.set())
+    assert not work.is_completed()
+    assert not told.is_set()
+    waiting = party.aside(work.wait)
+    group.abort()
+    with pytest.raises(ProcessGroupAbortedError):
+        waiting.result(LIMIT_S)
+    assert told.wait(LIMIT_S)
+    assert not inner.calls
+
+
+def test_a_delayed_call_begins_late_and_an_abort_ends_the_delay(party: Party) -> None:
+    inner = ProcessGroupDummy(0, 1)
+    group = FaultInjectingProcessGroup(inner)
+    group.delay("barrier", seconds=0.05)
+    group.barrier().wait()
+    assert (inner.calls["barrier"], group.injected) == (1, 1)
+    group.delay("allreduce", seconds=1000)
+    delayed = party.aside(lambda: group.allreduce([ones()]).wait())
+    while group.injected < 2:
+        threading.Event().wait(0.001)
+    assert inner.calls["allreduce"] == 0
+    group.abort()
+    assert delayed.result(LIMIT_S)
+
+
+def test_planting_a_fault_for_what_does_not_exist_is_a_value_error() -> None:
+    group = FaultInjectingProcessGroup(ProcessGroupDummy(0, 1))
+    with pytest.raises(ValueError, match="all_reduce"):
+        group.fail("all_reduce", OopsError())
+    with pytest.raises(ValueError, match="count from 1"):
+        group.hang("allreduce", call=0)
+
+
+def test_injected_faults_are_swallowed_like_real_ones(party: Party) -> None:
+    faulty = FaultInjectingProcessGroup(party.own(ProcessGroupGloo(30)))
+    group = ErrorSwallowingProcessGroupWrapper(faulty)
+    group.configure(party.prefix(), 0, 1)
+    faulty.fail("allreduce", OopsError(), call=2)
+    assert group.allreduce([ones()]).wait()
+    assert group.error() is None
+    assert group.allreduce([ones()]).wait()
+    assert isinstance(group.error(), OopsError)
+    group.configure(party.prefix(), 0, 1)
+    assert group.error() is None
+    assert group.allreduce([ones()]).wait()
+
+
+def test_every_name_of_a_collective_can_be_forwarded() -> None:
+    inner = ProcessGroupDummy(0, 1)
+    for name in BY_NAME:
+        assert callable(getattr(ProcessGroupWrapper(pg=inner), name))
