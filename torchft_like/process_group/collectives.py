@@ -263,6 +263,9 @@ _INPUTS = _second("input_tensors", "inputs", "input_tensor", "input")
 _OUTPUT_LISTS = _first("output_tensors", "output_lists", depth=2)
 _INPUT_LISTS = _second("input_tensors", "input_tensor", "input", depth=2)
 
+# Operations of two ranks, which Gloo carries out in the thread that waits for them.
+POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+
 COLLECTIVES: tuple[Collective, ...] = (
     _row("allreduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
     _row("allreduce_coalesced", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),

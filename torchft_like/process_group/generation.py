@@ -28,7 +28,8 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.process_group.collectives import COLLECTIVES, Collective
+from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
+from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import GroupWork
 
@@ -70,6 +71,9 @@ class Backend(Protocol):
 
     def break_off(self) -> None:
         """Break the connections to the peers; must not block."""
+
+    def is_still(self) -> bool:
+        """After an abort: whether nothing can touch a tensor any more, as far as two calls can tell."""
 
     def close(self) -> None:
         """Give everything back; may block for a moment."""
@@ -145,6 +149,7 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
     _failure: Exception | None = None
+    _operations: Operations = field(default_factory=Operations)
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -183,7 +188,10 @@ class Generation:
             if self.abort_signal.reason is not None:
                 raise self._aborted() from error
             raise
-        return None if work is None else GroupWork(work, self.explain)
+        if work is None:
+            return None
+        in_slices = collective.name not in POINT_TO_POINT
+        return GroupWork(work, self.explain, self._operations, in_slices=in_slices)
 
     def explain(self, error: Exception) -> Exception | None:
         """An operation failed: what the caller shall see instead of the error, if anything.
@@ -264,6 +272,8 @@ class Generation:
 
     def _dispose(self, backend: Backend) -> None:
         try:
+            if self.abort_signal.reason is not None:
+                self._operations.give_up(backend.is_still, self._aborted())
             backend.close()
         except Exception:
             _logger.exception("cleaning up after %s", self.membership)

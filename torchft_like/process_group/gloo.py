@@ -26,9 +26,12 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.work import AbandonableWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
+# They run the collectives. Gloo's other thread moves bytes, and has none to move without connections.
+GLOO_THREADS = ("pt_gloo_runloop",)
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
 
@@ -73,6 +76,7 @@ class _GlooBackend:
     def __init__(self, store: Store, host: str, membership: Membership, abort: AbortSignal) -> None:
         self._abort = abort
         self._device = GlooDevice(host)
+        self._stillness = Stillness(GLOO_THREADS)
         abort.add(self._device.cut)
         try:
             with _broken_off(self._device, membership.world_size, abort):
@@ -100,6 +104,10 @@ class _GlooBackend:
     def break_off(self) -> None:
         """See generation.Backend."""
         self._device.cut()
+
+    def is_still(self) -> bool:
+        """See generation.Backend."""
+        return self._device.connections() == 0 and self._stillness.look()
 
     def close(self) -> None:
         """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""

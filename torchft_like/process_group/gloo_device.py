@@ -67,6 +67,11 @@ class GlooDevice:
         with self._lock:
             return sum(_shut_down(fd, inode) for fd, inode in self._registered())
 
+    def connections(self) -> int:
+        """How many connections of the device are open."""
+        with self._lock:
+            return sum(_is_connection(fd, inode) for fd, inode in self._registered())
+
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
 
@@ -158,6 +163,11 @@ def _registered(epoll: int) -> list[_Registered]:
 def _is_listening(fd: int, inode: int) -> bool:
     with _own_socket(fd, inode) as own:
         return own is not None and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def _is_connection(fd: int, inode: int) -> bool:
+    with _own_socket(fd, inode) as own:
+        return own is not None and not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
 def _shut_down(fd: int, inode: int) -> bool:

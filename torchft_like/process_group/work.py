@@ -11,6 +11,8 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.process_group.operations import Operations
+
 # The error that the caller shall see instead of the backend's; None if that says it best.
 Explain = Callable[[Exception], Exception | None]
 
@@ -18,14 +20,19 @@ Explain = Callable[[Exception], Exception | None]
 class GroupWork(Work):
     """An operation of a backend, whose errors are told in the group's words.
 
-    `get_future` is the backend's own future: it completes on the backend's thread and carries its
-    tensors, or its error as it was. Only `wait` tells the group of an error.
+    `get_future` completes on the backend's thread and carries its tensors, or its error as it was.
+    Only `wait` tells the group of an error.
     """
 
-    def __init__(self, work: Work, explain: Explain) -> None:
+    def __init__(
+        self, work: Work, explain: Explain, operations: Operations, *, in_slices: bool = True
+    ) -> None:
         super().__init__()
         self._work = work
+        self._in_slices = in_slices
         self._explain = explain
+        self._operations = operations
+        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
@@ -35,6 +42,8 @@ class GroupWork(Work):
             RuntimeError: the backend failed.
         """
         try:
+            if self._in_slices:
+                return self._operations.wait(self._work, timeout)
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
             if self._work.is_completed():
@@ -46,7 +55,9 @@ class GroupWork(Work):
 
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
-        return self._work.get_future()
+        if self._future is None:
+            self._future = self._operations.follow(self._work.get_future())
+        return self._future
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -87,7 +98,7 @@ class AbandonableWork(GroupWork):
     """
 
     def __init__(self, work: Work, over: Callable[[Callable[[], object]], Any]) -> None:
-        super().__init__(work, lambda _: None)
+        super().__init__(work, lambda _: None, Operations(), in_slices=False)
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:

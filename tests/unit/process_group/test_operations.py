@@ -1,0 +1,147 @@
+"""Operations that a backend forgets are given up, and only when that is safe."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import Work
+
+from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.process_group.operations import Operations
+from torchft_like.process_group.stillness import Stillness
+
+LIMIT_S = 30.0
+ABORTED = ProcessGroupAbortedError("lost b")
+
+
+class SlowWork(Work):
+    """Done when told; its wait can be bounded, as that of Gloo's collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = threading.Event()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.done.wait(timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+def future() -> torch.futures.Future[list[torch.Tensor]]:
+    return torch.futures.Future()
+
+
+def test_a_followed_future_carries_the_backends_result() -> None:
+    operations, backend, tensor = Operations(), future(), torch.ones(1)
+    own = operations.follow(backend)
+    assert not own.done()
+    backend.set_result([tensor])
+    assert own.value()[0] is tensor
+
+
+def test_a_followed_future_carries_the_backends_error() -> None:
+    operations, backend = Operations(), future()
+    own = operations.follow(backend)
+    backend.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Connection reset by peer"):
+        own.wait()
+
+
+def test_a_forgotten_future_is_given_up_once_the_backend_is_still() -> None:
+    operations, backend, looks = Operations(), future(), iter([False, False, True])
+    own = operations.follow(backend)
+    operations.give_up(lambda: next(looks), ABORTED)
+    with pytest.raises(ProcessGroupAbortedError, match="lost b"):
+        own.wait()
+    backend.set_result([torch.ones(1)])
+    with pytest.raises(ProcessGroupAbortedError, match="lost b"):
+        own.wait()
+
+
+def test_a_backend_that_still_works_keeps_its_operations() -> None:
+    """It may write into the tensors yet; what it brings while it is watched is the result."""
+    operations, backend = Operations(), future()
+    own = operations.follow(backend)
+
+    def is_still() -> bool:
+        backend.set_result([torch.full((1,), 7.0)])
+        return False
+
+    operations.give_up(is_still, ABORTED)
+    assert own.value()[0].item() == 7.0
+
+
+def test_a_forgotten_wait_ends_with_the_abort() -> None:
+    operations, work, errors = Operations(), SlowWork(), list[Exception]()
+
+    def wait() -> None:
+        try:
+            operations.wait(work, None)
+        except ProcessGroupAbortedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not operations._waiting:
+        assert thread.is_alive()
+    operations.give_up(lambda: True, ABORTED)
+    thread.join(LIMIT_S)
+    assert [str(error) for error in errors] == ["lost b"]
+    work.done.set()
+
+
+def test_a_wait_of_many_slices_returns_what_the_work_does() -> None:
+    operations, work = Operations(), SlowWork()
+    timer = threading.Timer(0.6, work.done.set)
+    timer.start()
+    assert operations.wait(work, timedelta(seconds=LIMIT_S))
+    timer.join()
+
+
+def test_a_wait_keeps_its_own_timeout() -> None:
+    with pytest.raises(RuntimeError, match="timed out"):
+        Operations().wait(SlowWork(), timedelta(milliseconds=300))
+
+
+def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
+    operations = Operations()
+    operations.give_up(lambda: pytest.fail("looked"), ABORTED)
+    own = operations.follow(future())
+    with pytest.raises(ProcessGroupAbortedError):
+        own.wait()
+
+
+class TestStillness:
+    """The name of a thread is the kernel's, so the test names its own through /proc."""
+
+    def test_a_thread_that_sleeps_is_still_and_one_that_ran_is_not(self) -> None:
+        begin, end, name = threading.Semaphore(0), threading.Event(), "still-test"
+        beats = threading.Semaphore(0)
+
+        def run() -> None:
+            with open("/proc/thread-self/comm", "w") as comm:
+                comm.write(name)
+            beats.release()
+            while begin.acquire() and not end.is_set():
+                beats.release()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            beats.acquire()
+            stillness = Stillness([name])
+            assert not stillness.look(), "the first look has nothing to compare with"
+            assert any(stillness.look() for _ in range(1000))
+            begin.release()
+            beats.acquire()
+            assert not stillness.look()
+        finally:
+            end.set()
+            begin.release()
+            thread.join(LIMIT_S)

@@ -1,0 +1,123 @@
+"""Operations that are waited for, and what becomes of them when a backend forgets one.
+
+Gloo fails an operation by telling everybody who is registered with the broken connection. When the
+write that finds the connection broken is the operation's own, the connection is closed first and
+the operation registered after: nobody is told, and its thread waits until the operation's timeout.
+Half of the replicas that are stopped inside a collective and continued later meet this.
+
+So whoever waits does not wait for the backend alone. After an abort, once the backend is *still*
+(no connection is left and none of its threads has run for a moment), nothing can finish or touch
+a tensor any more, and what is left is given up here with the abort's error. The backend's thread
+ends later, at its timeout, and finds that nobody listens.
+
+INVARIANT: an operation is given up only while its backend cannot touch the operation's tensors;
+otherwise a gradient of the next step could be overwritten by one of the last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+SLICE = timedelta(seconds=0.25)
+LOOK_PAUSE_S = 0.02
+LOOKS_S_MAX = 10.0
+
+
+class Operations:
+    """Those of one generation of a group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: set[Future[Any]] = set()
+        self._waiting = 0
+        self._given_up: Exception | None = None
+
+    def follow(self, backend_future: Future[Any]) -> Future[Any]:
+        """A future that completes as the backend's does, or when the operation is given up."""
+        own: Future[Any] = Future()
+        with self._lock:
+            self._futures.add(own)
+            error = self._given_up
+        backend_future.add_done_callback(lambda done: self._complete(own, done))
+        if error is not None and self._take(own):
+            own.set_exception(error)
+        return own
+
+    def wait(self, work: Work, timeout: timedelta | None) -> bool:
+        """As `work.wait`, but also over when the operation is given up.
+
+        A wait that is not over at once is cut into slices: C++ cannot be interrupted. Not for sends
+        and receives, which Gloo breaks off when a slice is over.
+        """
+        began, slept = time.monotonic(), False
+        try:
+            while True:
+                left = None if timeout is None else timeout.total_seconds() - (time.monotonic() - began)
+                try:
+                    return work.wait(
+                        SLICE if left is None else min(SLICE, timedelta(seconds=max(left, 1e-3)))
+                    )
+                except RuntimeError:
+                    if work.is_completed() or (left is not None and left <= SLICE.total_seconds()):
+                        raise
+                if self._given_up is not None:
+                    raise self._given_up
+                if not slept:
+                    slept = True
+                    self._count_waiting(1)
+        finally:
+            if slept:
+                self._count_waiting(-1)
+
+    def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
+        """After an abort: wait until none is awaited any more, or give up what is left once it is safe.
+
+        Blocks for a moment. A backend that never comes to rest keeps its operations until their timeout.
+        """
+        deadline = time.monotonic() + LOOKS_S_MAX
+        while self._is_awaited() and time.monotonic() < deadline:
+            if is_still():
+                self._fail_all(error)
+                return
+            time.sleep(LOOK_PAUSE_S)
+        self._given_up = error
+
+    def _is_awaited(self) -> bool:
+        with self._lock:
+            return bool(self._futures or self._waiting)
+
+    def _count_waiting(self, change: int) -> None:
+        with self._lock:
+            self._waiting += change
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            self._given_up = error
+            futures, self._futures = self._futures, set()
+        for future in futures:
+            future.set_exception(error)
+
+    def _take(self, own: Future[Any]) -> bool:
+        """Whether the caller is the one to complete it."""
+        with self._lock:
+            if own not in self._futures:
+                return False
+            self._futures.remove(own)
+            return True
+
+    def _complete(self, own: Future[Any], done: Future[Any]) -> None:
+        if not self._take(own):
+            return
+        try:
+            value = done.value()
+        except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+            own.set_exception(error)
+        else:
+            own.set_result(value)
