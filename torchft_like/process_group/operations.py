@@ -73,6 +73,7 @@ class Operations:
                     slept = True
                     self._count_waiting(1)
         finally:
+            del work  # whoever keeps an error keeps this frame: let that not keep the connections open
             if slept:
                 self._count_waiting(-1)
 
