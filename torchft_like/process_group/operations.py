@@ -16,6 +16,7 @@ otherwise a gradient of the next step could be overwritten by one of the last.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-SLICE = timedelta(seconds=0.25)
+SLICE_S = 0.25
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 
@@ -56,25 +57,20 @@ class Operations:
         A wait that is not over at once is cut into slices: C++ cannot be interrupted. Not for sends
         and receives, which Gloo breaks off when a slice is over.
         """
-        began, slept = time.monotonic(), False
+        # As in C++, a timeout of zero is none.
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        is_counted = False
         try:
-            while True:
-                left = None if timeout is None else timeout.total_seconds() - (time.monotonic() - began)
-                try:
-                    return work.wait(
-                        SLICE if left is None else min(SLICE, timedelta(seconds=max(left, 1e-3)))
-                    )
-                except RuntimeError:
-                    if work.is_completed() or (left is not None and left <= SLICE.total_seconds()):
-                        raise
+            while not _is_over(work, deadline):
                 if self._given_up is not None:
                     raise self._given_up
-                if not slept:
-                    slept = True
+                if not is_counted:
+                    is_counted = True
                     self._count_waiting(1)
+            return work.wait()
         finally:
             del work  # whoever keeps an error keeps this frame: let that not keep the connections open
-            if slept:
+            if is_counted:
                 self._count_waiting(-1)
 
     def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
@@ -122,3 +118,20 @@ class Operations:
             own.set_exception(error)
         else:
             own.set_result(value)
+
+
+def _is_over(work: Work, deadline: float) -> bool:
+    """Wait for a slice; whether the work is done, for better or worse.
+
+    Raises:
+        RuntimeError: it is not, and the deadline has passed.
+    """
+    left_s = deadline - time.monotonic()
+    try:
+        return work.wait(timedelta(seconds=min(SLICE_S, max(left_s, 1e-3))))
+    except RuntimeError:
+        if not work.is_completed() and left_s <= SLICE_S:
+            raise
+        return work.is_completed()
+    finally:
+        del work
