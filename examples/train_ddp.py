@@ -62,7 +62,7 @@ def main() -> None:
         min_replica_size=args.min_replicas,
         replica_id=f"replica-{args.replica_id}",
     )
-    with manager, stop_on_signals() as stop:
+    with manager, stop_on_signals(manager) as stop:
         ddp_model = DistributedDataParallel(manager, model)
         optimizer = Optimizer(manager, adamw)
         progress = Progress(args, manager)
