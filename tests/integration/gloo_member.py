@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
+
+LIMIT_S = 60.0
 
 
 def run_store(commands: Connection) -> None:
@@ -66,6 +69,13 @@ class Member:
         tensor = torch.tensor([float(value)])
         self.group.allreduce([tensor]).wait()
         return float(tensor[0])
+
+    def allreduce_and_abort(self) -> str:
+        """What becomes of a collective, begun over whatever the connections are by now, after an abort."""
+        with ThreadPoolExecutor(1) as aside:
+            blocked = aside.submit(self.allreduce, "1")
+            self.group.abort()
+            return type(blocked.exception(LIMIT_S)).__name__
 
     def stop_once_published(self) -> str:
         """The next configure stops this process when its address is in the store."""
