@@ -19,9 +19,9 @@ from torchft_like.errors import ShutdownError
 
 
 class Interruptible(Protocol):
-    """What can be told that its step is lost: a Manager."""
+    """What can end its own waits: a Manager."""
 
-    def report_error(self, e: Exception) -> None: ...
+    def interrupt(self, e: Exception) -> None: ...
 
 
 class Stop:
@@ -82,4 +82,4 @@ def _released_by_interrupt(manager: Interruptible | None) -> Iterator[None]:
 def _release_on_interrupt(read_end: socket.socket, manager: Interruptible) -> None:
     while number := read_end.recv(1):
         if number[0] == signal.SIGINT:
-            manager.report_error(ShutdownError("interrupted from the keyboard"))
+            manager.interrupt(ShutdownError("interrupted from the keyboard"))

@@ -277,6 +277,16 @@ class Manager:
         """The current step is spoilt: it will not be committed and peers are released."""
         self._group.fail_current(e)
 
+    def interrupt(self, e: Exception) -> None:
+        """From another thread: end whatever the training thread waits for in this step.
+
+        Its collectives end, and `should_commit` raises `e`.
+        """
+        self._group.fail_current(e)
+        attempt = self._driver.attempt
+        if attempt is not None:
+            attempt.fail(e)
+
     def errored(self) -> Exception | None:
         """Why the current step will not be committed, if so."""
         return self._protocol.failure

@@ -168,7 +168,7 @@ class TestSignals:
         errors, released = list[Exception](), threading.Event()
 
         class Manager:
-            def report_error(self, e: Exception) -> None:
+            def interrupt(self, e: Exception) -> None:
                 errors.append(e)
                 released.set()
 
