@@ -380,6 +380,11 @@ class Manager:
         """The replica group's name, unique for this start."""
         return self._replica_id
 
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group that the Manager configures for every new quorum."""
+        return self._group.pg
+
     # ------------------------------------------------------------------------- the end
 
     def shutdown(self, wait: bool = True) -> None:
