@@ -203,7 +203,7 @@ class Manager:
         self._raise_if_over()
         last = self._driver.attempt
         if last is not None and last.is_agreed and last.error is None:
-            last.wait_ready(self._why_no_quorum)
+            last.wait_ready(self._driver.why_no_quorum)
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         )
@@ -221,7 +221,7 @@ class Manager:
             )
         )
         if not self._rules.use_async_quorum:
-            attempt.wait_ready(self._why_no_quorum)
+            attempt.wait_ready(self._driver.why_no_quorum)
             self._load_pending_state(attempt)
 
     def wait_quorum(self) -> None:
@@ -231,7 +231,7 @@ class Manager:
             QuorumTimeoutError: no quorum within `quorum_timeout`.
             GroupLostError: another rank of this replica group is gone.
         """
-        self._current_attempt().wait_configured(self._why_no_quorum)
+        self._current_attempt().wait_configured(self._driver.why_no_quorum)
 
     def allreduce(
         self,
@@ -318,7 +318,7 @@ class Manager:
             GroupLostError: another rank of this replica group is gone.
         """
         attempt = self._current_attempt()
-        attempt.wait_ready(self._why_no_quorum)
+        attempt.wait_ready(self._driver.why_no_quorum)
         for future in attempt.pending_collectives:
             future.wait()
         if torch.accelerator.is_available():
@@ -439,7 +439,7 @@ class Manager:
     def _can_communicate(self, attempt: Attempt) -> bool:
         """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""
         try:
-            attempt.wait_configured(self._why_no_quorum)
+            attempt.wait_configured(self._driver.why_no_quorum)
         except FaultToleranceError as error:
             attempt.fail(error)
             return False
@@ -482,16 +482,6 @@ class Manager:
             self._driver.stop(error, None)
             raise error
         return verdict
-
-    def _why_no_quorum(self) -> str:
-        if self._driver.trouble is not None:
-            return f"the lighthouse at {self._config.lighthouse} cannot be reached ({self._driver.trouble})"
-        if self._config.lighthouse is None:
-            return "rank 0 answered, but has no quorum; its log says why"
-        return (
-            f"the lighthouse at {self._config.lighthouse} answered, but not enough replica groups joined; "
-            "its log says who is awaited"
-        )
 
     def _emit(self, kind: str, **fields: Any) -> None:
         fields.setdefault("quorum_id", self._protocol.quorum_id)

@@ -63,6 +63,18 @@ class QuorumDriver:
             self.attempt = attempt
             return self._protocol.begin()
 
+    def why_no_quorum(self) -> str:
+        """For the message of a QuorumTimeoutError."""
+        lighthouse = self._config.lighthouse
+        if lighthouse is None:
+            return "rank 0 answered, but has no quorum; its log says why"
+        if self.trouble is not None:
+            return f"the lighthouse at {lighthouse} cannot be reached ({self.trouble})"
+        return (
+            f"the lighthouse at {lighthouse} answered, but not enough replica groups joined; "
+            "its log says who is awaited"
+        )
+
     def stop(self, error: FaultToleranceError, timeout_s: float | None) -> None:
         """Wake whoever waits with `error`, end what runs in the background, and the worker with it."""
         self._end(error)
