@@ -99,6 +99,10 @@ class Rank(Daemon):
         self._commits += [_commit(record) for record in new]
         return self._commits
 
+    def attempts(self) -> list[Record]:
+        """The steps that it has begun."""
+        return self._journal.records("attempt")
+
     def faults(self) -> list[Record]:
         """The planned faults that have struck."""
         return self._journal.records("fault")

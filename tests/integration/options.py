@@ -27,7 +27,7 @@ class WorkerOptions:
     journal: str = ""
     faults: tuple[str, ...] = ()
     steps: int = 1_000_000
-    pause_s: float = 0.02
+    pause_s: float = 0.03
     timeout_s: float = 120.0
     quorum_timeout_s: float = 120.0
     connect_timeout_s: float = 60.0

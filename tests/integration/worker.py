@@ -103,6 +103,7 @@ class Loop:
         """One attempt at a step; a committed one is written down."""
         self._faults.visit("step")
         self._optimizer.zero_grad()
+        self._journal.write("attempt", step=self._manager.current_step())
         time.sleep(self._options.pause_s)
         self._backward()
         self._manager.wait_quorum()
