@@ -85,10 +85,17 @@ def test_an_interrupt_ends_a_replica_that_waits_for_a_peer_in_a_collective(tmp_p
         interrupt(cluster, waiting.ranks[0])
 
 
+def test_an_interrupt_ends_a_replica_that_has_just_registered(tmp_path: Path) -> None:
+    """It strikes while the model is wrapped; torch's reducer swallows a KeyboardInterrupt now and then."""
+    with Cluster(tmp_path, min_replicas=2) as cluster:
+        a = cluster.start("a")
+        cluster.wait_until(lambda: cluster.lighthouse_events.records("register"), "a is registered")
+        interrupt(cluster, a.ranks[0])
+
+
 def test_an_interrupt_ends_a_replica_that_waits_for_a_quorum(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")
-        # Not before: an interrupt inside the constructor of torch's DDP is swallowed there now and then.
         cluster.wait_until(a.ranks[0].attempts, "a begins a step")
         interrupt(cluster, a.ranks[0])
         assert not a.ranks[0].commits()
