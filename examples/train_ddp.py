@@ -22,6 +22,7 @@ import argparse
 import json
 import logging
 import random
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft_like.digest import state_digest
+from torchft_like.errors import ConnectError, CoordinationError
 from torchft_like.shutdown_signals import stop_on_signals
 
 CONTEXT = 128  # bytes that the model sees at once
@@ -162,4 +164,7 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (CoordinationError, ConnectError) as error:  # a wrong setting, or nobody there
+        sys.exit(f"train_ddp.py: {error}")
