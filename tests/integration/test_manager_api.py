@@ -1,0 +1,151 @@
+"""The Manager's public surface, with real servers and Gloo inside one process: a thread per replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_like import (
+    LighthouseServer,
+    Manager,
+    MaxRetriesError,
+    NotSupportedError,
+    Optimizer,
+    ProcessGroupGloo,
+    PureDistributedDataParallel,
+    QuorumTimeoutError,
+    ShutdownError,
+)
+from torchft_like.digest import state_digest
+
+pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    yield server
+    server.shutdown()
+
+
+def make_manager(lighthouse: LighthouseServer, name: str, model: nn.Module, **settings: Any) -> Manager:
+    return Manager(
+        ProcessGroupGloo(timeout=60.0),
+        model.load_state_dict,
+        model.state_dict,
+        min_replica_size=2,
+        replica_id=name,
+        lighthouse_addr=lighthouse.address(),
+        **settings,
+    )
+
+
+def on_both(work: Callable[[str], T]) -> list[T]:
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(work, ["a", "b"]))
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_two_replicas_train_to_the_same_parameters(
+    lighthouse: LighthouseServer, use_async_quorum: bool
+) -> None:
+    def train(name: str) -> tuple[str, int, int, int | None]:
+        torch.manual_seed(ord(name))
+        model = nn.Linear(4, 4)
+        with make_manager(lighthouse, name, model, use_async_quorum=use_async_quorum) as manager:
+            parallel = PureDistributedDataParallel(manager, model)
+            optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+            while manager.current_step() < 5:
+                optimizer.zero_grad()
+                parallel(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            digest = state_digest(model.state_dict())
+            return digest, manager.batches_committed(), manager.replica_world_size(), manager.replica_rank()
+
+    results = on_both(train)
+    assert results[0][:3] == results[1][:3]
+    assert results[0][1:3] == (10, 2)
+    assert sorted(result[3] or 0 for result in results) == [0, 1]
+
+
+def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: LighthouseServer) -> None:
+    def reduce(name: str) -> tuple[list[float], list[int]]:
+        value = {"a": 1.0, "b": 3.0}[name]
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            mean, total = torch.full((2,), value), torch.full((2,), int(value))
+            manager.allreduce(mean).wait()
+            manager.allreduce(total, reduce_op=torch.distributed.ReduceOp.SUM).wait()
+            with pytest.raises(ValueError, match="int64"):
+                manager.allreduce(total)
+            with pytest.raises(NotSupportedError):
+                manager.allreduce(mean, should_quantize=True)
+            assert manager.should_commit()
+            return mean.tolist(), total.tolist()
+
+    assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
+
+
+def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: LighthouseServer) -> None:
+    def fail(name: str) -> str:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), max_retries=1) as manager:
+            manager.start_quorum()
+            manager.wait_quorum()
+            manager.report_error(ValueError("loss is nan"))
+            assert isinstance(manager.errored(), ValueError)
+            assert not manager.should_commit()
+            assert manager.current_step() == 0
+            manager.start_quorum()
+            assert manager.errored() is None
+            manager.report_error(ValueError("loss is nan"))
+            with pytest.raises(MaxRetriesError, match="loss is nan"):
+                manager.should_commit()
+            return "failed"
+
+    assert on_both(fail) == ["failed", "failed"]
+
+
+def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: LighthouseServer) -> None:
+    def wrap(name: str) -> int:
+        with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
+            manager.start_quorum()
+            manager.wait_quorum()
+            never: torch.futures.Future[int] = torch.futures.Future()
+            value = manager.wrap_future(never, 7, timeout=0.05).wait()
+            assert not manager.should_commit()
+            return value
+
+    assert on_both(wrap) == [7, 7]
+
+
+def test_a_quorum_that_cannot_be_had_is_a_typed_error_and_the_next_attempt_is_open(
+    lighthouse: LighthouseServer,
+) -> None:
+    with make_manager(lighthouse, "alone", nn.Linear(1, 1)) as manager:
+        for _ in range(2):
+            manager.start_quorum(timeout=0.1)
+            with pytest.raises(QuorumTimeoutError, match="not enough replica groups joined"):
+                manager.wait_quorum()
+
+
+def test_a_manager_that_was_shut_down_says_so(lighthouse: LighthouseServer) -> None:
+    manager = make_manager(lighthouse, "gone", nn.Linear(1, 1))
+    manager.shutdown()
+    manager.shutdown()
+    with pytest.raises(ShutdownError):
+        manager.start_quorum()
+
+
+def test_a_step_must_begin_before_it_is_used(lighthouse: LighthouseServer) -> None:
+    with make_manager(lighthouse, "early", nn.Linear(1, 1)) as manager:
+        assert manager.num_participants() == 0
+        assert manager.participating_rank() is None
+        with pytest.raises(RuntimeError, match="start_quorum"):
+            manager.wait_quorum()
