@@ -26,6 +26,7 @@ from torchft_like.manager.duplex import DuplexCall
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
 LEAVE_ANSWER_S = 0.5
+REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 
 
@@ -99,6 +100,8 @@ class LighthouseLink:
                 reason = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serve = self._serve_unary
+            except TimeoutError:
+                reason = f"no answer to the registration within {REGISTER_S:g} s"
             self.last_error = reason
             self._say = None
             await self._close_channel()
@@ -127,11 +130,14 @@ class LighthouseLink:
         call = DuplexCall(channel, wire.SESSION, pb.SessionRequest, pb.SessionResponse)
         try:
             call.send(pb.SessionRequest(register=self._listener.registration()))
-            while (response := await call.read()) is not None:
+            async with asyncio.timeout(REGISTER_S):
+                response = await call.read()
+            while response is not None:
                 if response.WhichOneof("response") == "registered":
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)
+                response = await call.read()
         finally:
             await call.close()
 
