@@ -20,7 +20,8 @@ from benchmarks.processes import Fleet
 from benchmarks.report import Bar, Result
 from benchmarks.systems import OURS, TORCHFT, Lighthouse, System, start_lighthouse
 from lighthouse import wire
-from lighthouse.net import Keepalive, make_aio_channel, parse_address
+from lighthouse.address import parse_address
+from lighthouse.net import Keepalive, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 
 BAR_REPLICAS = 1000

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn
 
+from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
-from lighthouse.net import LOOPBACK, Address, parse_address
 from lighthouse.server import Lighthouse
 
 DEFAULT_PORT = 29510

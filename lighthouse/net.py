@@ -14,7 +14,6 @@ shares a single completion queue per process and is not at ease with several eve
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,64 +23,11 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from lighthouse.errors import AddressError, BindError
+from lighthouse.address import Address
+from lighthouse.errors import BindError
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Address:
-    """A host and a port. `str()` gives host:port, with brackets around an IPv6 host."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        """As torchft writes it: http://host:port."""
-        return f"http://{self}"
-
-
-_ADDRESS = re.compile(
-    r"(?:https?://)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})/?"
-)
-
-
-def parse_address(text: str, what: str = "address") -> Address:
-    """Read `host:port`, `[v6]:port` or `http://host:port`.
-
-    Raises:
-        AddressError: the text has another form; the message shows it and names `what`.
-    """
-    match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None or int(match["port"]) > 65535:
-        raise AddressError(f"{what} {text!r} is not host:port (examples: 127.0.0.1:29510, [::1]:29510)")
-    return Address(match["v6"] or match["host"], int(match["port"]))
-
-
-def local_host_towards(host: str, port: int = 9) -> str:
-    """The local IP address from which `host` is reached; loopback for a loopback host.
-
-    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
-
-    Raises:
-        AddressError: the name does not resolve or there is no route.
-    """
-    try:
-        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise AddressError(
-            f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
-        ) from error
 
 
 @dataclass(frozen=True)

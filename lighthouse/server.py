@@ -21,10 +21,11 @@ import grpc
 import grpc.aio
 
 from lighthouse import codec
+from lighthouse.address import Address
 from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
 from lighthouse.membership import QuorumNumber
-from lighthouse.net import Address, Keepalive, make_aio_server
+from lighthouse.net import Keepalive, make_aio_server
 from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.session import Refusal, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 
 from lighthouse import wire
+from lighthouse.address import parse_address
 from lighthouse.config import LighthouseConfig
-from lighthouse.net import coordination_loop, make_channel, parse_address
+from lighthouse.net import coordination_loop, make_channel
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError

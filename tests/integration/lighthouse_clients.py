@@ -21,7 +21,8 @@ from typing import Self
 import grpc
 
 from lighthouse import wire
-from lighthouse.net import make_channel, parse_address
+from lighthouse.address import parse_address
+from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse.net import LOOPBACK, Address, listen_tcp, parse_address
+from lighthouse.address import LOOPBACK, Address, parse_address
+from lighthouse.net import listen_tcp
 from tests.conftest import Processes, RunningProcess
 from tests.integration.checkpoint_source import make_state
 from torchft_like.checkpointing import HTTPTransport

@@ -15,10 +15,11 @@ import grpc
 import psutil
 import pytest
 
+from lighthouse.address import parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import BindError
 from lighthouse.events import Event, read_events
-from lighthouse.net import coordination_loop, parse_address
+from lighthouse.net import coordination_loop
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import (

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
 
-from lighthouse.net import Address, connect_tcp
+from lighthouse.address import Address
+from lighthouse.net import connect_tcp
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError
 from torchft_like.futures import context_timeout

@@ -29,7 +29,8 @@ from datetime import timedelta
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 
-from lighthouse.net import Address, listen_tcp
+from lighthouse.address import Address
+from lighthouse.net import listen_tcp
 from torchft_like.checkpointing.state_stream import EncodedState
 from torchft_like.futures import context_timeout
 

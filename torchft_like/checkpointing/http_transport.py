@@ -10,7 +10,7 @@ import threading
 from datetime import timedelta
 from typing import TypeVar, cast
 
-from lighthouse.net import LOOPBACK, Address, parse_address
+from lighthouse.address import LOOPBACK, Address, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from lighthouse import wire
-from lighthouse.net import make_channel, parse_address
+from lighthouse.address import parse_address
+from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lighthouse.net import Address, local_host_towards, parse_address
+from lighthouse.address import Address, local_host_towards, parse_address
 from torchft_like.errors import ConfigError
 
 DEFAULT_TIMEOUT_S = 60.0

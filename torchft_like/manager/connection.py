@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from lighthouse.net import Address
+from lighthouse.address import Address
 from torchft_like.errors import ConfigError
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager

@@ -12,7 +12,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from lighthouse.net import Address, listen_tcp, parse_address
+from lighthouse.address import Address, parse_address
+from lighthouse.net import listen_tcp
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import ManagerConfig
 

@@ -19,7 +19,8 @@ import grpc
 import grpc.aio
 
 from lighthouse import wire
-from lighthouse.net import Address, make_aio_channel
+from lighthouse.address import Address
+from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.duplex import DuplexCall
 

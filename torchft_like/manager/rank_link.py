@@ -14,7 +14,8 @@ from typing import Protocol
 import grpc.aio
 
 from lighthouse import wire
-from lighthouse.net import Address, LoopThread, coordination_loop, make_aio_channel
+from lighthouse.address import Address
+from lighthouse.net import LoopThread, coordination_loop, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult

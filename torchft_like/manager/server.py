@@ -15,12 +15,8 @@ import os
 from collections.abc import Iterable
 from datetime import timedelta
 
-from lighthouse.net import (
-    Address,
-    coordination_loop,
-    make_aio_server,
-    parse_address,
-)
+from lighthouse.address import Address, parse_address
+from lighthouse.net import coordination_loop, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import seconds_of

@@ -26,7 +26,7 @@ from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
 
-from lighthouse.net import Address
+from lighthouse.address import Address
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group.store import StoreAddress
 

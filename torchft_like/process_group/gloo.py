@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
-from lighthouse.net import LOOPBACK, local_host_towards
+from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.generation import AbortSignal, Membership

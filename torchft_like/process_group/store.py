@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lighthouse.net import Address, parse_address
+from lighthouse.address import Address, parse_address
 from torchft_like.errors import AddressError
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)

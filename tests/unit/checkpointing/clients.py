@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from lighthouse.net import LOOPBACK
+from lighthouse.address import LOOPBACK
 
 
 def request(port: int, path: str) -> socket.socket:

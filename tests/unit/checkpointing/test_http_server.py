@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lighthouse.net import LOOPBACK, Address
+from lighthouse.address import LOOPBACK, Address
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits

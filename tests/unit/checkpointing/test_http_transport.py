@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse.net import LOOPBACK, Address, listen_tcp, parse_address
+from lighthouse.address import LOOPBACK, Address, parse_address
+from lighthouse.net import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lighthouse.net import Address
+from lighthouse.address import Address
 from torchft_like.errors import AddressError, ConfigError
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 

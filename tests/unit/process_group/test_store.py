@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lighthouse.net import Address
+from lighthouse.address import Address
 from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import create_store_client
 from torchft_like.process_group.abortable_store import AbortableStore
