@@ -1,8 +1,13 @@
-"""Fault-tolerant, reconfigurable process groups for PyTorch, and the Manager that keeps them together."""
+"""Fault-tolerant, reconfigurable process groups for PyTorch, and the Manager that keeps them together.
 
-from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+What speaks gRPC is loaded when it is first asked for: whoever uses process groups alone does not pay
+for it, and neither does the subprocess of a Baby group.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
 from torchft_like.data import DistributedSampler
-from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft_like.errors import (
     AddressError,
     BindError,
@@ -22,9 +27,6 @@ from torchft_like.errors import (
     QuorumTimeoutError,
     ShutdownError,
 )
-from torchft_like.manager import Manager, WorldSizeMode
-from torchft_like.optim import OptimizerWrapper
-from torchft_like.optim import OptimizerWrapper as Optimizer
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
@@ -35,6 +37,27 @@ from torchft_like.process_group import (
     ProcessGroupWrapper,
 )
 from torchft_like.shutdown_signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+    from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from torchft_like.manager import Manager, WorldSizeMode
+    from torchft_like.optim import OptimizerWrapper
+    from torchft_like.optim import OptimizerWrapper as Optimizer
+
+_SPEAKS_GRPC = ("coordination", "ddp", "manager", "optim")
+_HOME = {
+    "DistributedDataParallel": "ddp",
+    "LighthouseClient": "coordination",
+    "LighthouseServer": "coordination",
+    "Manager": "manager",
+    "ManagerClient": "coordination",
+    "ManagerServer": "coordination",
+    "OptimizerWrapper": "optim",
+    "PureDistributedDataParallel": "ddp",
+    "WorldSizeMode": "manager",
+}
+_ALIASES = {"Optimizer": "OptimizerWrapper"}
 
 __all__ = [
     "AddressError",
@@ -74,3 +97,16 @@ __all__ = [
     "WorldSizeMode",
     "stop_on_signals",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _SPEAKS_GRPC:
+        return importlib.import_module(f"{__name__}.{name}")
+    name = _ALIASES.get(name, name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SPEAKS_GRPC})
