@@ -15,16 +15,11 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    BroadcastOptions,
-    Work,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import BroadcastOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
+from torchft_like.process_group.naming import Named
 
 
 class About(TypedDict, total=False):
@@ -38,7 +33,7 @@ class About(TypedDict, total=False):
 
 
 @install_collectives
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
     """A `torch.distributed.ProcessGroup` whose members can change.
 
     Every collective of torch is a method here; all of them lead to `_run`, which a subclass
@@ -47,7 +42,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
-        self._registered_name: str | None = None
         self._global_ranks: Sequence[int] | None = None
 
     def configure(
@@ -122,59 +116,11 @@ class ProcessGroup(dist.ProcessGroup):
         options.rootRank = root
         return self.broadcast([tensor], options)
 
-    def register(self, name: str) -> ProcessGroup:
-        """Make the group known to torch, as functional collectives and device meshes need it.
-
-        Args:
-            name: unique among the groups of this process.
-
-        Raises:
-            ProcessGroupError: it is registered already, or the name is taken.
-        """
-        group_name = f"{self.getBackendName()}:{name}"
-        if self._registered_name is not None:
-            raise ProcessGroupError(f"the group is registered already, as {self._registered_name!r}")
-        if group_name in c10d._world.pg_names.values():
-            raise ProcessGroupError(f"a group is registered already as {group_name!r}")
-        self._set_group_name(group_name)  # type: ignore[arg-type]
-        _register_process_group(group_name, self)  # type: ignore[arg-type]
-        c10d._world.pg_names[self] = group_name  # type: ignore[assignment]
-        self._registered_name = group_name
-        self._publish_ranks()
-        return self
-
-    def unregister(self) -> None:
-        """Undo `register`; nothing happens if there was none."""
-        if self._registered_name is None:
-            return
-        _unregister_process_group(self._registered_name)  # type: ignore[arg-type]
-        c10d._world.pg_names.pop(self, None)
-        c10d._world.pg_group_ranks.pop(self, None)
-        self._registered_name = None
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name it is registered under.
-
-        Raises:
-            ProcessGroupError: it is not registered.
-        """
-        if self._registered_name is None:
-            raise ProcessGroupError("the group has no name: call register(name) first")
-        return self._registered_name
-
-    def _refresh_registration(self) -> None:
-        """After `configure`: tell torch who the members are now."""
-        if self._registered_name is not None:
-            self._publish_ranks()
-
-    def _publish_ranks(self) -> None:
-        """Tell torch which global rank has which place: `dist.broadcast(src=...)` asks for it."""
+    def _member_ranks(self) -> Sequence[int]:
         try:
-            members = self._global_ranks or range(self.size())
+            return self._global_ranks or range(self.size())
         except ProcessGroupError:
-            return  # not configured yet; `configure` comes back here
-        c10d._world.pg_group_ranks[self] = {member: place for place, member in enumerate(members)}
+            return ()
 
     # C++ callers (DDP's reducer among them) ask under these names.
 

@@ -8,7 +8,7 @@ inner group is replaced by every `configure`; a backend derives from it and says
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Unpack
 
@@ -52,7 +52,6 @@ class ProcessGroupWrapper(ProcessGroup):
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure."""
         self.parent.configure(store_addr, rank, world_size, **about)
-        self._global_ranks = about.get("global_ranks")
         self._refresh_registration()
 
     def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
@@ -95,6 +94,9 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"
+
+    def _member_ranks(self) -> Sequence[int]:
+        return () if self._pg is None else self._pg._member_ranks()
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         return self.parent._run(collective, args, kwargs)  # type: ignore[no-any-return]
@@ -188,6 +190,9 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+    def _member_ranks(self) -> Sequence[int]:
+        return self._global_ranks or range(0 if self._members is None else self._members.world_size)
 
     def __repr__(self) -> str:
         state = "not configured" if self._generation is None else str(self._generation)

@@ -1,0 +1,166 @@
+"""How torch knows a group: by its name, and by the ranks that its members have in the whole job.
+
+Functional collectives, device meshes and FSDP look a group up by name, and `dist.broadcast(src=3)`
+means rank 3 of the job. torch keeps both in tables which it fills for the groups that it makes
+(`init_process_group`, `new_group`); `register` fills them for any other, so that no function of
+`torch.distributed` can tell the two apart.
+
+INVARIANT: what the tables hold about the members is a view of the group, not a copy: they change
+with every `configure`, and those of a managed group without its hearing of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import ProcessGroupError
+
+
+class Named:
+    """The part of a process group that has to do with names. For `dist.ProcessGroup` it stands in
+    for C++, which keeps a group's name in backends that our groups do not have."""
+
+    _name: str | None = None
+    _description = "undefined"
+    _was_registered_here = False
+
+    def register(self, name: str) -> Self:
+        """Make the group known to torch, as functional collectives and device meshes need it.
+
+        torch keeps a registered group alive until `unregister` or `dist.destroy_process_group`.
+
+        Args:
+            name: unique among the groups of this process.
+
+        Raises:
+            ProcessGroupError: it is registered already, or the name is taken.
+        """
+        full_name = f"{self.getBackendName()}:{name}"
+        with _tables:
+            if (known := c10d._world.pg_names.get(self)) is not None:  # type: ignore[call-overload]
+                raise ProcessGroupError(f"the group is registered already, as {known!r}")
+            if full_name in c10d._world.pg_names.values():
+                raise ProcessGroupError(f"a group is registered already as {full_name!r}")
+            _enter(self, full_name)
+            self._name = full_name
+            self._was_registered_here = True
+        return self
+
+    def unregister(self) -> None:
+        """Undo `register`. Nothing happens if there was none, or torch has forgotten the group since.
+
+        What is under way goes on. A group that torch made is given up with `dist.destroy_process_group`.
+        """
+        with _tables:
+            if not self._was_registered_here:
+                return
+            self._was_registered_here = False
+            name, self._name = self._name, None
+            if c10d._world.pg_names.get(self) == name:  # type: ignore[call-overload]
+                _leave(self)
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch knows the group.
+
+        Raises:
+            ProcessGroupError: it does not know it.
+        """
+        if self._name is None:
+            raise ProcessGroupError("the group has no name: call register(name) first")
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch wrote down about the group when it made it."""
+        return self._description
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What the group is called in messages."""
+        raise NotImplementedError
+
+    def _set_group_name(self, name: str) -> None:
+        """For torch, when it made the group."""
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        """For torch, when it made the group."""
+        self._description = description
+
+    def _member_ranks(self) -> Sequence[int]:
+        """The members' ranks in the job, in the order of their ranks here; none before `configure`."""
+        raise NotImplementedError
+
+    def _refresh_registration(self) -> None:
+        """After `configure`: what torch filed about the members of a group that it made is out of date."""
+        ranks: dict[Any, Any] = c10d._world.pg_group_ranks
+        with _tables:
+            if self in ranks and not isinstance(ranks[self], _RanksOf):
+                ranks[self] = _RanksOf(self)
+
+    # C++ asks under these names.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """`group_name`, for C++."""
+        return self.group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """For C++."""
+        self._set_group_name(name)
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """`group_desc`, for C++."""
+        return self.group_desc
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """For C++."""
+        self._set_group_desc(description)
+
+
+_tables = threading.RLock()  # torch has no lock of its own around them
+
+
+class _RanksOf(Mapping[int, int]):
+    """Rank in the job -> rank in the group, as it is when one asks."""
+
+    def __init__(self, group: Named) -> None:
+        self._group = group
+
+    def __getitem__(self, rank: int) -> int:
+        try:
+            return self._group._member_ranks().index(rank)
+        except ValueError:
+            raise KeyError(rank) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._group._member_ranks())
+
+    def __len__(self) -> int:
+        return len(self._group._member_ranks())
+
+
+def _enter(group: Any, name: str) -> None:
+    backend, tag, world = group.getBackendName(), f"ptd:{name}", c10d._world
+    devices: list[torch.device] = group._device_types
+    _register_process_group(name, group)  # type: ignore[arg-type] # a name is more than a string to the stub
+    world.pg_names[group] = name  # type: ignore[assignment]
+    world.pg_map[group] = (backend, None)  # type: ignore[assignment] # its members met in no store of torch's
+    world.pg_backend_config[group] = ",".join(f"{device.type}:{backend}" for device in devices)
+    world.pg_group_ranks[group] = _RanksOf(group)  # type: ignore[assignment]
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg.setdefault(tag, []).append(group)
+
+
+def _leave(group: Any) -> None:
+    world = c10d._world
+    tables: tuple[dict[Any, Any], ...] = (world.pg_map, world.pg_backend_config, world.pg_group_ranks)
+    _unregister_process_group(world.pg_names.pop(group))
+    for table in tables:
+        table.pop(group, None)
+    world.tags_to_pg.pop(world.pg_to_tag.pop(group, ""), None)
