@@ -36,6 +36,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from torchft_like.process_group.registration import register_backends
 from torchft_like.shutdown_signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -110,3 +111,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SPEAKS_GRPC})
+
+
+register_backends()  # with torch, which knows them by name: dist.init_process_group("torchft-gloo")

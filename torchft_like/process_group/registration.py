@@ -1,0 +1,140 @@
+"""Our groups under torch's own functions: `dist.init_process_group("torchft-gloo")`, `dist.new_group`.
+
+torch makes a group from a store in which the members find each other; ours are configured with the
+address of a TCPStore. So rank 0 tells the others, through the store that torch hands over, where they
+meet: under a prefix that nobody used before, in that same store if it is a TCPStore, else in one that
+rank 0 serves itself.
+
+INVARIANT: a store of our own is served until every member has met the others, and no longer. That they
+have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
+Later configurations name a store of their owner's.
+
+What torch makes is the group itself: `dist.group.WORLD` can be aborted and configured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import socket
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from lighthouse.address import LOOPBACK, Address, local_host_towards
+from torchft_like.errors import AddressError, NotSupportedError
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.store import StoreAddress, parse_store_address
+
+
+class Origin(NamedTuple):
+    """Where the class of a backend's groups is found, and on what devices their tensors are."""
+
+    module: str
+    class_name: str
+    devices: tuple[str, ...]
+
+
+BACKENDS = MappingProxyType(
+    {
+        "torchft-gloo": Origin("gloo", "ProcessGroupGloo", ("cpu",)),
+        "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),
+    }
+)
+
+
+def register_backends() -> None:
+    """Make the names of `BACKENDS` known to torch. Importing torchft_like does it; again does no harm."""
+    for name, origin in BACKENDS.items():
+        create = functools.partial(_create, name)
+        dist.Backend.register_backend(name, create, extended_api=True, devices=list(origin.devices))
+
+
+def _create(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
+    """A configured group, for torch.
+
+    Args:
+        wanted: torch's description of the group: store, group_rank, group_size, timeout, ...
+    """
+    if pg_options is not None:
+        raise NotSupportedError(f"{name} takes no pg_options; leave them out")
+    group = _make(name, wanted.group_rank, wanted.group_size, wanted.timeout)
+    global_ranks = list(wanted.global_ranks_in_group) or None  # none for the default group
+    try:
+        with _meeting_place(wanted.store, wanted.group_rank, wanted.timeout) as address:
+            group.configure(str(address), wanted.group_rank, wanted.group_size, global_ranks=global_ranks)
+            if _server_of(wanted.store) is None:
+                group.barrier().wait()
+    except BaseException:
+        group.shutdown()
+        raise
+    return group
+
+
+def _make(name: str, rank: int, world_size: int, timeout: timedelta) -> ProcessGroup:
+    origin = BACKENDS[name]
+    if "cpu" not in origin.devices and not torch.cuda.is_available():
+        raise NotSupportedError(f"{name} needs a CUDA device and there is none here; use torchft-gloo")
+    cls = getattr(importlib.import_module(f"torchft_like.process_group.{origin.module}"), origin.class_name)
+    made: ProcessGroup = cls(rank, world_size) if origin.module == "dummy" else cls(timeout)
+    return made
+
+
+@contextlib.contextmanager
+def _meeting_place(store: Store, rank: int, timeout: timedelta) -> Iterator[StoreAddress]:
+    """What to configure with, the same for all members; valid during the block.
+
+    Each member counts its rounds itself: one store may serve one group after the other.
+    """
+    server = _server_of(store)
+    key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
+    with contextlib.ExitStack() as until_met:
+        if rank == 0:
+            published = server or until_met.enter_context(_served_store(timeout))
+            store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
+        store.wait([key], timeout)
+        place = parse_store_address(store.get(key).decode())
+        # Each knows torch's store by a name that works where it is.
+        yield StoreAddress(server or place.server, place.prefix)
+
+
+@contextlib.contextmanager
+def _served_store(timeout: timedelta) -> Iterator[Address]:
+    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it brings gRPC, which nothing else here needs
+
+    listener = listen_tcp(Address(_own_host(), 0))
+    host, port = listener.getsockname()[:2]
+    server = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    try:
+        yield Address(host, port)
+    finally:
+        del server  # whoever keeps an error keeps this frame: let that not keep the server
+
+
+def _own_host() -> str:
+    """Where others reach this host, as Gloo decides it: the address of its name, if it has one."""
+    try:
+        return local_host_towards(socket.gethostname())
+    except AddressError:
+        return LOOPBACK
+
+
+def _server_of(store: Store) -> Address | None:
+    """Where the TCPStore is, under any number of prefixes; None if it is of another kind."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return Address(store.host, store.port) if isinstance(store, TCPStore) else None
