@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.managed_work import ManagedWork
 
 
 class Attempt:
@@ -30,7 +29,7 @@ class Attempt:
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
         self.pending_state: Mapping[str, object] | None = None
-        self.pending_collectives: list[torch.futures.Future[torch.Tensor]] = []
+        self.pending_collectives: list[ManagedWork] = []
         self.error: Exception | None = None
         self.verdict: bool | None = None
         self._quorum_timeout_s = quorum_timeout_s
@@ -75,8 +74,9 @@ class Attempt:
         Raises:
             QuorumTimeoutError: no quorum within the timeout; `describe` tells of the circumstances.
         """
-        self._wait_agreed(describe)
-        self._configured.wait()
+        if not self._configured.is_set():  # asked before every collective: a wait would take a lock
+            self._wait_agreed(describe)
+            self._configured.wait()
         self._raise_error()
 
     def wait_ready(self, describe: Callable[[], str]) -> None:

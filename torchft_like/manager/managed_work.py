@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,18 +13,36 @@ from torch.distributed import Work
 from torchft_like.futures import future_wait
 
 TensorFuture = torch.futures.Future[torch.Tensor]
+Report = Callable[[Exception], object]
 
 
 class ManagedWork(Work):
-    """A Work over a future that never carries an error.
+    """A collective of a step: never fails; after an error the tensor is undefined and the step lost.
 
-    `wait()` and `get_future()` give the tensor; after an error its content is undefined and the
-    Manager will not commit the step.
+    `work` is followed up (an average divided, an error reported) once, by whoever comes first: the
+    thread that waits, or, if somebody asked for the future, the one that completes the collective.
+    Python that runs on a backend's thread costs more than a small allreduce takes, so nothing runs
+    there unless it was asked for.
+
+    Args:
+        work: the collective of the backend; None if there is nothing to wait for.
+        tensor: its result.
+        divide_by: for an average, which the backend only added up.
+        report: told of an error.
     """
 
-    def __init__(self, future: TensorFuture) -> None:
+    def __init__(
+        self, work: Work | None, tensor: torch.Tensor, divide_by: int | None, report: Report
+    ) -> None:
         super().__init__()
-        self._future = future
+        self._work = work
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._report = report
+        self._lock = threading.Lock()
+        self._future: TensorFuture | None = None
+        if not tensor.is_cpu:
+            self.get_future()  # whoever waits on another stream waits for the division, too
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
@@ -31,47 +50,55 @@ class ManagedWork(Work):
         Raises:
             TimeoutError: not done within `timeout`.
         """
-        if timeout is None:
+        if timeout is not None:
+            future_wait(self.get_future(), timeout)
+        elif self._future is not None:
             self._future.wait()
-        else:
-            future_wait(self._future, timeout)
+        elif (work := self._work) is not None:
+            self._settle(work.wait)
         return True
 
     def get_future(self) -> TensorFuture:
         """Completes with the tensor."""
+        if self._future is None:
+            work = self._work
+            self._future = _completed(self._tensor) if work is None else work.get_future().then(self._finish)
         return self._future
 
     def is_completed(self) -> bool:
         """Whether the result is there."""
-        return self._future.done()
+        if self._future is not None:
+            return self._future.done()
+        if (work := self._work) is not None and work.is_completed():
+            self._settle(work.wait)
+        return self._work is None
 
     def is_success(self) -> bool:
         """Errors have gone to the Manager."""
-        return self._future.done()
+        return self.is_completed()
+
+    def _finish(self, done: torch.futures.Future[Any]) -> torch.Tensor:
+        self._settle(done.value)
+        return self._tensor
+
+    def _settle(self, outcome: Callable[[], object]) -> None:
+        try:
+            outcome()
+            with self._lock:
+                if self._work is not None and self._divide_by is not None:
+                    self._tensor.div_(self._divide_by)
+                self._work = None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
+            self._report(error)
+            self._work = None
 
 
 def finished(tensor: torch.Tensor) -> ManagedWork:
     """A Work that is done already."""
-    future: TensorFuture = torch.futures.Future()
+    return ManagedWork(None, tensor, None, lambda _: None)
+
+
+def _completed(tensor: torch.Tensor) -> TensorFuture:
+    future: TensorFuture = torch.futures.Future(devices=None if tensor.is_cpu else [tensor.device])
     future.set_result(tensor)
-    return ManagedWork(future)
-
-
-def managed(
-    work: Work, tensor: torch.Tensor, divide_by: int | None, on_error: Callable[[Exception], object]
-) -> ManagedWork:
-    """Continue `work`: divide the tensor where an average was asked for, and swallow its error.
-
-    The continuation runs on the thread that completes the collective.
-    """
-
-    def finish(future: torch.futures.Future[Any]) -> torch.Tensor:
-        try:
-            future.value()
-            if divide_by is not None:
-                tensor.div_(divide_by)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
-            on_error(error)
-        return tensor
-
-    return ManagedWork(work.get_future().then(finish))
+    return future

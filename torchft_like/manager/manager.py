@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -43,7 +44,7 @@ from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, finished, managed
+from torchft_like.manager.managed_work import ManagedWork, finished
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
@@ -269,8 +270,8 @@ class Manager:
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
             self._group.fail(quorum_id, error)
             return finished(tensor)
-        result = managed(work, tensor, divide_by, lambda error: self._group.fail(quorum_id, error))
-        attempt.pending_collectives.append(result.get_future())
+        result = ManagedWork(work, tensor, divide_by, partial(self._group.fail, quorum_id))
+        attempt.pending_collectives.append(result)
         return result
 
     def report_error(self, e: Exception) -> None:
@@ -319,8 +320,8 @@ class Manager:
         """
         attempt = self._current_attempt()
         attempt.wait_ready(self._driver.why_no_quorum)
-        for future in attempt.pending_collectives:
-            future.wait()
+        for work in attempt.pending_collectives:
+            work.wait()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._check_process_group()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,9 +27,11 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-SLICE_S = 0.25
+SLICE_S = 0.1
+SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
+ISSUED_MIN = 128
 
 
 class Operations:
@@ -38,7 +41,17 @@ class Operations:
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
         self._waiting = 0
+        self._issued: list[weakref.ref[Work]] = []
+        self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
+
+    def add(self, work: Work) -> None:
+        """From now on somebody who holds `work` may come and wait for it."""
+        with self._lock:
+            self._issued.append(weakref.ref(work))
+            if len(self._issued) > self._issued_max:
+                self._issued = [entry for entry in self._issued if _is_open(entry)]
+                self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
 
     def follow(self, backend_future: Future[Any]) -> Future[Any]:
         """A future that completes as the backend's does, or when the operation is given up."""
@@ -54,27 +67,17 @@ class Operations:
     def wait(self, work: Work, timeout: timedelta | None) -> bool:
         """As `work.wait`, but also over when the operation is given up.
 
-        A wait that is not over at once is cut into slices: C++ cannot be interrupted. Not for sends
-        and receives, which Gloo breaks off when a slice is over.
+        The wait is cut into slices: C++ cannot be interrupted. Not for sends and receives, which
+        Gloo breaks off when a slice is over.
         """
-        # As in C++, a timeout of zero is none.
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        is_counted = False
         try:
-            while not _is_over(work, deadline):
-                if self._given_up is not None:
-                    raise self._given_up
-                if not is_counted:
-                    is_counted = True
-                    self._count_waiting(1)
-            return work.wait()
+            # As in C++, a timeout of zero is none.
+            return (not timeout and _is_soon_over(work)) or self._wait_on(work, timeout)
         finally:
             del work  # whoever keeps an error keeps this frame: let that not keep the connections open
-            if is_counted:
-                self._count_waiting(-1)
 
     def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
-        """After an abort: wait until none is awaited any more, or give up what is left once it is safe.
+        """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
 
         Blocks for a moment. A backend that never comes to rest keeps its operations until their timeout.
         """
@@ -86,9 +89,21 @@ class Operations:
             time.sleep(LOOK_PAUSE_S)
         self._given_up = error
 
+    def _wait_on(self, work: Work, timeout: timedelta | None) -> bool:
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        self._count_waiting(1)
+        try:
+            while not _is_over(work, deadline):
+                if self._given_up is not None:
+                    raise self._given_up
+            return work.wait()
+        finally:
+            del work
+            self._count_waiting(-1)
+
     def _is_awaited(self) -> bool:
         with self._lock:
-            return bool(self._futures or self._waiting)
+            return bool(self._futures or self._waiting) or any(map(_is_open, self._issued))
 
     def _count_waiting(self, change: int) -> None:
         with self._lock:
@@ -118,6 +133,20 @@ class Operations:
             own.set_exception(error)
         else:
             own.set_result(value)
+
+
+def _is_open(entry: weakref.ref[Work]) -> bool:
+    """Whether somebody holds the work, and it is not done."""
+    work = entry()
+    return work is not None and not work.is_completed()
+
+
+def _is_soon_over(work: Work) -> bool:
+    """Whether the work succeeds within a slice; of a failure `wait` tells."""
+    try:
+        return work.wait(SLICE)
+    except RuntimeError:
+        return False
 
 
 def _is_over(work: Work, deadline: float) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group.operations import Operations
 
 # The error that the caller shall see instead of the backend's; None if that says it best.
@@ -33,6 +34,7 @@ class GroupWork(Work):
         self._explain = explain
         self._operations = operations
         self._future: Future[Any] | None = None
+        operations.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
@@ -46,7 +48,7 @@ class GroupWork(Work):
                 return self._operations.wait(self._work, timeout)
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as error:
-            if self._work.is_completed():
+            if self._work.is_completed() or isinstance(error, ProcessGroupAbortedError):
                 # Whoever keeps the error keeps this object: let that not keep the connections open.
                 self._work = DoneWork([], type(error)(*error.args))
             if (better := self._explain(error)) is not None:

@@ -16,7 +16,7 @@ from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.managed_work import finished, managed
+from torchft_like.manager.managed_work import ManagedWork, finished
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 
@@ -71,35 +71,66 @@ class FutureWork(Work):
         super().__init__()
         self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self.future
 
 
 class TestManagedWork:
-    def test_an_average_is_divided_once_the_sum_is_there(self) -> None:
+    def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
+        for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
+            tensor, work = torch.full((3,), 6.0), FutureWork()
+            result = ManagedWork(work, tensor, 3, unexpected)
+            assert not result.is_completed()
+            work.future.set_result([tensor])
+            assert ask(result) is not False
+            assert result.wait()
+            assert result.get_future().value() is tensor
+            assert result.is_completed()
+            assert tensor.tolist() == [2.0, 2.0, 2.0]
+
+    def test_a_future_asked_for_before_the_result_is_there_carries_the_average(self) -> None:
         tensor, work = torch.full((3,), 6.0), FutureWork()
-        result = managed(work, tensor, 3, unexpected)
-        assert not result.is_completed()
+        result = ManagedWork(work, tensor, 3, unexpected)
+        future = result.get_future()
         work.future.set_result([tensor])
+        assert future.wait().tolist() == [2.0, 2.0, 2.0]
         assert result.wait()
-        assert result.get_future().value() is tensor
         assert tensor.tolist() == [2.0, 2.0, 2.0]
 
-    def test_an_error_goes_to_the_manager_and_the_work_succeeds(self) -> None:
+    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.is_completed, ManagedWork.get_future])
+    def test_an_error_goes_to_the_manager_and_the_work_succeeds(
+        self, ask: Callable[[ManagedWork], object]
+    ) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = managed(work, tensor, 2, errors.append)
+        result = ManagedWork(work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
+        ask(result)
         assert result.wait()
         assert result.is_success()
         assert [str(error) for error in errors] == ["Connection reset by peer"]
 
+    def test_nothing_runs_on_the_backends_thread_unless_the_future_was_asked_for(self) -> None:
+        """Python there costs more than a small allreduce."""
+        work = FutureWork()
+        work.get_future = unexpected  # type: ignore[method-assign,assignment]
+        work.future.set_result([torch.ones(1)])
+        assert ManagedWork(work, torch.ones(1), 2, unexpected).wait()
+
     def test_a_wait_can_be_bounded(self) -> None:
         with pytest.raises(TimeoutError):
-            managed(FutureWork(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
+            ManagedWork(FutureWork(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
 
     def test_a_finished_work_is_done(self) -> None:
         tensor = torch.ones(1)
         assert finished(tensor).is_completed()
+        assert finished(tensor).wait()
         assert finished(tensor).get_future().value() is tensor
 
 

@@ -109,6 +109,26 @@ def test_a_wait_keeps_its_own_timeout() -> None:
         Operations().wait(SlowWork(), timedelta(milliseconds=300))
 
 
+def test_what_is_not_awaited_yet_is_given_up_only_when_the_backend_is_still() -> None:
+    """Whoever holds the work may come later, and must not be told that it is over too early."""
+    operations, work, looks = Operations(), SlowWork(), iter([False, False, True])
+    operations.add(work)
+    operations.give_up(lambda: next(looks), ABORTED)
+    assert next(looks, None) is None, "three looks were taken"
+    with pytest.raises(ProcessGroupAbortedError):
+        operations.wait(work, None)
+
+
+def test_works_that_are_done_or_dropped_are_not_remembered() -> None:
+    operations, done = Operations(), SlowWork()
+    done.done.set()
+    for _ in range(1000):
+        operations.add(done)
+        operations.add(SlowWork())
+    assert len(operations._issued) < 300
+    operations.give_up(lambda: pytest.fail("looked"), ABORTED)
+
+
 def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
     operations = Operations()
     operations.give_up(lambda: pytest.fail("looked"), ABORTED)
