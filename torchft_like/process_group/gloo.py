@@ -26,6 +26,7 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.work import AbandonableWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
@@ -56,18 +57,9 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         store = AbortableStore(membership.store, membership.timeout)
         with contextlib.closing(store), abort.ends(store.abort):
             store.connect()
-            _claim_prefix(store, membership)
+            claim_prefix(store, membership)
             host = local_host_towards(membership.store.server.host, membership.store.server.port)
             return _GlooBackend(store, host, membership, abort)
-
-
-def _claim_prefix(store: AbortableStore, membership: Membership) -> None:
-    """Addresses left in the store by an earlier group would be taken for those of this one."""
-    if store.add(f"configured/{membership.rank}", 1) > 1:
-        raise ProcessGroupError(
-            f"rank {membership.rank} has already used the store prefix {membership.store.prefix!r}; "
-            "every configure needs a fresh one"
-        )
 
 
 class _GlooBackend:

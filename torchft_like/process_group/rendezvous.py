@@ -1,0 +1,50 @@
+"""How the members of a new generation find out, through the store, that all of them are there.
+
+It knows the store and who the members are, and nothing of the backend that they are about to make.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.generation import Membership
+
+
+def claim_prefix(store: AbortableStore, membership: Membership) -> None:
+    """Make sure that the prefix is a fresh one.
+
+    Addresses left in the store by an earlier group would be taken for those of this one.
+
+    Raises:
+        ProcessGroupError: this rank has used the prefix before.
+    """
+    if store.add(f"configured/{membership.rank}", 1) > 1:
+        raise ProcessGroupError(
+            f"rank {membership.rank} has already used the store prefix {membership.store.prefix!r}; "
+            "every configure needs a fresh one"
+        )
+
+
+def meet(store: AbortableStore, membership: Membership) -> None:
+    """Wait until every member has come here.
+
+    For a backend whose own wait for a member that never comes is hard to end: this one ends at once
+    when the store is aborted.
+
+    Raises:
+        ProcessGroupError: a member did not come within the group's timeout; says which.
+    """
+    deadline = time.monotonic() + membership.timeout.total_seconds()
+    store.set(f"arrived/{membership.rank}", "1")
+    for rank in range(membership.world_size):
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            store.wait([f"arrived/{rank}"], timedelta(seconds=left_s))
+        except TimeoutError as error:
+            raise ProcessGroupError(
+                f"rank {rank} of {membership.world_size} did not come within "
+                f"{membership.timeout.total_seconds():g} s"
+            ) from error
