@@ -1,0 +1,182 @@
+"""Our backends under `dist.init_process_group` and all that follows from it, with real processes."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.conftest import Processes
+
+from . import torch_job as job
+from .gloo_member import serve_store
+from .ranks import LIMIT_S, Ranks, running
+
+pytestmark = pytest.mark.integration
+
+WORLD = 3
+FELT_S = 0.3  # what still blocks after this time was really blocked by the fault
+BACKENDS = ["torchft-gloo"]
+_prefixes = itertools.count()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with running(WORLD) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return serve_store()
+
+
+def agents(store: TCPStore) -> dict[str, str]:
+    """The environment of ranks whose store somebody else serves, as torchrun's agent does."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def fresh(store: TCPStore) -> str:
+    return f"127.0.0.1:{store.port}/owner/{next(_prefixes)}"
+
+
+def wheres(tmp_path: Path) -> dict[str, Mapping[str, str]]:
+    return {
+        "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        "env with a name": {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
+        "tcp": {"init_method": f"tcp://127.0.0.1:{free_port()}"},
+        "file": {"init_method": f"file://{tmp_path / 'store'}"},
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["env", "env with a name", "tcp", "file"])
+def test_torch_makes_the_group_from_any_kind_of_store(
+    ranks: Ranks, tmp_path: Path, kind: str, backend: str
+) -> None:
+    assert ranks.ask(job.init, backend, WORLD, wheres(tmp_path)[kind]) == [backend] * WORLD
+    assert ranks.ask(job.summed) == [6.0] * WORLD
+    assert ranks.ask(job.objects)[0] == [{"rank": rank} for rank in range(WORLD)]
+    assert ranks.ask(job.sub_group, None, [0, 2]) == [
+        (backend, [0, 2], 0, 4.0),
+        True,
+        (backend, [0, 2], 1, 4.0),
+    ]
+    assert ranks.ask(job.by_name_and_mesh) == [(3.0, 2.0)] * WORLD
+
+
+def test_a_group_may_have_another_backend_than_its_parent(ranks: Ranks, store: TCPStore) -> None:
+    ranks.ask(job.init, "gloo", WORLD, agents(store))
+    ours = ranks.ask(job.sub_group, "cpu:torchft-gloo", [0, 1])
+    assert ours[:2] == [("cpu:torchft-gloo", [0, 1], rank, 3.0) for rank in (0, 1)]
+    ranks.ask(job.destroy)
+    ranks.ask(job.init, "cpu:torchft-gloo", WORLD, agents(store))
+    torchs = ranks.ask(job.sub_group, "gloo", [0, 1])
+    assert torchs[:2] == [("gloo", [0, 1], rank, 3.0) for rank in (0, 1)]
+
+
+def test_split_group_is_refused_by_torch_with_a_reason(ranks: Ranks, store: TCPStore) -> None:
+    ranks.ask(job.init, "torchft-gloo", WORLD, agents(store))
+    assert all(answer.startswith("RuntimeError: No device") for answer in ranks.ask(job.split))
+
+
+@pytest.mark.parametrize("kind", ["agent", "file"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_destroyed_leaves_nothing_and_can_be_made_again(
+    ranks: Ranks, store: TCPStore, tmp_path: Path, backend: str, kind: str
+) -> None:
+    held: list[Any] = []
+    for turn in range(4):
+        where = agents(store) if kind == "agent" else {"init_method": f"file://{tmp_path / str(turn)}"}
+        ranks.ask(job.init, backend, WORLD, where)
+        ranks.ask(job.sub_group, None, [1, 2])
+        assert ranks.ask(job.summed) == [6.0] * WORLD
+        ranks.ask(job.destroy)
+        held.append(settled(ranks, held[0] if held else None))
+    assert held[1:] == held[:1] * 3
+
+
+def settled(ranks: Ranks, wanted: Any) -> Any:
+    """What the ranks hold once the threads that clean up have ended."""
+    deadline = time.monotonic() + LIMIT_S
+    last, now = None, ranks.ask(job.held)
+    while now not in (last, wanted) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        last, now = now, ranks.ask(job.held)
+    return now
+
+
+@pytest.mark.parametrize("kind", ["agent", "file"])
+def test_an_init_that_waits_in_vain_ends_with_its_timeout_and_may_be_tried_again(
+    ranks: Ranks, store: TCPStore, tmp_path: Path, kind: str
+) -> None:
+    where = agents(store) if kind == "agent" else {"init_method": f"file://{tmp_path / 'store'}"}
+    errors = ranks.ask(job.init_in_vain, "torchft-gloo", WORLD + 1, where, 0.5)
+    for rank, error in enumerate(errors):
+        assert error.startswith(f"ProcessGroupNotConfiguredError: configuring rank {rank} of 4"), error
+    assert ranks.ask(job.init, "torchft-gloo", WORLD, where) == ["torchft-gloo"] * WORLD
+    assert ranks.ask(job.summed) == [6.0] * WORLD
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_group_survives_a_killed_rank_when_its_owner_configures_it_anew(
+    ranks: Ranks, store: TCPStore, backend: str
+) -> None:
+    ranks.ask(job.init, backend, WORLD, agents(store))
+    ranks.ask(job.make_ddp)
+    assert ranks.ask(job.gradient, 1.0) == [[2.0, 2.0]] * WORLD
+    ranks[2].kill()
+    for number, rank in enumerate(ranks[:2]):
+        rank.tell(job.gradient, number, 1.0)
+    assert all(isinstance(rank.answer(), str) for rank in ranks[:2]), "the death was felt"
+    survivors, address = Ranks(ranks[:2]), fresh(store)
+    assert survivors.ask(job.configure, address, 2) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    assert survivors.ask(job.summed) == [3.0, 3.0]
+    assert survivors.ask(job.gradient, 4.0) == [[6.0, 6.0]] * 2
+    survivors.ask(job.destroy)
+
+
+def test_the_owner_of_the_default_group_can_abort_it(ranks: Ranks, store: TCPStore) -> None:
+    ranks.ask(job.init, "torchft-gloo", WORLD, agents(store))
+    survivors = Ranks(ranks[:2])  # the third never calls
+    survivors.ask(job.reduce_in_background)
+    time.sleep(FELT_S)
+    assert survivors.ask(job.abort_and_join) == ["ProcessGroupAbortedError"] * 2
+    ranks.ask(job.configure, fresh(store), WORLD)
+    assert ranks.ask(job.summed) == [6.0] * WORLD
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist, torchft_like
+dist.init_process_group("torchft-gloo")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print("sum", float(tensor), dist.get_backend(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_starts_a_job_with_our_backend(processes: Processes, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = processes.start(*torchrun, str(script), env={"OMP_NUM_THREADS": "1"})
+    assert job.wait() == 0, job.output
+    assert job.output.count("sum 2.0 torchft-gloo") == 2

@@ -1,0 +1,144 @@
+"""What test_registration asks of its ranks: a job in torch's own words, over our backends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo  # functional collectives import it when first used: once here, not in every rank
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import torchft_like  # noqa: F401 - it registers the backends
+
+Here = SimpleNamespace
+
+
+def init(
+    here: Here, rank: int, backend: str, world_size: int, where: Mapping[str, str], timeout_s: float = 60.0
+) -> str:
+    """init_process_group; `where` is an `init_method`, or the environment of `env://`."""
+    if "init_method" in where:
+        members = {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where, **members)  # type: ignore[arg-type]
+    else:
+        os.environ |= {**where, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return dist.get_backend()
+
+
+def init_in_vain(here: Here, rank: int, *args: Any) -> str:
+    """The error of an init that does not succeed."""
+    try:
+        init(here, rank, *args)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
+        return f"{type(error).__name__}: {error}"
+    return "it succeeded"
+
+
+def summed(here: Here, rank: int) -> float:
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def reduce_in_background(here: Here, rank: int) -> str:
+    here.blocked = threading.Thread(target=_reduce, args=(here,), daemon=True)
+    here.blocked.start()
+    return "begun"
+
+
+def _reduce(here: Here) -> None:
+    try:
+        dist.all_reduce(torch.ones(1))
+        here.outcome = "done"
+    except Exception as error:  # noqa: BLE001 - the test is told
+        here.outcome = type(error).__name__
+
+
+def abort_and_join(here: Here, rank: int) -> str:
+    if not here.blocked.is_alive():
+        return f"was not blocked: {here.outcome}"
+    default().abort("the owner says so")
+    here.blocked.join(60)
+    return str(here.outcome)
+
+
+def default() -> Any:
+    return dist.group.WORLD
+
+
+def configure(here: Here, rank: int, address: str, world_size: int) -> tuple[int, int, list[int]]:
+    """As the owner of the default group."""
+    default().configure(address, rank, world_size)
+    return dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(default())
+
+
+def sub_group(here: Here, rank: int, backend: str | None, ranks: list[int]) -> Any:
+    """Sum over a subgroup; its backend and its ranks. Destroyed again."""
+    group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=60))
+    if rank not in ranks:
+        return group == dist.GroupMember.NON_GROUP_MEMBER
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, src=ranks[-1], group=group)
+    answer = dist.get_backend(group), dist.get_process_group_ranks(group), dist.get_rank(group), float(tensor)
+    dist.destroy_process_group(group)
+    return answer
+
+
+def by_name_and_mesh(here: Here, rank: int) -> tuple[float, float]:
+    """A functional collective by the group's name, and one over a device mesh."""
+    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    most = functional.all_reduce(torch.tensor([float(rank)]), "max", mesh["all"])
+    return float(total), float(most)
+
+
+def objects(here: Here, rank: int) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {"rank": rank})
+    dist.barrier()
+    return gathered
+
+
+def split(here: Here, rank: int) -> str:
+    try:
+        dist.split_group(split_ranks=[[0, 1]])
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return f"{type(error).__name__}: {error}"
+    return "it split"
+
+
+def destroy(here: Here, rank: int) -> str:
+    dist.destroy_process_group()
+    return "destroyed"
+
+
+def held(here: Here, rank: int) -> tuple[int, int]:
+    """How many threads and descriptors this process has."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def make_ddp(here: Here, rank: int) -> str:
+    torch.manual_seed(0)
+    here.model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    return "made"
+
+
+def gradient(here: Here, rank: int, factor: float) -> list[float] | str:
+    """Of one step whose inputs are `factor` times rank + 1; the name of the error if it fails."""
+    here.model.zero_grad()
+    try:
+        here.model(torch.full((2,), factor * (rank + 1))).sum().backward()
+    except Exception as error:  # noqa: BLE001 - the test is told
+        return type(error).__name__
+    found = next(here.model.parameters()).grad
+    return [float(value) for value in found.flatten()]
