@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Work
+from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from torchft_like.futures import future_wait
 
@@ -93,6 +93,12 @@ class ManagedWork(Work):
             self._work = None
 
 
+def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOptions, bool]:
+    """How a backend is asked for it, and whether its sum has to be divided to give an average."""
+    known = _REDUCTIONS.get(_number(getattr(operation, "op", operation)))
+    return known or (_options(operation), False)  # a sum that multiplies carries its factor
+
+
 def finished(tensor: torch.Tensor) -> ManagedWork:
     """A Work that is done already."""
     return ManagedWork(None, tensor, None, lambda _: None)
@@ -102,3 +108,21 @@ def _completed(tensor: torch.Tensor) -> TensorFuture:
     future: TensorFuture = torch.futures.Future(devices=None if tensor.is_cpu else [tensor.device])
     future.set_result(tensor)
     return future
+
+
+def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = operation  # type: ignore[assignment] # torch takes either
+    return options
+
+
+def _number(operation: Any) -> int:
+    return int(operation)
+
+
+# Made once: an allreduce of four bytes takes less time than looking at torch's enums.
+_REDUCTIONS = {
+    _number(operation): (_options(operation), False)
+    for operation in ReduceOp.RedOpType.__members__.values()
+    if operation not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+} | {_number(ReduceOp.AVG): (_options(ReduceOp.SUM), True)}

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed import ReduceOp
 
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
@@ -44,7 +44,7 @@ from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, finished
+from torchft_like.manager.managed_work import ManagedWork, finished, reduction
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
@@ -251,7 +251,7 @@ class Manager:
         """
         if should_quantize:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
-        is_average = reduce_op == ReduceOp.AVG
+        options, is_average = reduction(reduce_op)
         if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
@@ -259,12 +259,11 @@ class Manager:
         attempt = self._current_attempt()
         if not self._can_communicate(attempt):
             return finished(tensor)
-        if not self._protocol.is_participating:
+        protocol = self._protocol
+        if not protocol.is_participating:
             tensor.zero_()
-        quorum_id = self._protocol.quorum_id
-        divide_by = self._protocol.num_participants if is_average else None
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.SUM if is_average else reduce_op)
+        quorum_id = protocol.quorum_id
+        divide_by = protocol.num_participants if is_average else None
         try:
             work = self._group.pg.allreduce([tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script

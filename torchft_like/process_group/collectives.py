@@ -20,6 +20,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from torchft_like.process_group.checking.rules import (
+    EXCHANGED,
+    GATHERED,
+    PAIRED,
+    SAME,
+    SCATTERED,
+    SHARED_OUT,
+)
+
 # Tensors as a call holds them: one tensor, a list, or a list of lists.
 Tensors = Any
 
@@ -64,10 +73,11 @@ class Call:
     def reduce_op(self) -> ReduceOp:
         """The reduction asked for, however the overload spells it; SUM when none was named."""
         for value in (*self.args, *self.kwargs.values()):
+            # The options first: to look at torch's enums takes longer than all the rest.
+            if (found := getattr(value, "reduceOp", None)) is not None:
+                return found  # type: ignore[no-any-return]
             if isinstance(value, ReduceOp | ReduceOp.RedOpType):
                 return ReduceOp(value) if isinstance(value, ReduceOp.RedOpType) else value
-            if hasattr(value, "reduceOp"):
-                return value.reduceOp  # type: ignore[no-any-return]
         return ReduceOp(ReduceOp.SUM)
 
     @property
@@ -101,6 +111,7 @@ class Collective:
         blocking: it returns None after it is done, not a Work.
         everyone: its result makes sense only if every member takes part, because tensors are shared
             out by rank or the reduction counts the members.
+        agreement: what the members' arguments must have in common, see `checking.rules`.
     """
 
     name: str
@@ -111,6 +122,7 @@ class Collective:
     aliases: tuple[str, ...] = ()
     blocking: bool = False
     everyone: bool = False
+    agreement: str = SAME
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,6 +136,8 @@ class Collective:
             TypeError: a tensor argument is missing.
         """
         outputs = self.output.find(args, kwargs) if self.output else None
+        if self.input is self.output:
+            return Call(self, args, kwargs, outputs, outputs)
         inputs = self.input.find(args, kwargs) if self.input else None
         return Call(self, args, kwargs, outputs, inputs)
 
@@ -271,7 +285,14 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row("allreduce_coalesced", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
     _row("broadcast", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
     _row("reduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS, everyone=True),
-    _row("allgather", "(output_tensors, input_tensors, opts=...)", _spread, _OUTPUT_LISTS, _INPUTS),
+    _row(
+        "allgather",
+        "(output_tensors, input_tensors, opts=...)",
+        _spread,
+        _OUTPUT_LISTS,
+        _INPUTS,
+        agreement=GATHERED,
+    ),
     _row(
         "allgather_coalesced",
         "(output_lists, input_list, opts=...)",
@@ -295,9 +316,30 @@ COLLECTIVES: tuple[Collective, ...] = (
         _INPUTS,
         aliases=("all_gather_single_coalesced",),
     ),
-    _row("gather", "(output_tensors, input_tensors, opts=...)", _spread, _OUTPUT_LISTS, _INPUTS),
-    _row("scatter", "(output_tensors, input_tensors, opts=...)", _own_item, _OUTPUTS, _INPUT_LISTS),
-    _row("reduce_scatter", "(output_tensors, input_tensors, opts=...)", _own_item, _OUTPUTS, _INPUT_LISTS),
+    _row(
+        "gather",
+        "(output_tensors, input_tensors, opts=...)",
+        _spread,
+        _OUTPUT_LISTS,
+        _INPUTS,
+        agreement=GATHERED,
+    ),
+    _row(
+        "scatter",
+        "(output_tensors, input_tensors, opts=...)",
+        _own_item,
+        _OUTPUTS,
+        _INPUT_LISTS,
+        agreement=SCATTERED,
+    ),
+    _row(
+        "reduce_scatter",
+        "(output_tensors, input_tensors, opts=...)",
+        _own_item,
+        _OUTPUTS,
+        _INPUT_LISTS,
+        agreement=SHARED_OUT,
+    ),
     _row(
         "_reduce_scatter_base",
         "(output, input, opts=...)",
@@ -314,7 +356,14 @@ COLLECTIVES: tuple[Collective, ...] = (
         _INPUTS,
         aliases=("reduce_scatter_single_coalesced",),
     ),
-    _row("alltoall", "(output_tensors, input_tensors, opts=...)", _own_to_own, _OUTPUTS, _INPUTS),
+    _row(
+        "alltoall",
+        "(output_tensors, input_tensors, opts=...)",
+        _own_to_own,
+        _OUTPUTS,
+        _INPUTS,
+        agreement=EXCHANGED,
+    ),
     _row(
         "alltoall_base",
         "(output, input, output_split_sizes, input_split_sizes, opts=...)",
@@ -322,10 +371,11 @@ COLLECTIVES: tuple[Collective, ...] = (
         _OUTPUT,
         _INPUT,
         aliases=("all_to_all_single",),
+        agreement=EXCHANGED,
     ),
-    _row("send", "(tensors, dst_rank, tag)", _keep, None, _TENSORS),
-    _row("recv", "(tensors, src_rank, tag)", _clear, _TENSORS),
-    _row("recv_anysource", "(tensors, tag)", _clear, _TENSORS),
+    _row("send", "(tensors, dst_rank, tag)", _keep, None, _TENSORS, agreement=PAIRED),
+    _row("recv", "(tensors, src_rank, tag)", _clear, _TENSORS, agreement=PAIRED),
+    _row("recv_anysource", "(tensors, tag)", _clear, _TENSORS, agreement=PAIRED),
     _row("barrier", "(opts=...)", _keep),
     _row("monitored_barrier", "(timeout=None, wait_all_ranks=False)", _keep, blocking=True),
 )
