@@ -26,12 +26,15 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
     QuorumTimeoutError,
     ShutdownError,
+    SubprocessLostError,
 )
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupBaby,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
@@ -87,6 +90,8 @@ __all__ = [
     "OptimizerWrapper",
     "ProcessGroup",
     "ProcessGroupAbortedError",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
@@ -95,6 +100,7 @@ __all__ = [
     "PureDistributedDataParallel",
     "QuorumTimeoutError",
     "ShutdownError",
+    "SubprocessLostError",
     "WorldSizeMode",
     "stop_on_signals",
 ]

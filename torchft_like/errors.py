@@ -6,6 +6,8 @@ derives from `FaultToleranceError`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from lighthouse.errors import AddressError, BindError, ConfigError, CoordinationError
 
 __all__ = [
@@ -13,6 +15,9 @@ __all__ = [
     "BindError",
     "CheckpointError",
     "CheckpointFormatError",
+    "CollectiveMismatchError",
+    "CollectiveRefusedError",
+    "CollectiveTimeoutError",
     "ConfigError",
     "ConnectError",
     "CoordinationError",
@@ -21,11 +26,13 @@ __all__ = [
     "MaxRetriesError",
     "MemberLostError",
     "NotSupportedError",
+    "PeerLostError",
     "ProcessGroupAbortedError",
     "ProcessGroupError",
     "ProcessGroupNotConfiguredError",
     "QuorumTimeoutError",
     "ShutdownError",
+    "SubprocessLostError",
 ]
 
 
@@ -69,8 +76,70 @@ class ProcessGroupNotConfiguredError(ProcessGroupError):
     """A collective was called before the first `configure`."""
 
 
+class SubprocessLostError(ProcessGroupError):
+    """The process that runs a Baby group's backend died, or did not answer; `configure` starts another."""
+
+
 class ProcessGroupAbortedError(ProcessGroupError):
     """The group was aborted; `configure` makes it usable again."""
+
+
+class CollectiveRefusedError(ProcessGroupError):
+    """A collective did not start: no tensor was touched, and the group stays usable."""
+
+
+class CollectiveMismatchError(CollectiveRefusedError):
+    """The ranks mean different things by one collective; every rank gets this error, with the same text.
+
+    Attributes:
+        aspect: what differs: operation, root, reduce op, dtype, shape, device or number of tensors.
+        calls: what each rank passed, by rank.
+    """
+
+    def __init__(self, aspect: str, calls: Mapping[int, str]) -> None:
+        super().__init__(aspect, calls)
+        self.aspect = aspect
+        self.calls = calls
+
+    def __str__(self) -> str:
+        return f"the ranks do not agree on the {self.aspect}: {_by_rank(self.calls)}"
+
+
+class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
+    """Ranks did not come to a collective in time; `configure` makes the group usable again.
+
+    Attributes:
+        seconds: how long the others waited.
+        missing: the ranks that did not come.
+        waiting: what each of the others waits in, by rank.
+    """
+
+    def __init__(self, seconds: float, missing: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
+        super().__init__()
+        self.args = seconds, missing, waiting  # given to OSError they would be an errno and a file
+        self.seconds = seconds
+        self.missing = tuple(missing)
+        self.waiting = waiting
+
+    def __str__(self) -> str:
+        return f"{_ranks(self.missing)} did not come within {self.seconds:g} s; {_waiting(self.waiting)}"
+
+
+class PeerLostError(ProcessGroupError):
+    """Ranks have left the group, or died, that others wait for; `configure` without them goes on.
+
+    Attributes:
+        lost: the ranks that are gone.
+        waiting: what each of the others waits in, by rank.
+    """
+
+    def __init__(self, lost: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
+        super().__init__(lost, waiting)
+        self.lost = tuple(lost)
+        self.waiting = waiting
+
+    def __str__(self) -> str:
+        return f"{_ranks(self.lost)} closed the connection; {_waiting(self.waiting)}"
 
 
 class CheckpointError(FaultToleranceError):
@@ -79,3 +148,19 @@ class CheckpointError(FaultToleranceError):
 
 class CheckpointFormatError(CheckpointError, ValueError):
     """State is of a type that cannot be transferred, or what arrived is corrupt."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _by_rank(texts: Mapping[int, str]) -> str:
+    """Ranks that say the same stand together."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        alike.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in alike.items())
+
+
+def _waiting(waiting: Mapping[int, Sequence[str]]) -> str:
+    return f"waiting: {_by_rank({rank: ', '.join(texts) for rank, texts in waiting.items()}) or 'nobody'}"

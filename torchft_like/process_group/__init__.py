@@ -1,5 +1,6 @@
 """Process groups whose members can change, and which can be aborted at any moment."""
 
+from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.dummy import ProcessGroupDummy
 from torchft_like.process_group.fault_injection import (
@@ -8,6 +9,7 @@ from torchft_like.process_group.fault_injection import (
 )
 from torchft_like.process_group.gloo import ProcessGroupGloo
 from torchft_like.process_group.managed import ManagedProcessGroup
+from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
@@ -16,10 +18,15 @@ __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "FaultInjectingProcessGroup",
+    "ManagedDeviceMesh",
     "ManagedProcessGroup",
     "ProcessGroup",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupWrapper",
     "create_store_client",
+    "extend_device_mesh",
+    "ft_init_device_mesh",
 ]

@@ -25,13 +25,14 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import (
+    CollectiveRefusedError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
 )
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import GroupWork
+from torchft_like.process_group.work import ExplainedWork, GroupWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
 
@@ -190,6 +191,9 @@ class Generation:
             raise
         if work is None:
             return None
+        if isinstance(work, ExplainedWork):
+            work.explain = self.explain
+            return work
         in_slices = collective.name not in POINT_TO_POINT
         return GroupWork(work, self.explain, self._operations, in_slices=in_slices)
 
@@ -197,10 +201,13 @@ class Generation:
         """An operation failed: what the caller shall see instead of the error, if anything.
 
         After one failure the backend is of no use, and a peer may wait for what will never come:
-        the connections are given up, so that it fails, too.
+        the connections are given up, so that it fails, too. An operation that was refused has not
+        reached the backend.
         """
         if self.abort_signal.reason is not None:
             return self._aborted()
+        if isinstance(error, CollectiveRefusedError):
+            return None
         if self._failure is None:
             self._failure = type(error)(*error.args)  # a copy: frames would keep the backend
         with self._lock:

@@ -18,6 +18,12 @@ from torchft_like.process_group.operations import Operations
 Explain = Callable[[Exception], Exception | None]
 
 
+class ExplainedWork(Work):
+    """An operation whose every wait ends by itself; of the group it needs only the words for an error."""
+
+    explain: Explain = staticmethod(lambda _: None)
+
+
 class GroupWork(Work):
     """An operation of a backend, whose errors are told in the group's words.
 

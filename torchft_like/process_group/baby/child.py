@@ -1,0 +1,166 @@
+"""The life of a fork: it is told what to be, and then carries out collectives.
+
+It runs on two kinds of threads. The first one reads requests and starts operations, in the order in
+which they come, and never waits for one. Answers are sent by whichever thread of the backend finishes
+the operation, or, where a backend finishes only what is waited for, by one of a pool.
+
+It ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
+server is gone. It never runs the trainer's code, and never Python's cleanup at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import select
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from torchft_like.process_group.baby import outcomes
+from torchft_like.process_group.baby.arguments import decode
+from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
+from torchft_like.process_group.baby.memory import TensorSpec, open_segment, tensor_at
+from torchft_like.process_group.baby.protocol import Outcome, ToChild
+from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT
+from torchft_like.process_group.generation import AbortSignal, Backend, Membership
+from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+WAITERS_MAX = 256
+
+
+def serve(channel: Channel, trainer: int) -> None:
+    """Serve a trainer until it has gone.
+
+    Args:
+        channel: to the trainer.
+        trainer: its pidfd.
+    """
+    threading.Thread(target=_end_with, args=(trainer,), name="torchft-baby-watch", daemon=True).start()
+    with contextlib.suppress(ChannelClosedError):
+        _Server(channel).run()
+
+
+def _end_with(trainer: int) -> None:
+    watch = select.poll()
+    watch.register(trainer, select.POLLIN)
+    watch.poll()
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._segments: dict[int, torch.UntypedStorage] = {}
+        self._methods: dict[str, Callable[..., Work | None]] = {}
+        self._backend: Backend | None = None
+        self._waiters = ThreadPoolExecutor(WAITERS_MAX, thread_name_prefix="torchft-baby-wait")
+
+    def run(self) -> None:
+        """Until the trainer's end is closed.
+
+        Raises:
+            ChannelClosedError: it is.
+        """
+        handlers: dict[int, Callable[..., None]] = {
+            ToChild.RUN.value: self._start,
+            ToChild.MAP.value: self._map,
+            ToChild.UNMAP.value: self._unmap,
+            ToChild.SET_TIMEOUT.value: self._set_timeout,
+            ToChild.BEGIN.value: self._begin,
+        }
+        while True:
+            (kind, request, *body), descriptors = self._channel.receive()
+            handlers[kind](request, *body, *descriptors)
+
+    def _begin(self, request: int, environment: dict[str, str], backend: str, *membership: Any) -> None:
+        os.environ.clear()
+        os.environ.update(environment)
+        try:
+            self._backend = _make(backend, *membership)
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+            return
+        found = ((c.name, c.find_on(*self._backend.targets())) for c in COLLECTIVES)
+        self._methods = {name: method for name, method in found if method is not None}
+        self._answer(request, Outcome.DONE, list(self._methods))
+
+    def _map(self, _: int, segment: int, nbytes: int, descriptor: int) -> None:
+        self._segments[segment] = open_segment(descriptor, nbytes)
+        os.close(descriptor)
+
+    def _unmap(self, _: int, segment: int) -> None:
+        self._segments.pop(segment, None)
+
+    def _set_timeout(self, _: int, timeout_s: float) -> None:
+        if self._backend is not None:
+            self._backend.set_timeout(timedelta(seconds=timeout_s))
+
+    def _start(self, request: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        method = self._methods[name]
+        try:
+            arguments = [decode(value, self._tensor) for value in args]
+            named = {key: decode(value, self._tensor) for key, value in kwargs.items()}
+            if name == "monitored_barrier":
+                self._waiters.submit(self._wait, request, functools.partial(method, *arguments, **named))
+                return
+            work = method(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._answer(request, Outcome.REFUSED, *outcomes.answer_for(error))
+            return
+        if work is None:
+            self._answer(request, Outcome.DONE)
+        elif name in POINT_TO_POINT:
+            self._waiters.submit(self._wait, request, work.wait, work)
+        else:
+            work.get_future().add_done_callback(functools.partial(self._finish, request))
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        return tensor_at(self._segments[spec[0]], spec)
+
+    def _finish(self, request: int, done: Future[Any]) -> None:
+        """On a thread of the backend."""
+        try:
+            done.value()
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+        else:
+            self._answer(request, Outcome.DONE)
+
+    def _wait(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
+        try:
+            wait()
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+        else:
+            self._answer(request, Outcome.DONE, *_source_of(work))
+
+    def _answer(self, request: int, outcome: Outcome, *parts: Any) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the reading thread finds it out, too
+            self._channel.send((request, outcome.value, *parts))
+
+
+def _make(backend: str, store: str, rank: int, world_size: int, timeout_s: float) -> Backend:
+    module, _, name = backend.partition(":")
+    timeout = timedelta(seconds=timeout_s)
+    group: ReconfigurableProcessGroup = getattr(importlib.import_module(module), name)(timeout)
+    members = Membership(parse_store_address(store), rank, world_size, timeout)
+    return group._create(members, AbortSignal())
+
+
+def _source_of(work: Work | None) -> tuple[int, ...]:
+    if work is None:
+        return ()
+    try:
+        return (work._source_rank(),)
+    except RuntimeError:  # it is known for receives from any source only
+        return ()

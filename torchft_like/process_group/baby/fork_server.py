@@ -1,0 +1,159 @@
+"""A process that has torch loaded, and does nothing but fork.
+
+Loading torch takes a second and 200 MB; a fork of a process that has done so takes milliseconds and
+shares the memory. A trainer cannot be forked itself: its threads, and its CUDA context, would not
+survive. So each trainer has a server that it starts from this module, never from the trainer's own
+main module: a script without a main guard, a notebook and `python -c` are all the same to it.
+
+INVARIANTS
+* One thread: a fork of several copies locks that nobody will ever release.
+* It ends, and its forks with it, when the trainer does: it watches the trainer's pidfd, the kernel
+  kills each fork when the server dies, and each fork watches the trainer, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+from pathlib import Path
+
+# Loaded here so that no fork has to.
+import torch.distributed
+
+import torchft_like.process_group
+from torchft_like.process_group.baby import child
+from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
+from torchft_like.process_group.baby.protocol import FromServer, ToServer
+
+ENDS_KNOWN_MAX = 64
+GONE_S_MAX = 1.0
+
+_PR_SET_PDEATHSIG = 1
+# They are the trainer's to handle: Ctrl-C in a terminal, and the SIGTERM of many a launcher, reach everybody.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+__all__ = ["main"]
+_loaded = (torch.distributed, torchft_like.process_group)
+
+
+def main(control: int, trainer_pid: int) -> None:
+    """Serve the trainer that started this process; returns in no process.
+
+    Args:
+        control: descriptor of the channel to it.
+        trainer_pid: its process id.
+    """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    trainer = _watch(trainer_pid)
+    gc.collect()
+    gc.freeze()
+    channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
+    if channel is not None:
+        child.serve(channel, trainer)
+    os._exit(0)
+
+
+def _watch(pid: int) -> int:
+    """The parent's pidfd; ends this process if it is gone already."""
+    watch = os.pidfd_open(os.getppid())
+    if os.getppid() != pid:
+        os._exit(0)
+    return watch
+
+
+class _ForkServer:
+    def __init__(self, control: Channel, trainer: int) -> None:
+        self._control = control
+        self._trainer = trainer
+        self._forks: dict[int, int] = {}  # pid by pidfd
+        self._ends: dict[int, str] = {}
+        self._events = select.poll()
+        for descriptor in (control.fileno(), trainer):
+            self._events.register(descriptor, select.POLLIN)
+
+    def run(self) -> Channel | None:
+        """Serve until the trainer is gone; returns a channel in each fork."""
+        try:
+            while True:
+                for descriptor, _ in self._events.poll():
+                    if descriptor == self._trainer:
+                        raise ChannelClosedError("the trainer is gone")
+                    if descriptor in self._forks:
+                        self._reap(descriptor)
+                    elif (channel := self._obey()) is not None:
+                        return channel
+        except ChannelClosedError:
+            self._end_forks()
+            return None
+
+    def _obey(self) -> Channel | None:
+        (kind, *arguments), _ = self._control.receive()
+        if kind == ToServer.FORK:
+            return self._fork()
+        self._tell_end(*arguments)
+        return None
+
+    def _fork(self) -> Channel | None:
+        theirs, ours = Channel.pair()
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _die_with(server)
+            self._forget_server()
+            theirs.close()
+            return Channel(ours)
+        ours.close()
+        with theirs:
+            watch = os.pidfd_open(pid)
+            self._forks[watch] = pid
+            self._events.register(watch, select.POLLIN)
+            self._control.send((FromServer.FORKED.value, pid), [theirs.fileno(), watch])
+        return None
+
+    def _forget_server(self) -> None:
+        """In a fork: keep nothing open that belongs to the server or to another fork."""
+        self._control.close()
+        for watch in self._forks:
+            os.close(watch)
+        Path("/proc/self/comm").write_text("torchft-baby")
+
+    def _reap(self, watch: int) -> None:
+        self._events.unregister(watch)
+        pid = self._forks.pop(watch)
+        os.close(watch)
+        self._ends[pid] = _in_words(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if len(self._ends) > ENDS_KNOWN_MAX:
+            del self._ends[next(iter(self._ends))]
+
+    def _tell_end(self, pid: int) -> None:
+        for watch in [watch for watch, known in self._forks.items() if known == pid]:
+            if _is_readable(watch, GONE_S_MAX):
+                self._reap(watch)
+        self._control.send((FromServer.ENDED.value, pid, self._ends.get(pid, "nobody knows how it ended")))
+
+    def _end_forks(self) -> None:
+        for watch, pid in self._forks.items():
+            signal.pidfd_send_signal(watch, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _is_readable(descriptor: int, limit_s: float) -> bool:
+    events = select.poll()
+    events.register(descriptor, select.POLLIN)
+    return bool(events.poll(limit_s * 1000))
+
+
+def _die_with(server: int) -> None:
+    """Have the kernel kill this process when the server dies, even if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(0)
+
+
+def _in_words(code: int) -> str:
+    return f"it exited with code {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"

@@ -1,0 +1,207 @@
+"""Tensors in memory that a subprocess can see.
+
+A segment is a file in memory, known by number, that the trainer hands to the subprocess once. A
+tensor that lives in shared memory is a segment by itself and is never copied. Any other is *staged*:
+copied into a block of ours and, where the operation writes it, copied back.
+
+INVARIANTS
+* A segment's number never stands for two storages.
+* A block is given back only when the subprocess cannot touch it any more: its request was answered,
+  or the subprocess is gone.
+* Files in memory have no name: whoever is killed, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchft_like.errors import NotSupportedError, ProcessGroupError
+
+BLOCK_BYTES_MIN = 64
+SLAB_BYTES_MAX = 1024 * 1024
+SLAB_BLOCKS_MAX = 64
+
+# (segment, dtype, offset in elements, sizes, strides)
+TensorSpec = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
+_numbers = itertools.count(1)
+_maps = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A file in memory, by its number, and its descriptor in this process."""
+
+    number: int
+    descriptor: int
+    nbytes: int
+
+
+def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """The storage that a descriptor stands for, mapped into this process."""
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined] # the stub lacks it
+        descriptor, nbytes
+    )
+    return storage
+
+
+def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:
+    """The tensor that `spec` describes, over the storage of its segment."""
+    _, dtype, offset, sizes, strides = spec
+    return torch.empty(0, dtype=_DTYPES[dtype]).set_(storage, offset, sizes, strides)
+
+
+class Exports:
+    """Storages of the trainer that live in shared memory already."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, Segment] = {}
+        self._dead: deque[int] = deque()
+
+    def find(self, tensor: Tensor) -> tuple[Segment, TensorSpec] | None:
+        """Where the tensor is; None if it must be staged."""
+        storage = tensor.untyped_storage()
+        if not storage.is_shared() or tensor.is_conj() or tensor.is_neg():
+            return None
+        segment = self._known.get(storage._cdata)
+        if segment is None or segment.nbytes != storage.nbytes():
+            if not _has_descriptor(storage):
+                return None
+            segment = self._export(storage)
+        return segment, _spec(segment.number, int(tensor.storage_offset()), tensor)
+
+    def take_dead(self) -> Iterator[int]:
+        """The numbers of the segments that nobody uses any more, each once."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._dead.popleft()
+
+    def _export(self, storage: torch.UntypedStorage) -> Segment:
+        descriptor, nbytes = storage._share_fd_cpu_()
+        segment = Segment(next(_numbers), descriptor, nbytes)
+        key = storage._cdata
+        with self._lock:
+            self._known[key] = segment
+        weakref.finalize(storage, self._forget, key, segment).atexit = False
+        return segment
+
+    def _forget(self, key: int, segment: Segment) -> None:
+        # No lock: this runs wherever the last reference is dropped, also within `_export`.
+        if self._known.get(key) is segment:
+            del self._known[key]
+        self._dead.append(segment.number)
+
+
+def _has_descriptor(storage: torch.UntypedStorage) -> bool:
+    """Whether the shared memory is of the nameless kind; torch would silently copy the other one."""
+    address = storage.data_ptr()
+    for line in _maps.read_text().splitlines():
+        start, _, rest = line.partition("-")
+        if int(start, 16) <= address < int(rest.partition(" ")[0], 16):
+            return line.endswith("(deleted)")
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A part of a segment of ours."""
+
+    segment: Segment
+    storage: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+
+class Staging:
+    """Blocks for tensors that do not live in shared memory.
+
+    Blocks come in powers of two and are used again and again, so the memory that it holds is what the
+    operations under way at the busiest moment needed, until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Block]] = defaultdict(list)
+        self._segments: list[Segment] = []
+
+    def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
+        """A block in which the tensor finds room, with the same strides.
+
+        Raises:
+            NotSupportedError: the tensor is not made of a CPU storage.
+            ProcessGroupError: the machine has no memory left for it.
+        """
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise NotSupportedError(
+                f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a CPU "
+                "group: only dense CPU tensors can"
+            )
+        block = self._take(_extent_bytes(tensor))
+        return block, _spec(block.segment.number, block.start // tensor.element_size(), tensor)
+
+    def give_back(self, blocks: Iterable[Block]) -> None:
+        """The blocks may be used for other tensors."""
+        with self._lock:
+            for block in blocks:
+                self._free[block.nbytes].append(block)
+
+    def close(self) -> None:
+        """Give the memory back to the system once nobody uses a block."""
+        with self._lock:
+            self._free.clear()
+            segments, self._segments = self._segments, []
+        for segment in segments:
+            os.close(segment.descriptor)
+
+    def _take(self, nbytes: int) -> Block:
+        size = max(BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            if not self._free[size]:
+                self._free[size].extend(self._make(size))
+            return self._free[size].pop()
+
+    def _make(self, size: int) -> Iterator[Block]:
+        segment = _make_segment(max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX)))
+        self._segments.append(segment)
+        storage = open_segment(segment.descriptor, segment.nbytes)
+        for start in range(0, segment.nbytes, size):
+            yield Block(segment, storage, start, size)
+
+
+def _make_segment(nbytes: int) -> Segment:
+    descriptor = os.memfd_create("torchft-staging", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise ProcessGroupError(
+            f"no shared memory left for {nbytes} bytes ({error.strerror}): use fewer or smaller tensors at a "
+            "time, or tensors that live in shared memory (Tensor.share_memory_)"
+        ) from error
+    return Segment(next(_numbers), descriptor, nbytes)
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """From the first to the last byte of the tensor, whatever lies between its elements."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _spec(segment: int, offset: int, tensor: Tensor) -> TensorSpec:
+    return segment, _DTYPE_INDEX[tensor.dtype], offset, tuple(tensor.shape), tensor.stride()

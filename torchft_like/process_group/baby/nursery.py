@@ -1,0 +1,270 @@
+"""Where the subprocesses of Baby groups come from, seen from the trainer.
+
+One nursery serves all groups of a process. It starts the fork server, takes forks from it, and keeps
+one spare, so that a group that is configured anew finds a subprocess that is ready. A fork is used by
+one generation of one group and then killed: what a backend leaves behind dies with it.
+
+It does not know what a subprocess does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing.spawn
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from torchft_like.errors import SubprocessLostError
+from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
+from torchft_like.process_group.baby.protocol import FromServer, ToServer
+
+SERVER_EXIT_S_MAX = 5.0
+HOW_ENDED_S_MAX = 2.0
+
+_BOOTSTRAP = (
+    "import json, sys; control, trainer, sys.path[:] = json.loads(sys.argv[1]); "
+    "from torchft_like.process_group.baby.fork_server import main; main(control, trainer)"
+)
+# The server must have one thread; numpy's BLAS would start its own.
+_SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Abort(Protocol):
+    """What ends a wait for a fork."""
+
+    reason: str | None
+
+    def add(self, hook: Callable[[], object]) -> None:
+        """From now on an abort calls `hook`."""
+
+    def remove(self, hook: Callable[[], object]) -> None:
+        """An abort calls `hook` no more."""
+
+    def check(self) -> None:
+        """Raise if it is set."""
+
+
+class Child:
+    """A fork, as long as a group uses it."""
+
+    def __init__(self, nursery: Nursery, pid: int, watch: int, channel: Channel) -> None:
+        self.pid = pid
+        self.channel = channel
+        self._nursery = nursery
+        self._lock = threading.Lock()
+        self._watch: int | None = watch
+
+    def kill(self) -> None:
+        """End it, whatever it is doing. From any thread, at any time; returns at once."""
+        with self._lock:
+            if self._watch is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._watch, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return self.wait_ended(0)
+
+    def wait_ended(self, seconds: float) -> bool:
+        """Until it is gone; False if it is not after `seconds`."""
+        events = select.poll()
+        with self._lock:
+            if self._watch is None:
+                return True
+            events.register(self._watch, select.POLLIN)
+        return bool(events.poll(seconds * 1000))
+
+    def how_ended(self) -> str:
+        """In words."""
+        return self._nursery.how_ended(self.pid)
+
+    def close(self) -> None:
+        """Let go of it; it is gone."""
+        self.channel.close()
+        with self._lock:
+            if self._watch is not None:
+                os.close(self._watch)
+                self._watch = None
+
+
+class Nursery:
+    """See the module. Any thread may call anything."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._server: _Server | None = None
+        self._takers = 0
+
+    def start(self) -> None:
+        """Start the server, if there is none; it loads torch meanwhile."""
+        with self._changed:
+            self._running()
+
+    def take(self, abort: Abort, timeout_s: float) -> Child:
+        """A fork: the spare if there is one.
+
+        Raises:
+            SubprocessLostError: none could be had.
+            ProcessGroupAbortedError: `abort` was set meanwhile.
+        """
+        abort.add(self._wake)
+        try:
+            with self._changed:
+                self._takers += 1
+                try:
+                    return self._wait_for_fork(abort, time.monotonic() + timeout_s)
+                finally:
+                    self._takers -= 1
+        finally:
+            abort.remove(self._wake)
+
+    def prepare_spare(self) -> None:
+        """Have a fork ready for the next `take`; returns at once."""
+        with self._changed:
+            if self._server is not None and not self._server.is_gone:
+                self._server.expect(1)
+
+    def how_ended(self, pid: int) -> str:
+        """How a fork came to its end."""
+        with self._changed:
+            if (server := self._server) is None or not server.ask_end(pid):
+                return "its fork server has ended"
+            self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX)
+            return server.ends.pop(pid, "its fork server has ended")
+
+    def stop(self) -> None:
+        """End the server, and with it every fork."""
+        with self._changed:
+            server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def forget(self) -> None:
+        """In a fork of the trainer: the server and its forks are not ours."""
+        self.__init__()  # type: ignore[misc] # locks included: their owners do not exist here
+
+    def pids(self) -> dict[str, int]:
+        """The server's process, and the spare's: to measure them."""
+        with self._changed:
+            return {} if self._server is None else self._server.pids()
+
+    def _wait_for_fork(self, abort: Abort, deadline: float) -> Child:
+        server = self._running()
+        server.expect(self._takers)
+        while (child := server.take()) is None:
+            abort.check()
+            if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
+                raise SubprocessLostError(
+                    f"the fork server of the Baby groups gave no subprocess in time; {server}. "
+                    "Is the machine out of memory or processes?"
+                )
+        return child
+
+    def _running(self) -> _Server:
+        if self._server is None or self._server.is_gone:
+            if self._server is not None:
+                self._server.stop()
+            self._server = _Server(self, self._changed)
+        return self._server
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Server:
+    """One fork server. Everything but its reading thread holds the nursery's lock."""
+
+    def __init__(self, nursery: Nursery, changed: threading.Condition) -> None:
+        self._nursery = nursery
+        self._changed = changed
+        self._spares: deque[Child] = deque()
+        self._expected = 0
+        self.ends: dict[int, str] = {}
+        self.is_gone = False
+        self._process, self._control = _start_server()
+        threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
+
+    def expect(self, count: int) -> None:
+        """See to it that so many forks are there, or on their way."""
+        while self._spares and self._spares[0].has_ended():
+            self._spares.popleft().close()
+        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
+            self._expected += 1
+
+    def take(self) -> Child | None:
+        return self._spares.popleft() if self._spares else None
+
+    def ask_end(self, pid: int) -> bool:
+        return not self.is_gone and self._tell((ToServer.HOW_ENDED.value, pid))
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait(SERVER_EXIT_S_MAX)
+        while self._spares:
+            self._spares.popleft().close()
+
+    def pids(self) -> dict[str, int]:
+        spares = {"spare": self._spares[0].pid} if self._spares else {}
+        return {"server": self._process.pid, **spares}
+
+    def __str__(self) -> str:
+        code = self._process.poll()
+        return "it runs" if code is None else f"it exited with code {code}"
+
+    def _tell(self, message: tuple[int, ...]) -> bool:
+        try:
+            self._control.send(message)
+        except ChannelClosedError:
+            self.is_gone = True
+        return not self.is_gone
+
+    def _read(self) -> None:
+        try:
+            while True:
+                (kind, pid, *rest), descriptors = self._control.receive()
+                with self._changed:
+                    if kind == FromServer.FORKED:
+                        self._add(pid, *descriptors)
+                    else:
+                        self.ends[pid] = rest[0]
+                    self._changed.notify_all()
+        except ChannelClosedError:
+            self._control.close()
+            with self._changed:
+                self.is_gone = True
+                self._changed.notify_all()
+
+    def _add(self, pid: int, end: int, watch: int) -> None:
+        self._expected -= 1
+        self._spares.append(Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end))))
+
+
+def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
+    ours, theirs = Channel.pair()
+    with theirs:
+        arguments = json.dumps([theirs.fileno(), os.getpid(), sys.path])
+        process = subprocess.Popen(  # noqa: S603 - ourselves
+            [os.fsdecode(multiprocessing.spawn.get_executable()), "-c", _BOOTSTRAP, arguments],
+            env={**os.environ, **_SINGLE_THREADED},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return process, Channel(ours)
+
+
+nursery = Nursery()
+atexit.register(nursery.stop)
+os.register_at_fork(after_in_child=nursery.forget)

@@ -1,0 +1,32 @@
+"""Errors of a subprocess as plain data, and back."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from torch import distributed as dist
+
+from torchft_like import errors
+
+_OF_TORCH = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "QueueEmptyError")
+_KNOWN: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(getattr(errors, name) for name in errors.__all__),
+        *(getattr(dist, name) for name in _OF_TORCH),
+        *(kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+    )
+}
+
+
+def answer_for(error: BaseException) -> tuple[Any, ...]:
+    """The error as plain data: its type, or the nearest base that everybody knows, and its text."""
+    known = next(kind for kind in type(error).__mro__ if kind.__name__ in _KNOWN or kind is BaseException)
+    return known.__name__, str(error)
+
+
+def error_from(answer: tuple[Any, ...]) -> Exception:
+    """The error that `answer_for` was given."""
+    name, text = answer
+    return _KNOWN.get(name, RuntimeError)(text)

@@ -1,0 +1,41 @@
+"""What a trainer, its fork server and the forks say to each other: the first item of each message."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+# Number of the requests that expect no answer.
+UNASKED: Final = 0
+
+
+class ToServer(IntEnum):
+    """From the trainer to its fork server."""
+
+    FORK = 0  # ()                          answered by FORKED
+    HOW_ENDED = 1  # (pid,)                 answered by ENDED
+
+
+class FromServer(IntEnum):
+    """From the fork server to the trainer."""
+
+    FORKED = 0  # (pid,) with the channel to the fork and its pidfd
+    ENDED = 1  # (pid, how)
+
+
+class ToChild(IntEnum):
+    """From the trainer to a fork; answered by (request, outcome, ...) unless the request is UNASKED."""
+
+    BEGIN = 0  # (request, environment, backend, store, rank, world_size, timeout)
+    MAP = 1  # (UNASKED, segment, bytes) with the segment's descriptor
+    UNMAP = 2  # (UNASKED, segment)
+    RUN = 3  # (request, collective, args, kwargs)
+    SET_TIMEOUT = 4  # (UNASKED, timeout)
+
+
+class Outcome(IntEnum):
+    """How a request ended: the second item of its answer."""
+
+    DONE = 0  # (value,)
+    FAILED = 1  # (type, text): the backend is of no use any more
+    REFUSED = 2  # (type, text): nothing has happened
