@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from torchft_like.errors import ProcessGroupError
+from torchft_like.errors import ProcessGroupError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
 from torchft_like.process_group.swallowing import skipped, swallowed
@@ -82,9 +82,16 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         return self._manager.num_participants()
 
     def rank(self) -> int:
-        """The place among the participants; among all members while the caller does not participate."""
-        rank = self._manager.participating_rank()
-        return self.parent.rank() if rank is None else rank
+        """The place among the participants; among all members while the caller does not participate.
+
+        0 before the first quorum: FSDP asks when it is handed the group.
+        """
+        if (rank := self._manager.participating_rank()) is not None:
+            return rank
+        try:
+            return int(self.parent.rank())
+        except ProcessGroupNotConfiguredError:
+            return 0
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         call = collective.bind(args, kwargs)

@@ -1,0 +1,163 @@
+"""One group over two: the ranks of a replica group, and their counterparts in the other ones.
+
+It is what flattening a mesh over an elastic dimension gives: the group of every rank that shares the
+data, over which a script averages its loss or counts its tokens. No such group of connections exists,
+nor could it be kept over the death of a replica group; so an operation is carried out within the
+replica group first and then across, or the other way round.
+
+It knows nothing of meshes, and of the two groups no more than that both are process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions, Work
+
+from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.wrapper import ProcessGroupWrapper
+
+Handler = Callable[[Call], Work]
+
+
+class FlattenedProcessGroup(ProcessGroupWrapper):
+    """The ranks of `within`, times those of `across`.
+
+    It has the reductions to all, broadcast, gathering to all and the barrier. `wait` is called on the
+    first half of an operation before the second begins, so only the second half is asynchronous.
+
+    Args:
+        within: a group of torch's that joins the ranks of this replica group.
+        across: the elastic group of this rank and its counterparts; what configures, aborts and ends
+            this group is passed on to it.
+        inner_size: how many consecutive ranks have the same place in `across`. All of `within` if its
+            dimension is the outer one; a divisor if the elastic one stands between two others.
+    """
+
+    def __init__(self, within: dist.ProcessGroup, across: ProcessGroup, inner_size: int) -> None:
+        super().__init__(pg=across)
+        self._within = within
+        self._inner_size = inner_size
+        self._handlers: Mapping[str, Handler] = {
+            "allreduce": self._reduce,
+            "allreduce_coalesced": self._reduce,
+            "broadcast": self._broadcast,
+            "allgather": self._gather,
+            "_allgather_base": self._gather,
+            "barrier": self._meet,
+        }
+
+    def size(self) -> int:
+        """Ranks of the replica group times members across."""
+        return int(self._within.size() * self._across_size())
+
+    def rank(self) -> int:
+        """The caller's place in row-major order of the dimensions that were flattened."""
+        return self._rank_of(self.parent.rank(), self._within.rank())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of the operations across; those within keep the timeout that torch was given."""
+        self.parent.set_timeout(timeout)
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        if (handler := self._handlers.get(collective.name)) is None:
+            raise NotSupportedError(
+                f"a flattened group has no {collective.name}; use the groups of the dimensions one by one"
+            )
+        return handler(collective.bind(args, kwargs))
+
+    def _reduce(self, call: Call) -> Work:
+        """Averages are right, too: every replica group has equally many ranks."""
+        self._do_within(call)
+        return self._do_across(call)
+
+    def _broadcast(self, call: Call) -> Work:
+        """Within the root's replica group, then from each of its ranks across."""
+        across_root, within_root = self._split(_root_of(call))
+        if self.parent.rank() == across_root:
+            self._within.broadcast(call.outputs, _options(within_root)).wait()
+        work: Work = self.parent.broadcast(call.outputs, _options(across_root))
+        return work
+
+    def _gather(self, call: Call) -> Work:
+        for source, outputs in _gathered(call, self.size()):
+            mine = torch.stack(self._gather_in(self._within, source))
+            for across_rank, rows in enumerate(self._gather_in(self.parent, mine)):
+                for within_rank, row in enumerate(rows):
+                    outputs[self._rank_of(across_rank, within_rank)].copy_(row)
+        return DoneWork(call.result)
+
+    def _meet(self, call: Call) -> Work:
+        """Whoever leaves the second meeting within knows that all have met across."""
+        self._do_within(call)
+        self._do_across(call).wait()
+        return self._do_within(call)
+
+    def _do_within(self, call: Call) -> Work:
+        work: Work = getattr(self._within, call.collective.name)(*call.args, **call.kwargs)
+        work.wait()
+        return work
+
+    def _do_across(self, call: Call) -> Work:
+        work: Work = getattr(self.parent, call.collective.name)(*call.args, **call.kwargs)
+        return work
+
+    @staticmethod
+    def _gather_in(group: dist.ProcessGroup, source: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(source) for _ in range(group.size())]
+        group.allgather([parts], [source]).wait()
+        return parts
+
+    def _across_size(self) -> int:
+        """1 while nobody is known."""
+        return max(1, int(self.parent.size()))
+
+    def _rank_of(self, across_rank: int, within_rank: int) -> int:
+        outer, inner = divmod(within_rank, self._inner_size)
+        return (outer * self._across_size() + across_rank) * self._inner_size + inner
+
+    def _split(self, rank: int) -> tuple[int, int]:
+        """Ranks across and within, of a rank here."""
+        outside, inner = divmod(rank, self._inner_size)
+        outer, across_rank = divmod(outside, self._across_size())
+        return across_rank, outer * self._inner_size + inner
+
+
+def _options(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+def _root_of(call: Call) -> int:
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, int):
+            return value
+        if hasattr(value, "rootRank"):
+            return int(value.rootRank)
+    return 0
+
+
+def _gathered(call: Call, size: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Each tensor to be gathered, and the tensors that take it, in the order of ranks.
+
+    Raises:
+        ValueError: another number of tensors than there are ranks.
+    """
+    if call.collective.name == "_allgather_base":
+        source = call.inputs
+        if call.outputs.numel() != size * source.numel():
+            numbers = f"{call.outputs.numel()} elements for {size} times {source.numel()}"
+            raise ValueError(f"an output of {numbers}")
+        return [(source, list(call.outputs.view(size, *source.shape)))]
+    for outputs in call.outputs:
+        if len(outputs) != size:
+            raise ValueError(f"{len(outputs)} output tensors for a group of {size}")
+    return list(zip(call.inputs, call.outputs, strict=True))

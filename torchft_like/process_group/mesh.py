@@ -1,0 +1,352 @@
+"""A DeviceMesh with one elastic dimension: the replica groups, of which there are now two, now three.
+
+torch's mesh is a fixed array of ranks. Ours is one, too, as far as a replica group reaches, and what
+is asked about its fixed dimensions torch answers. The elastic dimension is a process group of ours
+that stands among them. Two rules make that safe:
+
+* For torch's bookkeeping (layout, ranks, identity) the elastic dimension has size one and never
+  changes: a mesh is a key of torch's caches and part of every sharded tensor.
+* What is asked of the dimension itself (size, rank, coordinate, group) its process group answers, at
+  the moment when it is asked. FSDP and DTensor ask whenever they reduce.
+
+The module knows process groups, not who configures them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchft_like.errors import FaultToleranceError, NotSupportedError, ProcessGroupError
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.flattened import FlattenedProcessGroup
+from torchft_like.process_group.managed import GroupManager, ManagedProcessGroup
+from torchft_like.process_group.torch_mesh import insert_dimension, set_groups
+
+_registrations = itertools.count()
+
+
+def ft_init_device_mesh(
+    *,
+    device_type: str,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str],
+    replicate_dim: int,
+    manager: GroupManager,
+) -> ManagedDeviceMesh:
+    """`init_device_mesh` for a job with replica groups: one dimension is the manager's quorum.
+
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(2, 2),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+            replicate_dim=0,
+            manager=manager,
+        )
+        fully_shard(model, mesh=mesh)
+
+    Every rank of the replica group calls it. Like torch's, it starts the default process group if there
+    is none; that one spans the replica group, not the job.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        mesh_shape: sizes of all dimensions. That of the elastic one may be anything: the quorum decides.
+        mesh_dim_names: as many names.
+        replicate_dim: which dimension is elastic.
+        manager: of this rank.
+
+    Raises:
+        ValueError: shape, names and `replicate_dim` do not fit together.
+    """
+    shape, names = list(mesh_shape), tuple(mesh_dim_names)
+    if len(shape) != len(names) or not 0 <= replicate_dim < len(names):
+        raise ValueError(f"shape {tuple(shape)}, names {names} and replicate_dim {replicate_dim} do not fit")
+    del shape[replicate_dim]
+    static = None
+    if shape:
+        static_names = names[:replicate_dim] + names[replicate_dim + 1 :]
+        static = init_device_mesh(device_type, tuple(shape), mesh_dim_names=static_names)
+    elif not dist.is_initialized():
+        dist.init_process_group()
+    return ManagedDeviceMesh(static, names, ManagedProcessGroup(manager), replicate_dim)
+
+
+def extend_device_mesh(
+    mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0
+) -> ManagedDeviceMesh:
+    """`mesh` with `pg` as one more dimension.
+
+    Args:
+        mesh: of this replica group; its dimensions have names.
+        pg: joins this rank to its counterparts. Registered under a name of its own if it is not yet.
+        name: of the new dimension.
+        dim: where it goes, `0 <= dim <= mesh.ndim`.
+
+    Raises:
+        ValueError: the mesh has no names, or the new one is taken, or `dim` is out of range.
+    """
+    names = mesh.mesh_dim_names
+    if names is None or name in names:
+        raise ValueError(f"cannot add a dimension {name!r} to a mesh with the names {names}")
+    if not 0 <= dim <= mesh.ndim:
+        raise ValueError(f"dim {dim} is not within 0..{mesh.ndim}")
+    return ManagedDeviceMesh(mesh, (*names[:dim], name, *names[dim:]), pg, dim)
+
+
+class ManagedDeviceMesh(DeviceMesh):
+    """A DeviceMesh with one elastic dimension; takes a DeviceMesh's place in FSDP, DTensor and DDP.
+
+    `size` and `shape` follow the elastic group. `mesh`, the tensor of ranks, holds those of this replica
+    group: the ranks of others have no number here. Slices that leave the elastic dimension out are plain
+    meshes of torch's. Over the elastic dimension replicate and reduce; what is sharded over it is gone
+    when a replica group dies.
+
+    Args:
+        mesh: the fixed dimensions, with names; None if there are none.
+        mesh_dim_names: of all dimensions.
+        replicate_pg: the elastic group. Registered under a name of its own if it is not yet.
+        replicate_dim: which dimension it is.
+        parent: the mesh that this one was made from.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        mesh_dim_names: Sequence[str],
+        replicate_pg: ProcessGroup,
+        replicate_dim: int,
+        parent: ManagedDeviceMesh | None = None,
+    ) -> None:
+        self._fixed = mesh
+        self._elastic_dim = replicate_dim
+        self._elastic_group: ProcessGroup | None = replicate_pg
+        self._flattened: dict[str, ManagedDeviceMesh] = {}  # by name, on the root mesh
+        self._made_of: tuple[str, ...] = ()  # for a flattened mesh: the dimensions that were joined
+        like = mesh or parent
+        super().__init__(
+            like.device_type if like is not None else replicate_pg._device_types[0].type,
+            mesh_dim_names=tuple(mesh_dim_names),
+            _root_mesh=parent and parent._get_root_mesh(),
+            _init_backend=False,
+            **insert_dimension(mesh, replicate_dim),
+        )
+        _register(replicate_pg, mesh_dim_names[replicate_dim])
+        groups = mesh.get_all_groups() if mesh is not None else []
+        set_groups(self, [*groups[:replicate_dim], replicate_pg, *groups[replicate_dim:]])
+        self._hash: int | None = None
+
+    # ------------------------------------------------- what the elastic group answers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions; waits for the quorum of the current step.
+
+        The elastic one is as large as its group, 1 while nothing is known of it. Beside a replica group
+        that heals it is never 1: torch leaves out reductions over a dimension of that size.
+        """
+        return self._with_elastic(super().shape, self._elastic_size())
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Of one dimension, or the product of all; see `shape`."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """The caller's place in a dimension."""
+        source = self._elastic_mesh(mesh_dim)
+        return super().get_local_rank(mesh_dim) if source is None else source._elastic_rank()
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """The process group of a dimension; the elastic one is the very group that was given."""
+        if (source := self._elastic_mesh(mesh_dim)) is not None:
+            return source._group()
+        is_elsewhere = isinstance(mesh_dim, str) and mesh_dim not in self._names
+        if is_elsewhere and self._fixed is not None:
+            return self._fixed.get_group(mesh_dim)  # flattened of fixed dimensions, if it is anything
+        return super().get_group(mesh_dim)
+
+    @property
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None:
+        """What `get_coordinate` gives; None where the caller is not in the mesh."""
+        if self._fixed_coordinate is None:
+            return None
+        return self._with_elastic(self._fixed_coordinate, self._elastic_rank())
+
+    @_coordinate_on_dim.setter
+    def _coordinate_on_dim(self, coordinate: tuple[int, ...] | None) -> None:
+        self._fixed_coordinate = coordinate
+
+    def _elastic_size(self) -> int:
+        try:
+            return max(1, _size_for_torch(self._group()))
+        except FaultToleranceError:
+            return 1
+
+    def _elastic_rank(self) -> int:
+        try:
+            return self._group().rank()
+        except FaultToleranceError:
+            return 0
+
+    def _group(self) -> ProcessGroup:
+        if self._elastic_group is None:
+            raise ProcessGroupError("the mesh was loaded where its elastic group is not registered")
+        return self._elastic_group
+
+    def _with_elastic(self, values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[: self._elastic_dim], value, *values[self._elastic_dim + 1 :])
+
+    # ------------------------------------------------------------ meshes made from it
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh of some of the dimensions, in their order; also one that was flattened, by its name.
+
+        Raises:
+            KeyError: there is no such dimension, or the order is another one.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        found = [(dim, mesh) for dim, name in enumerate(names) if (mesh := self._elastic_mesh(name))]
+        if not found:
+            return self._slice_fixed(names)
+        dim, source = found[0]
+        if names in (self._names, source._names):
+            return self if names == self._names else source
+        others = names[:dim] + names[dim + 1 :]
+        if set(others) & set(source._made_of):
+            raise RuntimeError(f"{names[dim]} overlaps with other dimensions of {names}")
+        places = [self._names.index(name) for name in names if name in self._names]
+        if places != sorted(places):
+            raise KeyError(f"the dimensions {names} are not in the order of the mesh, {self._names}")
+        fixed = self._slice_fixed(others) if others else None
+        return ManagedDeviceMesh(fixed, names, source._group(), dim, parent=self)
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
+        """All dimensions as one: a mesh whose group reduces over the fixed ones and the elastic one.
+
+        Every rank of the replica group calls it, as it may make a group over several fixed dimensions.
+
+        Raises:
+            ValueError: the name is that of another dimension, or another flattened mesh.
+        """
+        name = mesh_dim_name or "_".join(self._names)
+        if self._names == (name,):
+            return self
+        flattened = self._root._flattened
+        if name not in flattened:
+            if name in self._root._names:
+                raise ValueError(f"{name} is a dimension of the mesh already; choose another name")
+            group = self._flat_group(name, backend_override)
+            flattened[name] = ManagedDeviceMesh(None, (name,), group, 0, parent=self)
+            flattened[name]._made_of = self._names
+        if flattened[name]._made_of != self._names:
+            raise ValueError(f"{name} is what {flattened[name]._made_of} were flattened to already")
+        return flattened[name]
+
+    def _flat_group(self, name: str, backend_override: Any) -> ProcessGroup:
+        if (fixed := self._fixed) is None:
+            return self._group()
+        within = fixed if fixed.ndim == 1 else fixed._flatten(f"{name}_within", backend_override)
+        inner_size = math.prod(fixed.shape[self._elastic_dim :])
+        return FlattenedProcessGroup(within.get_group(), self._group(), inner_size)
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: tuple[int, ...],
+        mesh_dim_names: tuple[str, ...],
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """One of the fixed dimensions as several.
+
+        Raises:
+            NotSupportedError: it is the elastic one.
+        """
+        place = self._names.index(dim) if isinstance(dim, str) else dim % self.ndim
+        if self._fixed is None or place == self._elastic_dim:
+            raise NotSupportedError("the elastic dimension is one: how many it joins is not known in advance")
+        is_before = place < self._elastic_dim
+        fixed = self._fixed._unflatten(
+            place if is_before else place - 1, mesh_sizes, mesh_dim_names, backend_override
+        )
+        names = (*self._names[:place], *mesh_dim_names, *self._names[place + 1 :])
+        elastic_dim = self._elastic_dim + (len(mesh_sizes) - 1 if is_before else 0)
+        return ManagedDeviceMesh(fixed, names, self._group(), elastic_dim, parent=self)
+
+    def _slice_fixed(self, names: tuple[str, ...]) -> DeviceMesh:
+        if self._fixed is None:
+            raise KeyError(f"there is no dimension {names} in the mesh {self._names}")
+        return self._fixed[names]
+
+    def _elastic_mesh(self, dim: int | str | None) -> ManagedDeviceMesh | None:
+        """Whose elastic group `dim` stands for: this mesh's, or that of a flattened one."""
+        if isinstance(dim, str) and dim not in self._names:
+            return self._root._flattened.get(dim)
+        if isinstance(dim, str):
+            dim = self._names.index(dim)
+        is_elastic = self.ndim == 1 if dim is None else dim % self.ndim == self._elastic_dim
+        return self if is_elastic else None
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.mesh_dim_names or ()
+
+    @property
+    def _root(self) -> ManagedDeviceMesh:
+        root = self._get_root_mesh()
+        return root if isinstance(root, ManagedDeviceMesh) else self
+
+    # ----------------------------------------------------------------------- identity
+
+    def __eq__(self, other: object) -> bool:
+        """The same dimensions, ranks and elastic group, whatever the quorum."""
+        return isinstance(other, ManagedDeviceMesh) and self._hash_key() == other._hash_key()
+
+    def __hash__(self) -> int:
+        """Of what `__eq__` compares."""
+        if self._hash is None:
+            self._hash = hash(self._hash_key())
+        return self._hash
+
+    def _hash_key(self) -> tuple[Any, ...]:
+        """A plain mesh of the same ranks is another one: its reductions stay in the replica group."""
+        key = (self._flatten_rank_map, self._layout, self.device_type, self._names, self._thread_id)
+        return (*key, self._elastic_dim, self._dim_group_names[self._elastic_dim])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the group, which cannot be copied; a copy in the same process finds it by its name."""
+        return {**super().__getstate__(), "_elastic_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        name = self._dim_group_names[self._elastic_dim]
+        group = self._pg_registry.get(name)
+        self._elastic_group = group if isinstance(group, ProcessGroup) else None
+
+    def __repr__(self) -> str:
+        sizes = self._with_elastic(super().shape, 0)
+        shown = (f"{name}={size or 'elastic'}" for name, size in zip(self._names, sizes, strict=True))
+        return f"ManagedDeviceMesh(({', '.join(shown)}), {self.device_type!r})"
+
+
+def _register(group: ProcessGroup, name: str) -> None:
+    """Give the group a name if it has none; the same on all ranks that make the same meshes."""
+    try:
+        group.group_name  # noqa: B018 - asked for its error
+    except ProcessGroupError:
+        group.register(f"{name}-{next(_registrations)}")
+
+
+def _size_for_torch(group: ProcessGroup) -> int:
+    """The group's size; or, where only one of several members contributes, the number of members.
+
+    torch takes a dimension of size one as a reason to reduce nothing. The members that do not contribute
+    need the result all the same.
+    """
+    size = group.size()
+    if size == 1 and isinstance(group, ManagedProcessGroup):
+        return max(size, int(group.parent.size()))
+    return size
