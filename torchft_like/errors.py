@@ -122,7 +122,7 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
         self.waiting = waiting
 
     def __str__(self) -> str:
-        return f"{_ranks(self.missing)} did not come within {self.seconds:g} s; {_waiting(self.waiting)}"
+        return f"timed out after {self.seconds:g} s: {_ranks(self.missing)} did not come; {_waiting(self.waiting)}"
 
 
 class PeerLostError(ProcessGroupError):

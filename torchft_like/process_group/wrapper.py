@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
+from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, parse_store_address
@@ -103,10 +104,20 @@ class ProcessGroupWrapper(ProcessGroup):
 
 
 class ReconfigurableProcessGroup(ProcessGroupWrapper):
-    """Makes its inner group anew in every `configure`; a subclass defines `_create`."""
+    """Makes its inner group anew in every `configure`; a subclass defines `_create`.
 
-    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
+    Args:
+        timeout: the limit of each operation and of `configure`, seconds or timedelta.
+        check_collectives: compare the ranks' calls before any data moves, and refuse those that do not
+            fit together (docs/checking-collectives.md); the same on every rank. None asks the
+            environment: TORCHFT_CHECK_COLLECTIVES=1.
+    """
+
+    def __init__(
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+    ) -> None:
         super().__init__(timeout)
+        self._is_checking = is_wanted(check_collectives)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
         self._epoch = 0
@@ -147,7 +158,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             self._epoch += 1
         if previous is not None:
             previous.end("the group is being configured anew")
-        generation.make(self._create)
+        generation.make(checked(self._create) if self._is_checking else self._create)
         self._members = members
         self._global_ranks = global_ranks
         self._refresh_registration()

@@ -1,0 +1,103 @@
+"""What a call is, in the words of the rules.
+
+The only part of the check that looks at tensors and at torch's options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchft_like.process_group.checking.rules import EXCHANGED, PAIRED, Description
+from torchft_like.process_group.collectives import Call, tensors_of
+
+
+def describe(call: Call, world_size: int) -> Description:
+    """The description of a call that was made in a group of `world_size`."""
+    row = call.collective
+    if row.agreement == PAIRED:
+        return _describe_pair(call)
+    inputs = tuple(map(_specification, tensors_of(call.inputs)))
+    outputs = () if row.output == row.input else tuple(map(_specification, tensors_of(call.outputs)))
+    if row.agreement == EXCHANGED and row.output is not None and row.output.depth == 0:
+        inputs = _parts(call.inputs, _sizes(call, 3, "input_split_sizes"), world_size)
+        outputs = _parts(call.outputs, _sizes(call, 2, "output_split_sizes"), world_size)
+    return Description(row.name, row.agreement, inputs, outputs, _root(call), _reduce_op(call))
+
+
+def timeout_of(call: Call) -> timedelta | None:
+    """The limit that the call itself names."""
+    for value in _values(call):
+        limit = getattr(value, "timeout", value)
+        if isinstance(limit, timedelta) and limit > timedelta(0):
+            return limit
+    return None
+
+
+def _describe_pair(call: Call) -> Description:
+    row = call.collective
+    takes_any = row.name == "recv_anysource"
+    tag = _number(call, 1 if takes_any else 2, "tag")
+    peer = None if takes_any else _number(call, 1, "dst_rank", "dstRank", "src_rank", "srcRank")
+    return Description(
+        row.name,
+        row.agreement,
+        tuple(map(_specification, tensors_of(call.inputs))),
+        tuple(map(_specification, tensors_of(call.outputs))),
+        peer=peer,
+        tag=0 if tag is None else tag,
+    )
+
+
+def _specification(tensor: torch.Tensor) -> str:
+    """`float32[4, 2]`, with the layout and the device where they are not the usual ones."""
+    layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{device}"
+
+
+def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple[str, ...]:
+    """The part for each rank of a tensor that is split along its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    rest = list(tensor.shape[1:])
+    whole = _specification(tensor)
+    shape = str(list(tensor.shape))
+    lengths = sizes or [rows // world_size] * world_size
+    return tuple(whole.replace(shape, str([length, *rest]), 1) for length in lengths)
+
+
+def _sizes(call: Call, index: int, name: str) -> list[int]:
+    found = call.args[index] if len(call.args) > index else call.kwargs.get(name)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def _root(call: Call) -> int | None:
+    """However the overload says it: in the options, by name, or as the only number."""
+    for value in _values(call):
+        if hasattr(value, "rootRank"):
+            return int(value.rootRank)
+    if "root" in call.kwargs:
+        return int(call.kwargs["root"])
+    numbers = [value for value in call.args[1:] if isinstance(value, int) and not isinstance(value, bool)]
+    return numbers[0] if numbers else None
+
+
+def _reduce_op(call: Call) -> str | None:
+    if "reduce" not in call.collective.name:
+        return None
+    operation = call.reduce_op
+    return str(getattr(operation, "op", operation)).rpartition(".")[2]
+
+
+def _number(call: Call, index: int, *names: str) -> int | None:
+    if len(call.args) > index:
+        return int(call.args[index])
+    return next((int(call.kwargs[name]) for name in names if name in call.kwargs), None)
+
+
+def _values(call: Call) -> Iterator[Any]:
+    yield from call.args
+    yield from call.kwargs.values()

@@ -1,0 +1,360 @@
+"""The connections between the ranks of a group and the referee, which lives on rank 0.
+
+While a group is configured, rank 0 listens, says where through the store, and closes the listener once
+every rank has connected; a secret that only the store tells keeps others out. From then on each
+rank has one connection, rank 0 one to itself.
+
+Both sides' sockets are only ever closed by the thread that reads them. `cut` shuts them down, from any
+thread and at any time, which ends every wait here and on the other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from lighthouse.address import Address, local_host_towards
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.checking.messages import (
+    BODY_BYTES_MAX,
+    OVERDUE,
+    RULING,
+    Request,
+    decode_description,
+    decode_problem,
+    encode_problem,
+    encode_ruling,
+    take_request,
+)
+from torchft_like.process_group.checking.referee import Call, Problem, Referee, Ruling
+from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.store import StoreAddress
+
+TOKEN_BYTES = 16
+HELLO_SECONDS_MAX = 10.0
+JOIN_SECONDS_MAX = 5.0
+READ_BYTES = 1 << 16
+SILENCE_LOOK_MS = 1000
+
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the secret, the rank
+_HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) on for every rank?"
+_logger = logging.getLogger(__name__)
+
+
+class Sockets:
+    """Sockets that any thread can shut down.
+
+    Closing and shutting down exclude each other: the number of a closed descriptor may belong to a stranger.
+    """
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._lock = threading.Lock()
+        self._sockets = list(sockets)
+        self._is_cut = False
+
+    def add(self, one: socket.socket) -> None:
+        """One more; it is shut down at once if the others were."""
+        with self._lock:
+            self._sockets.append(one)
+            if self._is_cut:
+                _shut_down(one)
+
+    def cut(self) -> None:
+        """End every wait for them. From any thread; never blocks."""
+        with self._lock:
+            self._is_cut = True
+            for one in self._sockets:
+                _shut_down(one)
+
+    def close(self) -> None:
+        """Give them back; for the thread that reads them."""
+        with self._lock:
+            for one in self._sockets:
+                one.close()
+
+
+class Recipient(Protocol):
+    """Where a rank's rulings go."""
+
+    def deliver(self, ticket: int, problem: Problem | None) -> None:
+        """A ruling has come."""
+
+    def is_overdue(self) -> bool:
+        """Whether a ruling should have come long ago."""
+
+    def end(self) -> None:
+        """No ruling can come any more."""
+
+
+class Link:
+    """A rank's connection to the referee.
+
+    Args:
+        connection: the socket; owned from now on.
+        hub: on rank 0.
+    """
+
+    def __init__(self, connection: socket.socket, hub: Hub | None = None) -> None:
+        self._socket = connection
+        self._sockets = Sockets(connection)
+        self._hub = hub
+        self._sending = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self, recipient: Recipient) -> None:
+        """From now on `recipient` is called, on a thread of the link."""
+        self._thread = threading.Thread(
+            target=self._read, args=(recipient,), name="torchft-checking", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, request: Request) -> None:
+        """Tell the referee.
+
+        Raises:
+            OSError: the connection is closed.
+        """
+        try:
+            with self._sending:
+                self._socket.sendall(request.encode())
+        except BaseException:
+            self.cut()  # half of a message may be on its way: nothing can follow it
+            raise
+
+    def cut(self) -> None:
+        """End the connection, and on rank 0 everybody's. Never blocks."""
+        self._sockets.cut()
+        if self._hub is not None:
+            self._hub.cut()
+
+    def join(self) -> None:
+        """After `cut`: until its threads have ended; not for long, if one of them is what asks."""
+        for thread in (self._thread, self._hub.thread if self._hub else None):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(JOIN_SECONDS_MAX)
+
+    def is_alive(self) -> bool:
+        """Whether it can still deliver something."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _read(self, recipient: Recipient) -> None:
+        try:
+            while True:
+                self._await(recipient)
+                ticket, length = RULING.unpack(_receive(self._socket, RULING.size))
+                if length > BODY_BYTES_MAX:
+                    raise ValueError(f"a ruling of {length} bytes")
+                recipient.deliver(ticket, decode_problem(_receive(self._socket, length)))
+        except OSError as error:
+            _logger.debug("no more rulings from rank 0: %s", error)
+        except ValueError as error:
+            _logger.warning("the connection to rank 0 is of no use: %s", error)
+        finally:
+            self.cut()
+            self._sockets.close()
+            recipient.end()
+
+    def _await(self, recipient: Recipient) -> None:
+        """Until something comes. Nothing else than its silence tells that rank 0 is stopped."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while not poll.poll(SILENCE_LOOK_MS):
+            if recipient.is_overdue():
+                raise TimeoutError("rank 0 does not answer")
+
+
+class Hub:
+    """The referee's end of all connections, and the thread that serves them.
+
+    Args:
+        connections: of the ranks, in their order; owned from now on.
+    """
+
+    def __init__(self, connections: list[socket.socket]) -> None:
+        self._connections = connections
+        self._sockets = Sockets(*connections)
+        self._open = set(range(len(connections)))
+        self._buffers = [bytearray() for _ in connections]
+        self._referee = Referee(len(connections))
+        self._selector = selectors.DefaultSelector()
+        self.thread = threading.Thread(target=self._serve, name="torchft-checking-referee", daemon=True)
+        for rank, connection in enumerate(connections):
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+        self.thread.start()
+
+    def cut(self) -> None:
+        """End all connections. Never blocks."""
+        self._sockets.cut()
+
+    def _serve(self) -> None:
+        try:
+            while self._open:
+                for key, _ in self._selector.select(self._patience_s()):
+                    self._announce(self._hear(key.data))
+                self._announce(self._referee.expire(time.monotonic()))
+        finally:
+            self._selector.close()
+            self._sockets.cut()
+            self._sockets.close()
+
+    def _patience_s(self) -> float | None:
+        deadline_s = self._referee.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+
+    def _hear(self, rank: int) -> list[Ruling]:
+        try:
+            data = self._connections[rank].recv(READ_BYTES)
+            self._buffers[rank] += data
+            return self._requests(rank) if data else self._lose(rank)
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError, RecursionError) as error:
+            _logger.debug("rank %d: %s", rank, error)
+            return self._lose(rank)
+
+    def _requests(self, rank: int) -> list[Ruling]:
+        rulings: list[Ruling] = []
+        while (request := take_request(self._buffers[rank])) is not None:
+            now_s = time.monotonic()
+            if request.kind == OVERDUE:
+                rulings += self._referee.overdue(rank, request.ticket, now_s)
+                continue
+            description = decode_description(request.body)
+            call = Call(rank, request.ticket, description, now_s, now_s + request.timeout_s)
+            rulings += self._referee.hear(call)
+        return rulings
+
+    def _lose(self, rank: int) -> list[Ruling]:
+        if rank not in self._open:
+            return []
+        self._open.remove(rank)
+        self._selector.unregister(self._connections[rank])
+        return self._referee.lose(rank)
+
+    def _announce(self, rulings: Iterable[Ruling]) -> None:
+        pending = list(rulings)
+        bodies = {id(ruling.problem): encode_problem(ruling.problem) for ruling in pending}
+        while pending:
+            ruling = pending.pop(0)
+            if ruling.rank not in self._open:
+                continue
+            message = encode_ruling(ruling.ticket, bodies[id(ruling.problem)])
+            try:
+                complete = self._connections[ruling.rank].send(message) == len(message)
+            except OSError:
+                complete = False
+            if not complete:  # it reads nothing, or is gone: nobody shall wait for it
+                pending += (more := self._lose(ruling.rank))
+                bodies |= {id(ruling.problem): encode_problem(ruling.problem) for ruling in more}
+
+
+def join(membership: Membership, abort: AbortSignal) -> Link:
+    """Connect the ranks of a group that is being configured; blocks until all are there.
+
+    Raises:
+        ProcessGroupAbortedError: aborted meanwhile.
+        ProcessGroupError: they did not come in time.
+    """
+    address = StoreAddress(membership.store.server, f"{membership.store.prefix}/checking")
+    store = AbortableStore(address, membership.timeout)
+    sockets = Sockets()
+    with contextlib.closing(store), abort.ends(store.abort), abort.ends(sockets.cut):
+        try:
+            store.connect()
+            meet = _gather if membership.rank == 0 else _reach
+            return meet(store, membership, sockets)
+        except (OSError, ProcessGroupError) as error:
+            sockets.close()
+            abort.check()
+            if isinstance(error, TimeoutError):
+                raise ProcessGroupError(f"the ranks did not meet to check collectives: {_HINT}") from error
+            raise
+        except BaseException:
+            sockets.close()
+            raise
+
+
+def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
+    """Rank 0: be found, and take everybody's connection."""
+    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which only who checks shall pay
+
+    host = local_host_towards(membership.store.server.host, membership.store.server.port)
+    deadline_s = time.monotonic() + membership.timeout.total_seconds()
+    token = secrets.token_bytes(TOKEN_BYTES)
+    own, theirs = socket.socketpair()
+    connections = {0: theirs}
+    with listen_tcp(Address(host, 0)) as listener:
+        for one in (own, theirs, listener):
+            sockets.add(one)
+        store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex()]))
+        while len(connections) < membership.world_size:
+            listener.settimeout(_left_s(deadline_s, membership, connections))
+            with contextlib.suppress(TimeoutError):
+                connection = listener.accept()[0]
+                sockets.add(connection)
+                if (rank := _greeted(connection, token)) is not None and 0 < rank < membership.world_size:
+                    connections[rank] = connection
+    return Link(own, Hub([connections[rank] for rank in range(membership.world_size)]))
+
+
+def _left_s(deadline_s: float, membership: Membership, connections: Iterable[int]) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        missing = sorted({*range(membership.world_size)} - {*connections})
+        raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
+    return left_s
+
+
+def _greeted(connection: socket.socket, token: bytes) -> int | None:
+    """The rank that has connected; None for a stranger."""
+    connection.settimeout(HELLO_SECONDS_MAX)
+    with contextlib.suppress(OSError):
+        secret, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+        if secrets.compare_digest(secret, token):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return int(rank)
+    _shut_down(connection)
+    return None
+
+
+def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
+    """Any other rank: find rank 0."""
+    from lighthouse.net import connect_tcp  # noqa: PLC0415 - see `_gather`
+
+    match json.loads(store.get("referee")):
+        case [str(host), int(port), str(token)]:
+            pass
+        case other:
+            raise ProcessGroupError(f"what the store knows of rank 0's referee is {other!r}")
+    connection = connect_tcp(Address(host, port), membership.timeout.total_seconds(), sockets.add)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(_HELLO.pack(bytes.fromhex(token), membership.rank))
+    return Link(connection)
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return data
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
