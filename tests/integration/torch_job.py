@@ -96,7 +96,7 @@ def sub_group(here: Here, rank: int, backend: str | None, ranks: list[int]) -> A
 
 def by_name_and_mesh(here: Here, rank: int) -> tuple[float, float]:
     """A functional collective by the group's name, and one over a device mesh."""
-    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    total = functional.all_reduce(torch.ones(1), "sum", default())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
     most = functional.all_reduce(torch.tensor([float(rank)]), "max", mesh["all"])
     return float(total), float(most)

@@ -1,0 +1,323 @@
+"""What torch knows about our groups: names, members, and the backends that it makes them from."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    _DistributedBackendOptions,
+    _resolve_process_group,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import NotSupportedError, ProcessGroupError, ProcessGroupNotConfiguredError
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+from torchft_like.process_group.registration import BACKENDS, register_backends
+
+from .conftest import LIMIT_S, Party
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_more_is_registered_afterwards() -> Iterator[None]:
+    before = dict(c10d._world.pg_names)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    more = {group: name for group, name in c10d._world.pg_names.items() if group not in before}
+    for group in more:
+        dist.destroy_process_group(group)
+    assert list(more.values()) == []
+
+
+def fresh_name() -> str:
+    return f"name-{next(_numbers)}"
+
+
+def group_of_one(party: Party) -> Any:
+    return party.meet(1)[0]
+
+
+def resolved(name: str) -> Any:
+    """The group that torch finds under a name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type] # a name is more than a string to the stub
+
+
+def known_to_torch(group: ProcessGroup) -> list[bool]:
+    world = c10d._world
+    tables: tuple[Any, ...] = (
+        world.pg_names,
+        world.pg_map,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        [member for members in world.tags_to_pg.values() for member in members],
+    )
+    return [group in table for table in tables]
+
+
+# Names
+
+
+def test_a_registered_group_is_in_every_table_and_an_unregistered_one_in_none(party: Party) -> None:
+    group = group_of_one(party)
+    assert not any(known_to_torch(group))
+    assert group.register(fresh_name()) is group
+    assert all(known_to_torch(group))
+    assert resolved(group.group_name) is group
+    assert dist.get_backend(group) == "torchft-gloo"
+    assert dist.get_process_group_ranks(group) == [0]
+    group.unregister()
+    assert not any(known_to_torch(group))
+    with pytest.raises(RuntimeError, match="resolve"):
+        resolved("torchft-gloo:name-0")
+
+
+def test_a_name_is_given_once_at_a_time(party: Party) -> None:
+    first, second = group_of_one(party), group_of_one(party)
+    name = fresh_name()
+    first.register(name)
+    with pytest.raises(ProcessGroupError, match="registered already"):
+        first.register(fresh_name())
+    with pytest.raises(ProcessGroupError, match=f"registered already as 'torchft-gloo:{name}'"):
+        second.register(name)
+    assert not any(known_to_torch(second))
+    with pytest.raises(ProcessGroupError, match="no name"):
+        _ = second.group_name
+    first.unregister()
+    first.unregister()
+    second.register(name)
+    first.unregister()
+    assert resolved(second.group_name) is second, "the name is not the first one's any more"
+    second.unregister()
+
+
+def test_of_two_threads_that_want_a_name_one_gets_it(party: Party) -> None:
+    groups = [group_of_one(party) for _ in range(8)]
+    name, start = fresh_name(), threading.Barrier(len(groups))
+
+    def attempt(_: int, group: Any) -> bool:
+        start.wait(LIMIT_S)
+        try:
+            group.register(name)
+        except ProcessGroupError:
+            return False
+        return True
+
+    assert party.together(groups, attempt).count(True) == 1
+    for group in groups:
+        group.unregister()
+
+
+def test_a_group_may_be_registered_before_it_is_configured(party: Party) -> None:
+    group = party.own(ProcessGroupGloo(30)).register(fresh_name())
+    assert dist.get_process_group_ranks(group) == []
+    group.configure(party.prefix(), 0, 1, global_ranks=[5])
+    assert dist.get_process_group_ranks(group) == [5]
+    assert dist.get_group_rank(group, 5) == 0
+    assert dist.get_global_rank(group, 0) == 5
+    with pytest.raises(ValueError, match="not part of"):
+        dist.get_group_rank(group, 0)
+    group.unregister()
+    with pytest.raises(ProcessGroupNotConfiguredError):
+        ProcessGroupWrapper().register(fresh_name())
+
+
+def test_torch_sees_the_members_of_the_group_within_a_wrapper(party: Party) -> None:
+    inner = party.own(ProcessGroupGloo(30))
+    outer = ErrorSwallowingProcessGroupWrapper(inner).register(fresh_name())
+    inner.configure(party.prefix(), 0, 1, global_ranks=[7])
+    assert dist.get_process_group_ranks(outer) == [7]
+    outer.configure(party.prefix(), 0, 1)
+    assert dist.get_process_group_ranks(outer) == [0]
+    outer.unregister()
+
+
+def test_torch_keeps_a_registered_group_alive_and_nothing_keeps_an_unregistered_one() -> None:
+    group = ProcessGroupDummy(0, 1).register(fresh_name())
+    alive, name = weakref.ref(group), group.group_name
+    del group
+    gc.collect()
+    again = resolved(name)
+    assert isinstance(again, ProcessGroupDummy)
+    again.unregister()
+    del again
+    gc.collect()
+    assert alive() is None
+
+
+def test_functional_collectives_find_the_group_by_its_name_until_it_is_unregistered(party: Party) -> None:
+    def act(rank: int, group: Any) -> float:
+        return float(functional.all_reduce(torch.tensor([rank + 1.0]), "sum", group.group_name))
+
+    groups = party.meet(2)
+    for group in groups:
+        group.register(fresh_name())
+    assert party.together(groups, act) == [3.0, 3.0]
+    names: list[Any] = [group.group_name for group in groups]
+    for group in groups:
+        group.unregister()
+    with pytest.raises(RuntimeError, match="resolve"):
+        functional.all_reduce(torch.ones(1), "sum", names[0])
+
+
+def test_what_is_under_way_survives_unregistering(party: Party) -> None:
+    groups = party.meet(2)
+    groups[0].register(fresh_name())
+    tensor = torch.ones(1)
+    work = groups[0].allreduce([tensor])
+    groups[0].unregister()
+    dist.all_reduce(torch.ones(1), group=groups[1])
+    assert work.wait()
+    assert float(tensor) == 2.0
+
+
+def test_torch_can_destroy_a_registered_group_which_may_be_used_again_later(party: Party) -> None:
+    group = group_of_one(party).register(fresh_name())
+    c10d._world.default_pg = None
+    dist.destroy_process_group(group)
+    assert not any(known_to_torch(group))
+    with pytest.raises(ProcessGroupError, match="shut down"):
+        group.allreduce([torch.ones(1)])
+    group.unregister()
+    group.configure(party.prefix(), 0, 1)
+    group.register(fresh_name()).unregister()
+
+
+def test_destroying_the_world_is_no_trouble_for_a_group_registered_beside_it(party: Party) -> None:
+    group = group_of_one(party).register(fresh_name())
+    dist.init_process_group("torchft-dummy", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert not any(known_to_torch(group))
+    group.unregister()
+    group.register(fresh_name()).unregister()
+
+
+def test_a_group_that_torch_made_has_the_name_that_torch_gave_it() -> None:
+    dist.init_process_group("torchft-dummy", store=HashStore(), rank=0, world_size=1)
+    group: Any = dist.group.WORLD
+    assert resolved(group.group_name) is group
+    assert group.group_desc == "default_pg"
+    with pytest.raises(ProcessGroupError, match="registered already"):
+        group.register(fresh_name())
+    group.unregister()
+    assert all(known_to_torch(group)), "torch made it, torch destroys it"
+
+
+# Backends
+
+
+def options(store: Store, rank: int, world_size: int, timeout_s: float = 30) -> _DistributedBackendOptions:
+    """As torch describes to a backend the group that it wants."""
+    wanted = _DistributedBackendOptions()
+    wanted.store, wanted.group_rank, wanted.group_size = store, rank, world_size
+    wanted.timeout, wanted.global_ranks_in_group = timedelta(seconds=timeout_s), []
+    return wanted
+
+
+def create(backend: str, wanted: _DistributedBackendOptions, pg_options: object = None) -> Any:
+    plugin: Any = dist.Backend._plugins[backend.upper()]
+    return plugin.creator_fn(wanted, pg_options)
+
+
+def test_registering_the_backends_again_changes_nothing() -> None:
+    before = set(dist.Backend._plugins), list(dist.Backend.backend_list)
+    register_backends()
+    assert (set(dist.Backend._plugins), list(dist.Backend.backend_list)) == before
+    assert {name.upper() for name in BACKENDS} <= before[0]
+    defaults = dist.Backend.default_device_backend_map
+    assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl"), "ours are used where they are named"
+
+
+CPU_BACKENDS = [name for name, origin in BACKENDS.items() if "cpu" in origin.devices]
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("template", ["{}", "cpu:{}"])
+def test_a_world_of_one_can_be_made_of_every_backend(backend: str, template: str) -> None:
+    name = template.format(backend)
+    dist.init_process_group(name, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert (dist.get_backend(), dist.get_world_size(), float(tensor)) == (name, 1, 1.0)
+    group = dist.new_group([0])
+    assert dist.get_process_group_ranks(group) == [0]
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash"])
+def test_members_meet_through_any_store_under_any_prefix_again_and_again(
+    party: Party, store: TCPStore, kind: str
+) -> None:
+    clients: list[Store] = [HashStore()] * 2
+    if kind == "tcp":  # of which a client answers one question at a time: each member has its own
+        clients = [TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(2)]
+
+    def meet(rank: int) -> Any:
+        given = PrefixStore("a", PrefixStore("b/", clients[rank]))
+        return party.own(create("torchft-gloo", options(given, rank, 2)))
+
+    for _ in range(3):
+        first, second = [future.result(LIMIT_S) for future in [party.aside(meet, rank) for rank in range(2)]]
+        assert party.together([first, second], lambda rank, group: group.size()) == [2, 2]
+        summed = party.together([first, second], reduced)
+        assert summed == [2.0, 2.0]
+
+
+def reduced(rank: int, group: Any) -> float:
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)
+
+
+def test_a_store_that_rank_0_serves_ends_when_all_have_met(party: Party) -> None:
+    given = HashStore()
+
+    def meet(rank: int) -> Any:
+        return party.own(create("torchft-gloo", options(given, rank, 2)))
+
+    groups = [future.result(LIMIT_S) for future in [party.aside(meet, rank) for rank in range(2)]]
+    host, _, rest = given.get("torchft/meeting/1").decode().partition(":")
+    with pytest.raises(dist.DistNetworkError):
+        TCPStore(host, int(rest.partition("/")[0]), is_master=False, timeout=timedelta(seconds=1))
+    assert party.together(groups, reduced) == [2.0, 2.0]
+
+
+def test_what_cannot_be_made_says_why() -> None:
+    with pytest.raises(ValueError, match="world of 1"):
+        create("torchft-dummy", options(HashStore(), 1, 2))
+    with pytest.raises(NotSupportedError, match="pg_options"):
+        create("torchft-gloo", options(HashStore(), 0, 1), object())
+    with pytest.raises(ProcessGroupNotConfiguredError, match="rank 0 of 2"):
+        create("torchft-gloo", options(HashStore(), 0, 2, timeout_s=0.2))
+    with pytest.raises(dist.DistStoreError):
+        create("torchft-gloo", options(HashStore(), 1, 2, timeout_s=0.2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in CPU_BACKENDS])
+def test_a_backend_for_gpus_says_that_there_is_none(backend: str) -> None:
+    with pytest.raises(NotSupportedError, match="CUDA"):
+        create(backend, options(HashStore(), 0, 1))
