@@ -1,0 +1,101 @@
+"""A process of the fleet: it runs cases on groups of ours and on torch's own, and tells the differences.
+
+It is forked from a server that has imported this module, which takes milliseconds, lives as long as
+the test session and obeys one command after the other.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from . import registry
+from .scene import Kind, Outcome, Scene, difference, outcome_of
+from .subjects import BY_NAME, Seat
+
+STORE_TIMEOUT_S = 60.0
+
+
+def run_member(commands: Connection) -> None:
+    """Obey commands until the connection ends: a method of `Member` and its arguments."""
+    faulthandler.register(signal.SIGUSR1)  # the fleet asks where a process is that does not answer
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # deprecated names are called on purpose
+    member = Member()
+    commands.send((True, None))
+    while True:
+        try:
+            command, arguments = commands.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(member, command)(*arguments)
+        except Exception as error:  # noqa: BLE001 - it is told to the test
+            answer = False, f"{command}{arguments} raised {type(error).__name__}: {error}"
+        commands.send(answer)
+
+
+class Member:
+    """Does as it is told."""
+
+    def __init__(self) -> None:
+        self.seats: dict[str, Seat] = {}
+        self.places: dict[str, tuple[int, int]] = {}
+        self.references: dict[int, Any] = {}
+
+    def meet(self, host: str, port: int, index: int, world_max: int) -> None:
+        """Make torch's own groups: the default one, and one of the first members for each smaller size."""
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=PrefixStore("plain", store), rank=index, world_size=world_max)
+        for world in range(1, world_max):
+            self.references[world] = dist.new_group(list(range(world)), backend="gloo")
+        self.references[world_max] = dist.group.WORLD
+
+    def configure(self, subject: str, address: str, rank: int, world: int) -> None:
+        """Give a subject its members, and make it on the first time."""
+        seat = self.seats.get(subject) or BY_NAME[subject].sit()
+        seat.configure(address, rank, world)
+        if subject not in self.seats:
+            seat.group.register(subject)
+        self.seats[subject] = seat
+        self.places[subject] = rank, world
+
+    def close(self, subject: str) -> None:
+        """Leave a subject's group."""
+        if (seat := self.seats.pop(subject, None)) is not None:
+            seat.close()
+
+    def run(self, subject: str, case: str, kind: Kind, mode: str) -> tuple[str | None, bool]:
+        """Run a case on both groups: the first difference, and whether the subject is spoilt by an error."""
+        seat, reference = self.seats[subject], self.reference(subject)
+        function = registry.case(case)
+        expected = outcome_of(function, self._scene(subject, reference, kind, mode), lambda: None)
+        found = outcome_of(function, self._scene(subject, seat.group, kind, mode), seat.error)
+        return self._compare(case, found, expected), self._is_spoilt(subject)
+
+    def reference(self, subject: str) -> Any:
+        """torch's own group of the subject's present members."""
+        return self.references[self.places[subject][1]]
+
+    def _scene(self, subject: str, group: Any, kind: Kind, mode: str) -> Scene:
+        rank, world = self.places[subject]
+        is_reference = group is self.reference(subject)
+        device = "cpu" if is_reference else BY_NAME[subject].device
+        return Scene(group, rank, world, kind, mode, device, is_reference)
+
+    def _compare(self, case: str, found: Outcome, expected: Outcome) -> str | None:
+        better = registry.BETTER.get(case)
+        if better is not None and found.error is None and expected.error is not None:
+            return None
+        return difference(found, expected)
+
+    def _is_spoilt(self, subject: str) -> bool:
+        seat = self.seats[subject]
+        return seat.error() is not None or seat.group.errored() is not None

@@ -1,0 +1,224 @@
+"""What a case sees, and what it leaves behind.
+
+A case is a function of a `Scene`: a group, and tensors that are the same in every run. It runs once
+on the group under test and once on torch's own; the two outcomes, values or errors, are compared
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the tensors of a case are like."""
+
+    dtype: torch.dtype = torch.float32
+    shape: Size = (2, 3)
+    layout: str = "plain"  # or "transposed", "strided", "offset"
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{str(self.dtype).removeprefix('torch.')} {shape} {self.layout}"
+
+
+DTYPES = (
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
+LAYOUTS = ("transposed", "strided", "offset")
+
+PLAIN = Kind()
+KINDS = (
+    PLAIN,
+    *(Kind(dtype=dtype) for dtype in DTYPES),
+    *(Kind(shape=shape) for shape in SHAPES),
+    *(Kind(layout=layout) for layout in LAYOUTS),
+)
+
+
+@dataclass
+class Scene:
+    """A group, and the tensors of its rank."""
+
+    group: Any
+    rank: int
+    world: int
+    kind: Kind = PLAIN
+    mode: str = "sync"
+    device: str = "cpu"
+    is_reference: bool = False
+
+    @property
+    def root(self) -> int:
+        """A rank that is not the first one, where there is another."""
+        return min(1, self.world - 1)
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root
+
+    @property
+    def ranks(self) -> range:
+        return range(self.world)
+
+    @property
+    def following(self) -> int:
+        return (self.rank + 1) % self.world
+
+    @property
+    def preceding(self) -> int:
+        return (self.rank - 1) % self.world
+
+    def tensor(self, salt: int = 0, shape: Size | None = None) -> Tensor:
+        """A tensor of the case's kind, another one for each rank and salt; small whole numbers."""
+        shape = self.kind.shape if shape is None else shape
+        count = int(torch.Size(shape).numel())
+        values = (torch.arange(count) * 7 + self.rank * 3 + salt * 5) % 6 + 1
+        if self.kind.dtype == torch.bool:
+            values = values % 2
+        return self._laid_out(values.to(self.kind.dtype).reshape(shape))
+
+    def blank(self, shape: Size | None = None) -> Tensor:
+        """A tensor to be overwritten."""
+        shape = self.kind.shape if shape is None else shape
+        return self._laid_out(torch.full(shape, 1 if self.kind.dtype == torch.bool else 99).to(self.kind.dtype))
+
+    def blanks(self) -> list[Tensor]:
+        """One for each rank."""
+        return [self.blank() for _ in self.ranks]
+
+    def joined(self, shape: Size | None = None) -> Size:
+        """The shape of all ranks' tensors, one after the other."""
+        shape = self.kind.shape if shape is None else shape
+        return (self.world * shape[0], *shape[1:]) if shape else (self.world,)
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        if self.kind.layout == "transposed" and tensor.dim() > 1:
+            return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.kind.layout == "strided":
+            return torch.stack([tensor, tensor], -1)[..., 0]
+        if self.kind.layout == "offset":
+            return torch.cat([tensor.new_zeros(3), tensor.reshape(-1)])[3:].view(tensor.shape)
+        return tensor
+
+
+@dataclass
+class Call:
+    """A call of a function that can be asynchronous, and what it fills."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    outputs: Any
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, scene: Scene) -> Any:
+        """Carry it out in the mode of the scene."""
+        work = self.function(*self.args, group=scene.group, async_op=scene.mode != "sync", **self.kwargs)
+        return finish(work, scene.mode), self.outputs
+
+
+MODES = ("sync", "wait", "future", "then")
+
+
+def finish(work: Any, mode: str) -> Any:
+    """Wait for a work in one of the ways; what can be seen of it afterwards."""
+    if mode == "sync" or work is None:
+        return work
+    future = work if isinstance(work, Future) else None
+    if mode == "wait":
+        return (work.wait() is not None) if future else (work.wait(), work.is_completed(), work.is_success())
+    future = future or work.get_future()
+    if mode == "then":
+        future = future.then(lambda done: done.value())
+    return future.wait()
+
+
+@dataclass
+class Outcome:
+    """How a case ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {str(self.error)[:300]}"
+        return f"{self.value!r}"[:600]
+
+
+def outcome_of(case: Callable[[Scene], Any], scene: Scene, swallowed: Callable[[], Exception | None]) -> Outcome:
+    """Run a case; an error that the group swallowed counts as raised."""
+    try:
+        value = detached(case(scene))
+    except Exception as error:  # noqa: BLE001 - it is compared
+        return Outcome(error=error)
+    return Outcome(value, swallowed())
+
+
+def detached(value: Any) -> Any:
+    """A copy that later cases cannot change."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(detached(item) for item in value)
+    if isinstance(value, dict):
+        return {key: detached(item) for key, item in value.items()}
+    return value
+
+
+def difference(subject: Outcome, reference: Outcome) -> str | None:
+    """The first difference in words; an error of a class derived from torch's own is none."""
+    if reference.error is not None or subject.error is not None:
+        if is_like(subject.error, reference.error):
+            return None
+        return f"\n  ours:  {subject}\n  torch: {reference}"
+    return next(_differences(subject.value, reference.value, "result"), None)
+
+
+def is_like(error: BaseException | None, model: BaseException | None) -> bool:
+    """Whether who catches the one catches the other."""
+    return error is not None and model is not None and isinstance(error, type(model))
+
+
+def _differences(subject: Any, reference: Any, place: str) -> Iterator[str]:
+    if isinstance(subject, Tensor) and isinstance(reference, Tensor):
+        if not _same(subject, reference):
+            yield f"{place}:\n  ours:  {subject}\n  torch: {reference}"
+    elif isinstance(subject, list | tuple) and isinstance(reference, list | tuple):
+        if len(subject) != len(reference):
+            yield f"{place} has {len(subject)} items, torch's has {len(reference)}: {subject} {reference}"
+        for number, pair in enumerate(zip(subject, reference, strict=False)):
+            yield from _differences(*pair, f"{place}[{number}]")
+    elif isinstance(subject, dict) and isinstance(reference, dict):
+        yield from _differences(sorted(subject.items()), sorted(reference.items()), place)
+    elif subject != reference:
+        yield f"{place} is {subject!r}, torch's is {reference!r}"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

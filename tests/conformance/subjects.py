@@ -1,0 +1,161 @@
+"""The classes that the suite is run on: one line each in `SUBJECTS`.
+
+A subject is built in every process of the fleet and sits on a `Seat`, which says how that class is
+given its members and where its errors are found. Nothing else in the suite knows a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchft_like import process_group as ours
+from torchft_like.manager import Manager
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+
+TIMEOUT_S = 30.0
+WORLD_MAX = 4
+
+
+class Seat:
+    """A group whose owner is whoever calls `configure`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def configure(self, address: str, rank: int, world_size: int) -> None:
+        """Meet the others at a store address that was never used before."""
+        self.group.configure(address, rank, world_size)
+
+    def error(self) -> Exception | None:
+        """What was swallowed since `configure`."""
+        return None
+
+    def abort(self) -> None:
+        """As whoever owns the group does when a member is lost."""
+        self.group.abort("the suite says so")
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.group.shutdown()
+
+
+class SwallowingSeat(Seat):
+    """Errors are found at the group."""
+
+    group: ErrorSwallowingProcessGroupWrapper
+
+    def error(self) -> Exception | None:
+        """See Seat.error."""
+        return self.group.error()
+
+
+class ManagedSeat(Seat):
+    """A real Manager configures the group; the address is that of a real lighthouse.
+
+    A step is open from one `configure` to the next.
+    """
+
+    def __init__(self) -> None:
+        self._manager: Manager | None = None
+
+    def configure(self, address: str, rank: int, world_size: int) -> None:
+        """Take part in steps until one has all the members, and leave that one open."""
+        if self._manager is None:
+            self._manager = self._join(address, rank)
+            self.group = ManagedProcessGroup(self._manager)
+        else:
+            self._manager.should_commit()
+        self._manager.start_quorum()
+        while self._manager.num_participants() != world_size:
+            self._manager.should_commit()
+            self._manager.start_quorum()
+
+    def error(self) -> Exception | None:
+        """See Seat.error."""
+        return self._manager.errored() if self._manager is not None else None
+
+    def abort(self) -> None:
+        """See Seat.abort."""
+        assert self._manager is not None
+        self._manager.report_error(RuntimeError("the suite says so"))
+
+    def close(self) -> None:
+        """Leave the job."""
+        if self._manager is not None:
+            self.group.unregister()
+            self._manager.shutdown()
+            self._manager = None
+
+    def _join(self, address: str, rank: int) -> Manager:
+        return Manager(
+            pg=ProcessGroupGloo(TIMEOUT_S),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=1,
+            timeout=TIMEOUT_S,
+            lighthouse_addr=address,
+            replica_id=f"replica-{rank}",
+            rank=0,
+            world_size=1,
+            init_sync=False,
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A class under test.
+
+    Attributes:
+        name: for the test's id.
+        sit: makes one, with its seat.
+        worlds: the sizes that it can have; None for all.
+        managed: configured by a Manager, at a lighthouse.
+        device: where its tensors are.
+    """
+
+    name: str
+    sit: Callable[[], Seat]
+    worlds: tuple[int, ...] | None = None
+    managed: bool = False
+    device: str = "cpu"
+
+    @property
+    def exists(self) -> bool:
+        """Whether this machine and this version have it."""
+        return self.device == "cpu" or torch.cuda.is_available()
+
+
+def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject, ...]:
+    """A class that some versions do not have."""
+    make = getattr(ours, name, None)
+    if make is None:
+        return ()
+    return (Subject(name, lambda: seat(make(TIMEOUT_S)), **more),)
+
+
+SUBJECTS: tuple[Subject, ...] = (
+    Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S))),
+    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S)))),
+    Subject(
+        "ErrorSwallowing",
+        lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
+    ),
+    Subject("Managed", ManagedSeat, managed=True),
+    Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,)),
+    *_optional("ProcessGroupBabyGloo"),
+    *_optional("ProcessGroupNCCL", worlds=(1,), device="cuda"),
+    *_optional("ProcessGroupBabyNCCL", worlds=(1,), device="cuda"),
+)
+
+BY_NAME = {subject.name: subject for subject in SUBJECTS}

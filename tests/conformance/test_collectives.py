@@ -1,0 +1,34 @@
+"""Every function of `torch.distributed` that takes `async_op`: what comes out is what torch's own gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from .calls import CALLS, REDUCING, REDUCTIONS
+from .fleet import Fleet
+from .scene import KINDS, MODES
+from .subjects import Subject
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_results_are_torchs_for_every_dtype_shape_and_layout(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    for kind in KINDS:
+        fleet.check(subject.name, world, case, kind)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_works_and_futures_give_what_torchs_give(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    for mode in MODES:
+        fleet.check(subject.name, world, case, mode=mode)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions_are_torchs(fleet: Fleet, subject: Subject, world: int, reduction: str) -> None:
+    for name in REDUCING:
+        fleet.check(subject.name, world, f"{name} {reduction}")
