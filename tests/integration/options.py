@@ -19,7 +19,9 @@ class WorkerOptions:
         pause_s: work outside of the collectives in each step.
         timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
         ballast_mb: extra state, so that a heal takes a while.
-        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient.
+        backend: the process group: "gloo" or "baby-gloo".
+        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient; "hsdp", "hook"
+            and "tp" shard the model over the ranks of the group (see `sharded`).
     """
 
     name: str = ""
@@ -34,7 +36,9 @@ class WorkerOptions:
     min_replica_size: int = 1
     use_async_quorum: bool = True
     world_size_mode: str = "DYNAMIC"
+    init_sync: bool = True
     ballast_mb: int = 0
+    backend: str = "gloo"
     reduce: str = "ddp"
 
     def to_json(self) -> str:

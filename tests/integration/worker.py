@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,17 @@ from lighthouse.events import Event
 from tests.integration.faults import Faults, Relay
 from tests.integration.journal import Journal
 from tests.integration.options import WorkerOptions
-from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, WorldSizeMode
+from tests.integration.sharded import SHARDED, ShardedModel
+from torchft_like import (
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+    WorldSizeMode,
+)
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.shutdown_signals import stop_on_signals
 
@@ -39,8 +50,9 @@ def main() -> None:
     options = WorkerOptions.from_json(sys.argv[1])
     journal = Journal(options.journal)
     faults = Faults(options.faults, journal)
-    model = Model(options)
+    model = ShardedModel(options) if options.reduce in SHARDED else Model(options)
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
+        model.use(manager)
         loop = Loop(options, model, manager, journal, faults)
         while loop.steps_done < options.steps and not stop.requested:
             loop.attempt_step()
@@ -56,6 +68,9 @@ class Model:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
 
+    def use(self, manager: Manager) -> None:
+        """Nothing of the model depends on the Manager."""
+
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
@@ -67,6 +82,9 @@ class Model:
         for parameter in self.net.parameters():
             digest.update(parameter.detach().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def write(self, journal: Journal, step: int) -> None:
+        """The digest says it all."""
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -80,11 +98,14 @@ class Model:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+AnyModel = Model | ShardedModel
+
+
 class Loop:
     """The training loop's body, and what it writes down."""
 
     def __init__(
-        self, options: WorkerOptions, model: Model, manager: Manager, journal: Journal, faults: Faults
+        self, options: WorkerOptions, model: AnyModel, manager: Manager, journal: Journal, faults: Faults
     ) -> None:
         self.steps_done = 0
         self._options = options
@@ -120,7 +141,7 @@ class Loop:
         inputs, targets = self._model.batch(self._manager.current_step())
         net = self._ddp or self._model.net
         nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        if self._ddp is None:
+        if self._options.reduce == "manager":
             for gradient in (parameter.grad for parameter in self._model.net.parameters()):
                 if gradient is not None:
                     self._manager.allreduce(gradient).wait()
@@ -153,13 +174,14 @@ class Loop:
             ledger_steps=int(ledger[1].item()),
             digest=self._model.digest(),
         )
+        self._model.write(self._journal, self._manager.current_step())
 
 
-class FaultyProcessGroup(ProcessGroupGloo):
+class FaultyProcessGroup(ProcessGroupWrapper):
     """Visits `configure` before it meets the others."""
 
-    def __init__(self, faults: Faults, timeout: timedelta) -> None:
-        super().__init__(timeout=timeout)
+    def __init__(self, pg: ProcessGroup, faults: Faults) -> None:
+        super().__init__(pg=pg)
         self._faults = faults
 
     def configure(self, *arguments: Any, **options: Any) -> None:
@@ -186,11 +208,17 @@ class FaultyTransport(HTTPTransport[Any]):
         return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
 
 
-def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manager:
+BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
+    "gloo": ProcessGroupGloo,
+    "baby-gloo": ProcessGroupBabyGloo,
+}
+
+
+def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Manager:
     """The Manager that the options ask for; the rest comes from the environment."""
     timeout = timedelta(seconds=options.timeout_s)
     return Manager(
-        pg=FaultyProcessGroup(faults, timeout),
+        pg=FaultyProcessGroup(BACKENDS[options.backend](timeout), faults),
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
         min_replica_size=options.min_replica_size,
@@ -201,6 +229,7 @@ def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manage
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
         checkpoint_transport=FaultyTransport(faults, timeout),
+        init_sync=options.init_sync,
     )
 
 

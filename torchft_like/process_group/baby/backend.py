@@ -42,7 +42,7 @@ from torchft_like.process_group.collectives import BY_NAME, Call, Collective, te
 from torchft_like.process_group.generation import AbortSignal, Membership
 
 # How much later than an operation's own timeout its subprocess counts as silent.
-SILENCE_S = 10.0
+SILENCE_S = 5.0
 GONE_S_MAX = 10.0
 
 
