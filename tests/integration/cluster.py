@@ -107,6 +107,10 @@ class Rank(Daemon):
         """The planned faults that have struck."""
         return self._journal.records("fault")
 
+    def records(self, kind: str) -> list[Record]:
+        """What it has written into its journal."""
+        return self._journal.records(kind)
+
     def events(self, kind: str | None = None) -> list[Record]:
         """The Manager's event records."""
         return self._events.records(kind)

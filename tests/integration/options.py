@@ -20,8 +20,8 @@ class WorkerOptions:
         timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
         ballast_mb: extra state, so that a heal takes a while.
         backend: the process group: "gloo" or "baby-gloo".
-        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient; "hsdp", "hook"
-            and "tp" shard the model over the ranks of the group (see `sharded`).
+        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
+            for a model that is sharded over the ranks of the group (see `sharded`).
     """
 
     name: str = ""

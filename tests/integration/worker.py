@@ -25,7 +25,7 @@ from lighthouse.events import Event
 from tests.integration.faults import Faults, Relay
 from tests.integration.journal import Journal
 from tests.integration.options import WorkerOptions
-from tests.integration.sharded import SHARDED, ShardedModel
+from tests.integration.sharded import ShardedModel
 from torchft_like import (
     DistributedDataParallel,
     Manager,
@@ -50,7 +50,7 @@ def main() -> None:
     options = WorkerOptions.from_json(sys.argv[1])
     journal = Journal(options.journal)
     faults = Faults(options.faults, journal)
-    model = ShardedModel(options) if options.reduce in SHARDED else Model(options)
+    model = ShardedModel(options) if options.reduce == "sharded" else Model(options)
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
         model.use(manager)
         loop = Loop(options, model, manager, journal, faults)
@@ -63,13 +63,26 @@ class Model:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._name = f"{options.name}/{os.environ['RANK']}"
+        self._reduce = options.reduce
         torch.manual_seed(seed_of(self._name, "parameters"))
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
 
     def use(self, manager: Manager) -> None:
-        """Nothing of the model depends on the Manager."""
+        """Have `manager` reduce the gradients."""
+        self._manager = manager
+        self._ddp = DistributedDataParallel(manager, self.net) if self._reduce == "ddp" else None
+
+    def backward(self, step: int) -> None:
+        """Gradients, reduced."""
+        inputs, targets = self.batch(step)
+        net = self._ddp or self.net
+        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        if self._ddp is None:
+            for gradient in (parameter.grad for parameter in self.net.parameters()):
+                if gradient is not None:
+                    self._manager.allreduce(gradient).wait()
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, a function of the rank and the step."""
@@ -113,7 +126,6 @@ class Loop:
         self._manager = manager
         self._journal = journal
         self._faults = faults
-        self._ddp = DistributedDataParallel(manager, model.net) if options.reduce == "ddp" else None
         self._optimizer = Optimizer(manager, model.optimizer)
         self._members: dict[int, list[str]] = {}
         self._vote: Event | None = None
@@ -126,7 +138,7 @@ class Loop:
         self._optimizer.zero_grad()
         self._journal.write("attempt", step=self._manager.current_step())
         time.sleep(self._options.pause_s)
-        self._backward()
+        self._model.backward(self._manager.current_step())
         self._manager.wait_quorum()
         step = self._manager.current_step()
         ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._options.index
@@ -136,15 +148,6 @@ class Loop:
         if self._manager.current_step() == step + 1:
             self.steps_done += 1
             self._write_commit(ledger, participating)
-
-    def _backward(self) -> None:
-        inputs, targets = self._model.batch(self._manager.current_step())
-        net = self._ddp or self._model.net
-        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        if self._options.reduce == "manager":
-            for gradient in (parameter.grad for parameter in self._model.net.parameters()):
-                if gradient is not None:
-                    self._manager.allreduce(gradient).wait()
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""

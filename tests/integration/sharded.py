@@ -1,0 +1,142 @@
+"""A model whose parameters are sharded over the ranks of a replica group, for the worker; and a replay.
+
+The replay trains the same model in one process on the data of whoever took part, without torch's
+FSDP and without a Manager: what a run with faults has to arrive at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.integration.invariants import Commit
+from tests.integration.journal import Journal
+from tests.integration.options import WorkerOptions
+from torchft_like import Manager
+from torchft_like.device_mesh import ft_init_device_mesh
+from torchft_like.digest import state_digest
+from torchft_like.fsdp import ShardedState, average_over_replicas
+
+WAYS = ("hsdp", "hook", "tp")
+GROUP_SIZE = 2
+
+
+class ShardedModel:
+    """As `worker.Model`: one small network for each way to shard it, all trained in every step.
+
+    The state is complete only once the Manager is known.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._name = options.name
+        self._rank = int(os.environ["RANK"])
+        self._parts: dict[str, ShardedPart] = {}
+
+    def use(self, manager: Manager) -> None:
+        """Shard the networks; called once, before the first step."""
+        self._parts = {way: ShardedPart(way, manager) for way in WAYS}
+        parameters = [p for part in self._parts.values() for p in part.net.parameters()]
+        self.net = nn.ModuleDict({way: part.net for way, part in self._parts.items()})
+        self.optimizer = make_optimizer(parameters)
+        self._state = ShardedState(self.net, self.optimizer)
+
+    def backward(self, step: int) -> None:
+        """Gradients of all the networks, averaged."""
+        for way, part in self._parts.items():
+            inputs, targets = batch_of(self._name, data_rank(way, self._rank), step)
+            nn.functional.mse_loss(part.net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def digest(self) -> str:
+        """Of this rank's shards, those of the optimizer too."""
+        return state_digest(self.state_dict())[:16]
+
+    def state_dict(self) -> dict[str, object]:
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state.load_state_dict(state)
+
+    def write(self, journal: Journal, step: int) -> None:
+        """Write down all parameters; every rank of the group calls it."""
+        for way, part in self._parts.items():
+            full = [p.full_tensor() for p in part.net.parameters() if isinstance(p, DTensor)]
+            values = torch.cat([parameter.flatten() for parameter in full]).tolist()
+            journal.write("parameters", way=way, step=step, values=values)
+
+
+class ShardedPart:
+    """One network, sharded in one way."""
+
+    def __init__(self, way: str, manager: Manager) -> None:
+        self.net = make_net()
+        if way == "hook":
+            self._shard(init_device_mesh("cpu", (GROUP_SIZE,)))
+            average_over_replicas(manager, self.net)
+            return
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(2, 1, GROUP_SIZE) if way == "tp" else (2, GROUP_SIZE, 1),
+            mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+            replicate_dim=0,
+            manager=manager,
+        )
+        if way == "tp":
+            parallelize_module(self.net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        self._shard(mesh["dp_replicate", "dp_shard"])
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        for layer in (self.net[0], self.net[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def make_net() -> nn.Sequential:
+    """The same parameters everywhere."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def data_rank(way: str, rank: int) -> int:
+    """Ranks that split the layers between them see the same data."""
+    return 0 if way == "tp" else rank
+
+
+def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """The data of one rank of a replica group in one step."""
+    generator = torch.Generator().manual_seed((ord(name) * GROUP_SIZE + rank) * 1_000_000 + step)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+
+
+def replay(commits: Sequence[Commit], names: str, way: str) -> Iterator[tuple[int, Tensor]]:
+    """Step and all parameters after it, for every step that was committed.
+
+    Args:
+        commits: of one rank, from the first step on without a gap.
+        names: of the replica groups; `names[i]` has bit i of the ledgers.
+        way: how the workers sharded the network.
+    """
+    net = make_net()
+    optimizer = make_optimizer(net.parameters())
+    ranks = {data_rank(way, rank) for rank in range(GROUP_SIZE)}
+    for commit in commits:
+        contributors = [name for index, name in enumerate(names) if commit.ledger >> index & 1]
+        optimizer.zero_grad()
+        for name in contributors:
+            for rank in ranks:
+                inputs, targets = batch_of(name, rank, commit.step - 1)
+                loss = nn.functional.mse_loss(net(inputs), targets)
+                (loss / (len(ranks) * commit.participants)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield commit.step, torch.cat([p.detach().flatten() for p in net.parameters()])

@@ -1,0 +1,169 @@
+"""Sharded training in replica groups: the state that heals a peer, and gradients over the quorum.
+
+Two ways to train with `fully_shard` when the replica groups change:
+
+* on a mesh of `ft_init_device_mesh`, whose elastic dimension FSDP reduces over by itself, or
+* on a mesh of the replica group alone, with `average_over_replicas` as the all-reduce hook.
+
+In both each rank holds its shards, and heals from the rank with the same number in another replica
+group: a rank's state is its own shards, never the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchft_like.errors import CheckpointFormatError, NotSupportedError
+
+
+class Averaging(Protocol):
+    """What averages over the quorum: a Manager."""
+
+    def allreduce(self, tensor: Tensor) -> Work:
+        """Average in place over the participants; never fails."""
+
+
+def average_over_replicas(manager: Averaging, model: nn.Module) -> None:
+    """Let every FSDP module in `model` average its gradient shards over the quorum.
+
+    For `fully_shard` on a mesh of this replica group. On a mesh with an elastic dimension FSDP does it
+    itself, and this would do it twice.
+
+    Args:
+        manager: of this rank.
+        model: after all calls of `fully_shard`.
+
+    Raises:
+        ValueError: there is no FSDP module in it.
+    """
+
+    def average(gradients: Tensor) -> None:
+        manager.allreduce(gradients).wait()
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("no module of the model is sharded: call fully_shard first")
+    for module in sharded:
+        module.set_all_reduce_hook(average)
+
+
+class ShardedState:
+    """This rank's shards of a model and its optimizer, as a Manager sends them to a peer.
+
+        state = ShardedState(model, optimizer)
+        manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
+
+    INVARIANT: `state_dict` does not touch the modules. A Manager reads the state while the forward pass
+    runs on another thread, and there `model.state_dict()` would take the gathered parameters out of the
+    modules that are using them (a hook of FSDP's does). The sharded parameters stay the same objects from
+    `fully_shard` on, and change only when the optimizer steps, so they are looked up once, here.
+
+    Also right for models that are sharded in part or not at all.
+
+    Args:
+        model: after all calls of `fully_shard` and `parallelize_module`.
+        optimizer: of the model's parameters; torch's own, not the one that asks the Manager.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors on the memory of the shards, in containers that travel.
+
+        Raises:
+            NotSupportedError: the optimizer keeps a tensor that is sharded unlike its parameter.
+        """
+        optimizer = self._optimizer.state_dict()
+        parameters = _by_index(self._optimizer)
+        optimizer["state"] = {
+            index: {key: _pack(value, parameters[index], key) for key, value in entries.items()}
+            for index, entries in optimizer["state"].items()
+        }
+        return {
+            "model": {name: _shard(tensor) for name, tensor in self._tensors.items()},
+            "optimizer": optimizer,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same rank of another replica group.
+
+        Raises:
+            CheckpointFormatError: that model had other parameters, or was sharded otherwise.
+        """
+        self._check(state["model"])
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                _shard(tensor).copy_(state["model"][name])
+        parameters = _by_index(self._optimizer)
+        optimizer = dict(state["optimizer"])
+        optimizer["state"] = {
+            index: {key: _unpack(value, parameters[index]) for key, value in entries.items()}
+            for index, entries in optimizer["state"].items()
+        }
+        self._optimizer.load_state_dict(optimizer)
+
+    def _check(self, theirs: Mapping[str, Tensor]) -> None:
+        own = {name: tuple(_shard(tensor).shape) for name, tensor in self._tensors.items()}
+        other = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+        wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        if wrong:
+            name = wrong[0]
+            raise CheckpointFormatError(
+                f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to load: "
+                "every replica group must shard the same model over as many ranks"
+            )
+
+
+def _by_index(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters in the order in which the optimizer's state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """The memory that this rank holds of a tensor, as a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def _pack(value: Any, parameter: Tensor, key: str) -> Any:
+    """A sharded tensor of an optimizer's state as a marked plain one; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    if not isinstance(parameter, DTensor) or not _sharded_alike(value, parameter):
+        raise NotSupportedError(
+            f"the optimizer's {key!r} is sharded unlike its parameter: give the Manager your own functions"
+        )
+    return {"shard": _shard(value)}
+
+
+def _unpack(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, dict) or not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value["shard"],
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _sharded_alike(one: DTensor, other: DTensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.placements == other.placements
+        and one.device_mesh == other.device_mesh
+    )
