@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,10 +36,10 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.process_group.checking.descriptions import describe, timeout_of
-from torchft_like.process_group.checking.link import Link, join
+from torchft_like.process_group.checking.link import End, Link, join
 from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request, encode_description
 from torchft_like.process_group.checking.referee import Problem
-from torchft_like.process_group.checking.rules import Disagreement
+from torchft_like.process_group.checking.rules import PAIRED, Description, Disagreement
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective, tensors_of
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
 
@@ -86,13 +88,13 @@ class CheckedBackend:
     def __init__(self, backend: Backend, link: Link, membership: Membership, abort: AbortSignal) -> None:
         self._backend = backend
         self._link = link
-        self._world_size = membership.world_size
+        self._rank, self._world_size = membership.rank, membership.world_size
         self._timeout = membership.timeout
         self._abort = abort
         self._lock = threading.Lock()  # calls reach the referee in the order of their tickets
         self._tickets = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._ended = False
+        self._ended: End | None = None
         abort.add(link.cut)
         link.start(self)
 
@@ -135,24 +137,24 @@ class CheckedBackend:
             pending = self._pending.pop(ticket, None)
         if pending is None:
             return
-        if problem is not None:
-            pending.work.refuse(_error_for(problem, pending.text))
-            return
-        pending.start()
+        if problem is None:
+            pending.start()
+        else:
+            pending.work.refuse(_error_for(problem))
 
     def is_overdue(self) -> bool:
         """Whether the referee has let a deadline pass."""
         with self._lock:
-            oldest = next((p for p in self._pending.values() if p.deadline_s is not None), None)
-        return oldest is not None and time.monotonic() > (oldest.deadline_s or 0.0) + SILENCE_S_MAX
+            oldest = next((p for p in self._pending.values() if p.deadline_s < math.inf), None)
+        return oldest is not None and time.monotonic() > oldest.deadline_s + SILENCE_S_MAX
 
-    def end(self) -> None:
+    def end(self, why: End) -> None:
         """No ruling can come any more: what waits for one fails."""
         with self._lock:
-            self._ended = True
+            self._ended = why
             pending, self._pending = self._pending, {}
         for one in pending.values():
-            one.work.refuse(_link_lost(one.text))
+            one.work.refuse(self._error_at(why, one.work))
 
     def _checked(self, row: Collective, run: Callable[..., Any]) -> Callable[..., Any]:
         def submit(*args: Any, **kwargs: Any) -> Work | None:
@@ -167,22 +169,28 @@ class CheckedBackend:
     def _submit(self, call: Call, run: Callable[..., Any]) -> CheckedWork:
         description = describe(call, self._world_size)
         timeout = timeout_of(call) or self._timeout
-        is_pair = description.peer is not None or description.tag is not None
-        deadline_s = None if is_pair else time.monotonic() + timeout.total_seconds()
+        seconds = timeout.total_seconds()
         with self._lock:
             ticket = next(self._tickets)
-            overdue = (lambda: self._say_overdue(ticket)) if is_pair else None
-            work = CheckedWork(description.text(), timeout, overdue)
-            if self._ended:
-                work.refuse(_link_lost(description.text()))
+            overdue = partial(self._say_overdue, ticket) if description.rule == PAIRED else None
+            work = CheckedWork(description, timeout, overdue)
+            if self._ended is not None:
+                work.refuse(self._error_at(self._ended, work))
                 return work
-            self._pending[ticket] = _Pending(
-                work, call, run, description.text(), deadline_s, _streams_of(call)
-            )
-            request = Request(CALL, ticket, timeout.total_seconds(), encode_description(description))
-            with contextlib.suppress(OSError):  # the link's thread settles what is pending
-                self._link.send(request)
+            deadline_s = math.inf if overdue else time.monotonic() + seconds
+            self._pending[ticket] = _Pending(work, call, run, deadline_s, _streams_of(call))
+            with contextlib.suppress(OSError):  # then the link's thread settles what is pending
+                self._link.send(Request(CALL, ticket, seconds, encode_description(description)))
         return work
+
+    def _error_at(self, why: End, work: CheckedWork) -> Exception:
+        """For a call that will hear no ruling."""
+        waiting = {self._rank: (str(work),)}
+        if why is End.CLOSED:
+            return PeerLostError((0,), waiting)
+        if why is End.SILENT:
+            return CollectiveTimeoutError(self._timeout.total_seconds(), (0,), waiting)
+        return ProcessGroupError(f"{work}: {why.value}")
 
     def _say_overdue(self, ticket: int) -> None:
         with contextlib.suppress(OSError):  # see `_submit`
@@ -196,8 +204,7 @@ class _Pending:
     work: CheckedWork
     call: Call
     run: Callable[..., Any]
-    text: str
-    deadline_s: float | None
+    deadline_s: float
     streams: tuple[torch.cuda.Stream, ...]
 
     def start(self) -> None:
@@ -217,14 +224,16 @@ class CheckedWork(Work):
     """An operation that may not have started yet.
 
     Args:
-        text: what it is, for messages.
+        description: what it is.
         timeout: of a wait that names none.
         overdue: what to do when somebody has waited that long before it has started; a ruling follows.
     """
 
-    def __init__(self, text: str, timeout: timedelta, overdue: Callable[[], None] | None) -> None:
+    def __init__(
+        self, description: Description, timeout: timedelta, overdue: Callable[[], None] | None
+    ) -> None:
         super().__init__()
-        self._text = text
+        self._description = description
         self._timeout = timeout
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -232,6 +241,9 @@ class CheckedWork(Work):
         self._work: Work | None = None
         self._error: Exception | None = None
         self._future: Future[Any] | None = None
+
+    def __str__(self) -> str:
+        return self._description.text()
 
     def follow(self, work: Work | None) -> None:
         """It has started, and is now what `work` is; None where it is over."""
@@ -322,7 +334,7 @@ class CheckedWork(Work):
             self._overdue()
             timeout = timedelta(seconds=SILENCE_S_MAX)
         if not self._settled.wait(None if timeout is None else timeout.total_seconds()):
-            raise ProcessGroupError(f"{self._text}: the ranks have not agreed on it within {timeout}")
+            raise ProcessGroupError(f"{self}: the ranks have not agreed on it within {timeout}")
 
     def _complete(self, future: Future[Any]) -> None:
         if self._error is not None:
@@ -342,24 +354,15 @@ def _hand_on(done: Future[Any], future: Future[Any]) -> None:
         future.set_result(value)
 
 
-def _error_for(problem: Problem, text: str) -> Exception:
+def _error_for(problem: Problem) -> Exception:
     if isinstance(problem, Disagreement):
-        return CollectiveMismatchError(problem.aspect, dict(problem.calls))
+        return CollectiveMismatchError(problem.aspect, problem.calls)
     if problem.lost:
-        return PeerLostError(problem.ranks, dict(problem.waiting) or {})
-    return CollectiveTimeoutError(problem.seconds, problem.ranks, dict(problem.waiting))
-
-
-def _link_lost(text: str) -> ProcessGroupError:
-    return PeerLostError((0,), {})
+        return PeerLostError(problem.ranks, problem.waiting)
+    return CollectiveTimeoutError(problem.seconds, problem.ranks, problem.waiting)
 
 
 def _streams_of(call: Call) -> tuple[torch.cuda.Stream, ...]:
     """The caller's current streams, on which the backend is to find the inputs ready."""
-    devices = {tensor.device for tensor in _tensors(call) if tensor.is_cuda}
+    devices = {tensor.device for tensor in tensors_of((call.outputs, call.inputs)) if tensor.is_cuda}
     return tuple(torch.cuda.current_stream(device) for device in devices)
-
-
-def _tensors(call: Call) -> Iterator[torch.Tensor]:
-    yield from tensors_of(call.outputs)
-    yield from tensors_of(call.inputs)

@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
+from enum import Enum
 from typing import Protocol
 
 from lighthouse.address import Address, local_host_towards
@@ -84,6 +85,14 @@ class Sockets:
                 one.close()
 
 
+class End(Enum):
+    """Why no ruling can come any more."""
+
+    CUT = "the connections were given up"
+    CLOSED = "rank 0 closed the connection"
+    SILENT = "rank 0 does not answer"
+
+
 class Recipient(Protocol):
     """Where a rank's rulings go."""
 
@@ -93,7 +102,7 @@ class Recipient(Protocol):
     def is_overdue(self) -> bool:
         """Whether a ruling should have come long ago."""
 
-    def end(self) -> None:
+    def end(self, why: End) -> None:
         """No ruling can come any more."""
 
 
@@ -110,6 +119,7 @@ class Link:
         self._sockets = Sockets(connection)
         self._hub = hub
         self._sending = threading.Lock()
+        self._was_cut = False
         self._thread: threading.Thread | None = None
 
     def start(self, recipient: Recipient) -> None:
@@ -134,6 +144,7 @@ class Link:
 
     def cut(self) -> None:
         """End the connection, and on rank 0 everybody's. Never blocks."""
+        self._was_cut = True
         self._sockets.cut()
         if self._hub is not None:
             self._hub.cut()
@@ -149,21 +160,26 @@ class Link:
         return self._thread is not None and self._thread.is_alive()
 
     def _read(self, recipient: Recipient) -> None:
+        why = End.CLOSED
         try:
-            while True:
-                self._await(recipient)
-                ticket, length = RULING.unpack(_receive(self._socket, RULING.size))
-                if length > BODY_BYTES_MAX:
-                    raise ValueError(f"a ruling of {length} bytes")
-                recipient.deliver(ticket, decode_problem(_receive(self._socket, length)))
-        except OSError as error:
+            self._deliver_all(recipient)
+        except TimeoutError:
+            why = End.SILENT
+        except (OSError, ValueError) as error:
             _logger.debug("no more rulings from rank 0: %s", error)
-        except ValueError as error:
-            _logger.warning("the connection to rank 0 is of no use: %s", error)
         finally:
+            why = End.CUT if self._was_cut else why
             self.cut()
             self._sockets.close()
-            recipient.end()
+            recipient.end(why)
+
+    def _deliver_all(self, recipient: Recipient) -> None:
+        while True:
+            self._await(recipient)
+            ticket, length = RULING.unpack(_receive(self._socket, RULING.size))
+            if length > BODY_BYTES_MAX:
+                raise ValueError(f"a ruling of {length} bytes")
+            recipient.deliver(ticket, decode_problem(_receive(self._socket, length)))
 
     def _await(self, recipient: Recipient) -> None:
         """Until something comes. Nothing else than its silence tells that rank 0 is stopped."""

@@ -5,8 +5,8 @@ Pure: descriptions in, a disagreement out. It knows specifications of tensors as
 
 Two questions are asked. The *same* argument on different ranks must have the same shape and dtype
 (`SAME`). A tensor and the *place* it goes to on another rank must fit each other; which place that is,
-the other rules say. Where all ranks passed exactly the same there is no disagreement between them, and
-whether the call makes sense is for the backend to say.
+the other rules say. Where all ranks passed exactly the same, with the same for each place, there is no
+disagreement between them, and whether the call makes sense is for the backend to say.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def pair_disagreement(
 
 
 def _is_plain(call: Description) -> bool:
-    """Whether equal descriptions always fit: only an exchange of uneven parts may still not."""
-    return call.rule != EXCHANGED or (len(set(call.inputs)) <= 1 and len(set(call.outputs)) <= 1)
+    """Whether equal descriptions always fit, because no rank's place is another than the others'."""
+    if call.rule == SAME:
+        return True
+    return call.root is None and len(set(call.inputs)) <= 1 and len(set(call.outputs)) <= 1
 
 
 # What is different, and about which tensor of a list.

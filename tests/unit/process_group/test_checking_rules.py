@@ -1,0 +1,394 @@
+"""What must agree, and who waits for whom: the pure half of the check of collectives."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from torchft_like.process_group.checking.messages import (
+    BODY_BYTES_MAX,
+    CALL,
+    REQUEST,
+    Request,
+    decode_description,
+    decode_problem,
+    encode_description,
+    encode_problem,
+    take_request,
+)
+from torchft_like.process_group.checking.referee import Call, Missing, Referee, Ruling
+from torchft_like.process_group.checking.rules import (
+    EXCHANGED,
+    GATHERED,
+    PAIRED,
+    SCATTERED,
+    SHARED_OUT,
+    Description,
+    Disagreement,
+    disagreement,
+)
+
+FOUR, EIGHT, INTS = "float32[4]", "float32[8]", "int32[4]"
+SUM = Description("allreduce", inputs=(FOUR,), reduce_op="SUM")
+GATHER = Description("gather", GATHERED, (FOUR,), (), root=0)
+GATHER_ROOT = replace(GATHER, outputs=(FOUR, FOUR))
+SCATTER = Description("scatter", SCATTERED, (), (FOUR,), root=0)
+SCATTER_ROOT = replace(SCATTER, inputs=(FOUR, FOUR))
+SHARE = Description("reduce_scatter", SHARED_OUT, (FOUR, EIGHT), (FOUR,), reduce_op="SUM")
+EXCHANGE = Description("alltoall", EXCHANGED, (FOUR, EIGHT), (FOUR, EIGHT))
+
+FITTING = [
+    ("the same", [SUM, SUM, SUM]),
+    ("no tensors", [Description("barrier")] * 2),
+    ("a list on the root", [GATHER_ROOT, GATHER]),
+    ("a scattered list on the root", [SCATTER_ROOT, SCATTER]),
+    ("uneven shares", [SHARE, replace(SHARE, outputs=(EIGHT,))]),
+    ("an uneven exchange", [EXCHANGE, replace(EXCHANGE, inputs=(EIGHT, FOUR), outputs=(EIGHT, FOUR))]),
+    (
+        "uneven gathered",
+        [replace(GATHER, root=None, inputs=(one,), outputs=(FOUR, EIGHT)) for one in (FOUR, EIGHT)],
+    ),
+    ("the same mistake on all ranks", [replace(EXCHANGE, inputs=(FOUR,), outputs=(INTS,) * 3)] * 2),
+]
+
+MISFITS = [
+    ("operation", [SUM, Description("broadcast", inputs=(FOUR,), root=0)]),
+    ("shape", [SUM, replace(SUM, inputs=(EIGHT,))]),
+    ("shape", [SUM, replace(SUM, inputs=("float32[2, 2]",))]),
+    ("dtype", [SUM, replace(SUM, inputs=(INTS,))]),
+    ("dtype", [SUM, replace(SUM, inputs=("sparse_coo float32[4]",))]),
+    ("device", [SUM, replace(SUM, inputs=(f"{FOUR} on cuda",))]),
+    ("reduce op", [SUM, replace(SUM, reduce_op="MAX")]),
+    ("number of tensors", [SUM, replace(SUM, inputs=(FOUR, FOUR))]),
+    ("shape", [replace(SUM, outputs=(FOUR,)), replace(SUM, outputs=(EIGHT,))]),
+    ("root", [GATHER_ROOT, replace(GATHER, root=1)]),
+    ("root", [GATHER_ROOT, GATHER_ROOT]),
+    ("number of tensors", [replace(GATHER, outputs=(FOUR,)), GATHER]),
+    ("number of tensors", [GATHER, GATHER, replace(GATHER, inputs=())]),
+    ("shape", [GATHER_ROOT, replace(GATHER, inputs=(EIGHT,))]),
+    ("dtype", [SCATTER_ROOT, replace(SCATTER, outputs=(INTS,))]),
+    ("shape", [SHARE, replace(SHARE, outputs=(FOUR,))]),
+    ("shape", [SHARE, replace(SHARE, inputs=(EIGHT, EIGHT), outputs=(EIGHT,))]),
+    ("shape", [EXCHANGE, EXCHANGE]),
+    ("number of tensors", [EXCHANGE, replace(EXCHANGE, inputs=(FOUR,))]),
+]
+
+
+@pytest.mark.parametrize(("name", "calls"), FITTING)
+def test_these_calls_fit(name: str, calls: list[Description]) -> None:
+    assert disagreement(calls, 1) is None
+
+
+@pytest.mark.parametrize(("aspect", "calls"), MISFITS)
+def test_these_calls_differ_in(aspect: str, calls: list[Description]) -> None:
+    found = disagreement(calls, 7)
+    assert found is not None
+    assert found.aspect == aspect
+    assert [*found.calls] == [*range(len(calls))]
+    assert all("#7" in text for text in found.calls.values())
+
+
+def test_a_rank_among_many_is_found() -> None:
+    calls = [SUM] * 63
+    found = disagreement([*calls, replace(SUM, inputs=(INTS,))], 1)
+    assert found is not None
+    error = CollectiveMismatchError(found.aspect, found.calls)
+    ranks = ", ".join(map(str, range(63)))
+    assert str(error).endswith(f"ranks {ranks}: allreduce #1 {FOUR}; rank 63: allreduce #1 {INTS}")
+
+
+def test_a_text_says_what_was_passed() -> None:
+    assert SUM.text(7) == "allreduce #7 float32[4]"
+    assert replace(SUM, reduce_op="MAX").text(7) == "allreduce #7 float32[4] by MAX"
+    assert GATHER_ROOT.text(2) == "gather #2 root 0 float32[4] into float32[4] x2"
+    assert Description("send", PAIRED, (FOUR,), peer=1, tag=5).text() == "send to rank 1, tag 5, float32[4]"
+    received = Description("recv_anysource", PAIRED, (), (FOUR,), tag=5)
+    assert received.text() == "recv_anysource from any rank, tag 5, float32[4]"
+
+
+def test_a_text_cuts_long_lists_short_and_shows_what_differs() -> None:
+    many = tuple(f"float32[{n}]" for n in range(1000))
+    other = (*many[:600], INTS, *many[601:])
+    found = disagreement([replace(SUM, inputs=many), replace(SUM, inputs=other)], 1)
+    assert found is not None
+    assert found.calls[0].endswith("... (1000 tensors, number 600 is float32[600])")
+    assert found.calls[1].endswith(f"... (1000 tensors, number 600 is {INTS})")
+    assert len(found.calls[0]) < 200
+
+
+# The referee.
+
+
+class Game:
+    """Ranks that call, with tickets of their own, and the rulings they got."""
+
+    def __init__(self, world_size: int) -> None:
+        self.referee = Referee(world_size)
+        self._tickets = 0
+        self.rulings: dict[int, Ruling] = {}
+
+    def call(
+        self, rank: int, description: Description, deadline_s: float = math.inf, now_s: float = 0
+    ) -> int:
+        self._tickets += 1
+        call = Call(rank, self._tickets, description, now_s, deadline_s)
+        self.take(self.referee.hear(call))
+        return self._tickets
+
+    def take(self, rulings: list[Ruling]) -> None:
+        for ruling in rulings:
+            assert ruling.ticket not in self.rulings
+            self.rulings[ruling.ticket] = ruling
+
+    def may_run(self, *tickets: int) -> bool:
+        return all(ticket in self.rulings and self.rulings[ticket].problem is None for ticket in tickets)
+
+    def waits(self, *tickets: int) -> bool:
+        return not self.rulings.keys() & set(tickets)
+
+    def problem(self, ticket: int) -> object:
+        return self.rulings[ticket].problem
+
+
+def send(to: int, tag: int = 0, spec: str = FOUR) -> Description:
+    return Description("send", PAIRED, (spec,), (), peer=to, tag=tag)
+
+
+def receive(source: int | None, tag: int = 0, spec: str = FOUR) -> Description:
+    return Description("recv", PAIRED, (), (spec,), peer=source, tag=tag)
+
+
+def test_a_collective_runs_when_the_last_rank_has_called() -> None:
+    game = Game(3)
+    first, second = game.call(0, SUM), game.call(2, SUM)
+    assert game.waits(first, second)
+    third = game.call(1, SUM)
+    assert game.may_run(first, second, third)
+
+
+def test_calls_of_a_rank_that_is_ahead_are_compared_in_their_order() -> None:
+    game = Game(2)
+    barrier = Description("barrier")
+    ahead = [game.call(0, each) for each in (SUM, barrier, SUM)]
+    assert game.may_run(game.call(1, SUM))
+    assert game.may_run(ahead[0])
+    wrong = game.call(1, SUM)
+    assert game.problem(wrong) == game.problem(ahead[1])
+    assert game.problem(wrong) == Disagreement("operation", {0: "barrier #2", 1: "allreduce #2 float32[4]"})
+    assert game.may_run(game.call(1, SUM), ahead[0], ahead[2])  # a refusal does not shift what follows
+
+
+def test_sends_and_receives_meet_by_ranks_and_tag_in_their_order() -> None:
+    game = Game(3)
+    sends = [game.call(0, send(1, tag)) for tag in (5, 6, 5)]
+    other = game.call(2, send(1, 5))
+    assert game.waits(*sends, other)
+    assert game.may_run(game.call(1, receive(0, 6)), sends[1])
+    assert game.may_run(game.call(1, receive(0, 5)), sends[0])
+    assert game.waits(sends[2], other)
+    assert game.may_run(game.call(1, receive(2, 5)), other)
+
+
+def test_both_may_send_before_either_receives() -> None:
+    game = Game(2)
+    sends = [game.call(0, send(1)), game.call(1, send(0))]
+    receives = [game.call(0, receive(1)), game.call(1, receive(0))]
+    assert game.may_run(*sends, *receives)
+
+
+def test_a_receive_from_any_rank_takes_the_oldest_send_and_leaves_the_others() -> None:
+    game = Game(3)
+    late, early = game.call(2, send(0)), game.call(1, send(0))
+    assert game.may_run(game.call(0, receive(None)), late)
+    assert game.waits(early)
+    assert game.may_run(game.call(0, receive(None)), early)
+
+
+def test_a_send_and_a_receive_of_different_tensors_are_both_refused() -> None:
+    game = Game(2)
+    sent = game.call(0, send(1, 3))
+    received = game.call(1, receive(0, 3, INTS))
+    expected = Disagreement(
+        "dtype", {0: "send to rank 1, tag 3, float32[4]", 1: "recv from rank 0, tag 3, int32[4]"}
+    )
+    assert game.problem(sent) == game.problem(received) == expected
+
+
+def test_a_send_may_be_received_on_another_device() -> None:
+    game = Game(2)
+    assert game.may_run(game.call(0, send(1)), game.call(1, receive(0, spec=f"{FOUR} on cuda")))
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_a_peer_that_does_not_exist_is_left_to_the_backend(peer: int) -> None:
+    game = Game(2)
+    assert game.may_run(game.call(0, send(peer)))
+
+
+def test_a_missing_rank_is_named_and_everything_is_refused_from_then_on() -> None:
+    game = Game(3)
+    waiting = [game.call(0, SUM, 30.0), game.call(2, SUM, 40.0), game.call(2, receive(0))]
+    assert game.referee.next_deadline_s() == 30.0
+    assert game.referee.expire(29.9) == []
+    game.take(game.referee.expire(30.0))
+    sums = ("allreduce #1 float32[4]",)
+    expected = Missing((1,), {0: sums, 2: (*sums, "recv from rank 0, tag 0, float32[4]")}, seconds=30.0)
+    assert all(game.problem(ticket) == expected for ticket in waiting)
+    assert game.problem(game.call(1, SUM)) == expected
+    assert game.referee.next_deadline_s() is None
+
+
+def test_a_send_or_receive_is_never_late_by_itself() -> None:
+    game = Game(2)
+    open_receive = game.call(0, receive(1))
+    assert game.referee.next_deadline_s() is None
+    assert game.may_run(game.call(0, SUM, 1.0), game.call(1, SUM, 1.0))
+    game.take(game.referee.overdue(0, open_receive, 60.0))
+    problem = game.problem(open_receive)
+    assert problem == Missing((1,), {0: ("recv from rank 1, tag 0, float32[4]",)}, seconds=60.0)
+    assert game.referee.overdue(0, open_receive, 61.0) == []
+
+
+def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
+    game = Game(3)
+    first = game.call(0, SUM)
+    other = game.call(0, receive(1))
+    game.take(game.referee.lose(2))
+    assert game.problem(first) == Missing(
+        (2,), {0: ("allreduce #1 float32[4]", "recv from rank 1, tag 0, float32[4]")}, lost=True
+    )
+    assert game.waits(other)
+    assert game.may_run(game.call(1, send(0)), other)  # it needs nobody else
+    assert isinstance(game.problem(game.call(1, SUM)), Missing)
+    assert isinstance(game.problem(game.call(1, send(2))), Missing)
+
+
+def test_what_a_rank_called_before_it_went_still_counts() -> None:
+    game = Game(2)
+    left = game.call(1, SUM, deadline_s=1.0)
+    game.take(game.referee.lose(1))
+    assert game.referee.next_deadline_s() is None  # nobody waits for the sake of one that is gone
+    assert game.may_run(game.call(0, SUM), left)
+    assert isinstance(game.problem(game.call(0, SUM)), Missing)
+
+
+def test_a_receive_from_any_rank_waits_while_one_is_left() -> None:
+    game = Game(3)
+    waiting = game.call(0, receive(None))
+    game.take(game.referee.lose(1))
+    assert game.waits(waiting)
+    game.take(game.referee.lose(2))
+    assert isinstance(game.problem(waiting), Missing)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_interleaving_of_a_right_program_runs_to_its_end(seed: int) -> None:
+    """Each rank's calls in its own order, the ranks in any: all may run, whatever stands open meanwhile."""
+    dice = random.Random(seed)
+    world_size = dice.randint(2, 5)
+    programs: list[list[Description]] = [[] for _ in range(world_size)]
+    for _ in range(dice.randint(1, 30)):
+        if dice.random() < 0.5:
+            call = dice.choice([SUM, replace(SUM, inputs=(EIGHT,)), Description("barrier")])
+            for program in programs:
+                program.append(call)
+        else:
+            source, target = dice.sample(range(world_size), 2)
+            tag, spec = dice.randint(0, 1), f"float32[{source}]"
+            _insert(dice, programs[source], send(target, tag, spec))
+            _insert(dice, programs[target], receive(source, tag, spec))
+    game = Game(world_size)
+    tickets = []
+    while any(programs):
+        rank = dice.choice([rank for rank, program in enumerate(programs) if program])
+        tickets.append(game.call(rank, programs[rank].pop(0)))
+    assert game.may_run(*tickets)
+
+
+def _insert(dice: random.Random, program: list[Description], call: Description) -> None:
+    program.insert(dice.randint(0, len(program)), call)
+
+
+# Messages.
+
+DESCRIPTIONS = [SUM, GATHER_ROOT, SCATTER, SHARE, EXCHANGE, send(1, 7), receive(None), Description("barrier")]
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS, ids=lambda one: one.text())
+def test_a_description_survives_the_wire(description: Description) -> None:
+    assert decode_description(encode_description(description)) == description
+
+
+def test_a_list_of_equal_tensors_is_short_on_the_wire() -> None:
+    assert len(encode_description(replace(SUM, inputs=(FOUR,) * 10_000))) < 100
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        None,
+        Disagreement("shape", {0: "one", 1: "other"}),
+        Missing((1, 2), {0: ("one", "other")}, True, 1.5),
+        Missing((), {}),
+    ],
+)
+def test_a_problem_survives_the_wire(problem: Missing | Disagreement | None) -> None:
+    assert decode_problem(encode_problem(problem)) == problem
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'["allreduce","same",[],[],null,null,null]',
+        b'[1,"same",[],[],null,null,null,null]',
+        b'["allreduce","same",["float32[4]"],[],null,null,null,null]',
+        b'["allreduce","same",[["float32[4]",1000000000000]],[],null,null,null,null]',
+        b'["allreduce","same",[["float32[4]",-1]],[],null,null,null,null]',
+        b'["allreduce","same",[],[],"0",null,null,null]',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_description_is_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        decode_description(body)
+
+
+def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:
+    stream = bytearray()
+    requests = [Request(CALL, ticket, 1.5, b"x" * ticket) for ticket in range(3)]
+    for byte in b"".join(request.encode() for request in requests):
+        stream.append(byte)
+        if (request := take_request(stream)) is not None:
+            assert request == requests.pop(0)
+    assert requests == []
+    assert not stream
+
+
+@pytest.mark.parametrize("header", [(9, 0, 0.0, 0), (CALL, 0, 0.0, BODY_BYTES_MAX + 1)])
+def test_what_is_no_message_is_a_value_error(header: tuple[int, int, float, int]) -> None:
+    with pytest.raises(ValueError, match="no message"):
+        take_request(bytearray(REQUEST.pack(*header)))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CollectiveMismatchError("shape", {0: "one", 1: "other"}),
+        CollectiveTimeoutError(1.5, (1,), {0: ("one", "other")}),
+        PeerLostError((1, 2), {}),
+    ],
+)
+def test_an_error_can_be_made_again_from_its_arguments(error: Exception) -> None:
+    again = type(error)(*error.args)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
