@@ -5,21 +5,28 @@ Its members are those of the Manager's current quorum, and what goes wrong is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from torchft_like.errors import ProcessGroupError, ProcessGroupNotConfiguredError
+from torchft_like.errors import (
+    GroupLostError,
+    ProcessGroupError,
+    ProcessGroupNotConfiguredError,
+    QuorumTimeoutError,
+)
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.swallowing import skipped, swallowed
+from torchft_like.process_group.swallowing import Report, skipped, swallowed
 from torchft_like.process_group.work import DoneWork
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
+
+T = TypeVar("T")
 
 
 class GroupManager(Protocol):
@@ -78,15 +85,19 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         return self._manager.errored()
 
     def size(self) -> int:
-        """The number of participants in the current step."""
-        return self._manager.num_participants()
+        """The number of participants in the current step.
+
+        If no quorum could be had: of all members of the last one, and never 0, for DDP divides by it.
+        """
+        return self._ask(self._manager.num_participants, otherwise=lambda: max(len(self._member_ranks()), 1))
 
     def rank(self) -> int:
         """The place among the participants; among all members while the caller does not participate.
 
         0 before the first quorum: FSDP asks when it is handed the group.
         """
-        if (rank := self._manager.participating_rank()) is not None:
+        rank = self._ask(self._manager.participating_rank, otherwise=lambda: None)
+        if rank is not None:
             return rank
         try:
             return int(self.parent.rank())
@@ -95,19 +106,23 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         call = collective.bind(args, kwargs)
-        self._manager.wait_quorum()
         if collective.name in ("allreduce", "allreduce_coalesced"):
-            return self._allreduce(call)
-        if self._manager.errored() is None and collective.everyone:
-            self._check_everyone(collective)
-        if self._manager.errored() is not None:
-            return skipped(call, self.rank(), max(self.size(), 1))
+            return self._ask(lambda: self._allreduce(call), otherwise=lambda: skipped(call, self))
+        if self._is_lost(collective):
+            return skipped(call, self)
         return swallowed(self.parent, call, self._manager.report_error)
 
-    def _allreduce(self, call: Call) -> Work:
+    def _allreduce(self, call: Call) -> Work | None:
         operation: ReduceOp.RedOpType = call.reduce_op.op  # type: ignore[attr-defined] # the stub lacks it
         works = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in call.outputs]
-        return AllWork(works, call.result)
+        return AllWork(works, call.result, self._manager.report_error)
+
+    def _is_lost(self, collective: Collective) -> bool:
+        """Whether nothing can come of a collective in this step, which then is lost."""
+        self._ask(self._manager.wait_quorum, otherwise=lambda: None)
+        if self._manager.errored() is None and collective.everyone:
+            self._check_everyone(collective)
+        return self._manager.errored() is not None
 
     def _check_everyone(self, collective: Collective) -> None:
         members, participants = self.parent.size(), self._manager.num_participants()
@@ -115,21 +130,33 @@ class ManagedProcessGroup(ProcessGroupWrapper):
             error = f"{collective.name} needs all {members} members of the group; {participants} participate"
             self._manager.report_error(ProcessGroupError(error))
 
+    def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """What the manager says. If it has no quorum, or lost its group, `should_commit` will raise that."""
+        try:
+            return question()
+        except (QuorumTimeoutError, GroupLostError) as error:
+            self._manager.report_error(error)
+            return otherwise()
+
 
 class AllWork(DoneWork):
-    """Several works as one."""
+    """Several works of a manager as one; they fail only by not being done in time."""
 
-    def __init__(self, works: list[Work], result: list[Any]) -> None:
+    def __init__(self, works: list[Work], result: list[Any], report: Report) -> None:
         super().__init__(result)
         self._works = works
+        self._report = report
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are over."""
-        for work in self._works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+        """True, once all are over or `timeout` has passed, which loses the step."""
+        try:
+            for work in self._works:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        except TimeoutError as error:
+            self._report(error)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -140,3 +167,7 @@ class AllWork(DoneWork):
     def is_completed(self) -> bool:
         """Whether all are over."""
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all are over: errors have gone to the manager."""
+        return self.is_completed()

@@ -3,31 +3,52 @@
 A failed collective must not end a training loop that is able to drop the step and try again. Here
 the call succeeds, whoever is responsible hears of the error, and until the next `configure` no
 further collective is tried.
+
+INVARIANTS
+* An error counts for the configuration in which its collective was issued, and for no later one.
+* After an error the inner group is aborted: this rank will take part in nothing more, and peers that
+  wait for it must hear so.
+* Outputs are filled in only when the backend is done with them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Unpack
 
+import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.errors import FaultToleranceError
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.collectives import Call, Collective, tensors_of
 from torchft_like.process_group.work import DoneWork
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 Report = Callable[[Exception], None]
 
+# Mistakes of the caller, not states of the group: trying again would bring the same.
+MISTAKES = (TypeError, ValueError, NotImplementedError)
+
+_logger = logging.getLogger(__name__)
+
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """A group whose collectives always succeed; `error()` tells whether they really did.
 
-    After the first error, collectives are skipped until `configure`. A skipped one leaves what a
-    group of one would: the caller's own share in its place, zeros where only a peer could have
-    filled. The outputs of the collective that failed are undefined.
+    After the first error collectives are skipped until `configure`. A skipped one leaves what a group
+    of one would: the caller's own share in its place, zeros where only a peer could have filled, and
+    unchanged what is both input and output. So does the one that failed, except that what is both
+    input and output (allreduce, broadcast, reduce) is undefined.
+
+    What still raises: `configure`, and mistakes of the caller (TypeError, ValueError,
+    NotImplementedError).
 
     Args:
         pg: the group that does the work.
@@ -36,10 +57,14 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
         self._error: Exception | None = None
+        self._configuration = 0
+        self._lock = threading.RLock()  # an abort may complete futures, whose errors come back here
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure; forgets the error. What it raises itself is not swallowed."""
-        self._error = None
+        with self._lock:
+            self._error = None
+            self._configuration += 1
         super().configure(store_addr, rank, world_size, **about)
 
     def error(self) -> Exception | None:
@@ -51,14 +76,23 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return self._error or super().errored()
 
     def report_error(self, e: Exception) -> None:
-        """Skip collectives from now on because of `e`; the first one counts."""
-        self._error = self._error or e
+        """Skip collectives from now on because of `e`, and release the peers; the first one counts."""
+        self._report(self._configuration, e)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         call = collective.bind(args, kwargs)
+        report = functools.partial(self._report, self._configuration)
         if self._error is not None:
-            return skipped(call, self.rank(), self.size())
-        return swallowed(self.parent, call, self.report_error)
+            return skipped(call, self)
+        return swallowed(self.parent, call, report)
+
+    def _report(self, configuration: int, error: Exception) -> None:
+        with self._lock:
+            if configuration != self._configuration or self._error is not None:
+                return
+            self._error = error
+            _logger.warning("collectives are skipped until the next configure: %s", error)
+            self.abort(f"a collective failed: {error}")
 
 
 def swallowed(pg: ProcessGroup, call: Call, report: Report) -> Work | None:
@@ -71,73 +105,119 @@ def swallowed(pg: ProcessGroup, call: Call, report: Report) -> Work | None:
 
     try:
         work = pg._run(call.collective, call.args, call.kwargs)
-    except (TypeError, ValueError):
-        raise  # the caller's mistake, not the group's state
+    except MISTAKES:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
         report_if_news(error)
-        return None if call.collective.blocking else DoneWork(call.result)
-    return None if work is None else SwallowingWork(work, call.result, report_if_news)
+        return skipped(call, pg)
+    return None if work is None else SwallowingWork(work, call, pg, report_if_news)
 
 
-def skipped(call: Call, rank: int, world_size: int) -> Work | None:
+def skipped(call: Call, pg: ProcessGroup) -> Work | None:
     """Do not run a call, and leave its outputs in a defined state."""
-    call.apply_locally(rank, world_size)
+    _fill_in(call, pg)
     return None if call.collective.blocking else DoneWork(call.result)
 
 
-class SwallowingWork(Work):
-    """A work that always succeeds, with `result`; an error goes to `report`."""
+def _fill_in(call: Call, pg: ProcessGroup) -> None:
+    """What `call` gives when nobody else takes part; zeros if its tensors do not fit the group's size."""
+    try:
+        rank, size = pg.rank(), max(pg.size(), 1)
+    except FaultToleranceError:  # it was never configured
+        rank, size = 0, 1
+    try:
+        call.apply_locally(rank, size)
+    except (IndexError, RuntimeError, ValueError) as error:
+        _logger.debug("%s was called with tensors that do not fit: %s", call.collective.name, error)
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # of tensors that cannot be written to
+            for output in tensors_of(call.outputs):
+                output.zero_()
 
-    def __init__(self, work: Work, result: list[Any], report: Report) -> None:
+
+class SwallowingWork(Work):
+    """A work that always succeeds, with the outputs of `call`; an error goes to `report`.
+
+    An error is noticed by whoever comes first of `wait`, `get_future`, `is_completed`, `is_success`
+    and `synchronize`.
+    """
+
+    def __init__(self, work: Work, call: Call, pg: ProcessGroup, report: Report) -> None:
         super().__init__()
         self._work = work
-        self._result = result
+        self._call = call
+        self._pg = pg
         self._report = report
+        self._lock = threading.Lock()
+        self._has_failed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, once the operation is over."""
-        try:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timeout)
-        except Exception as error:  # noqa: BLE001 - see `swallowed`
-            self._report(error)
+        """True, once the operation is over or `timeout` has passed, which is an error like any other."""
+        self._settle(self._work.wait if timeout is None else functools.partial(self._work.wait, timeout))
         return True
 
     def get_future(self) -> Future[Any]:
-        """Completes with the output tensors, once the operation is over."""
+        """Completes with the output tensors, once the operation is over.
+
+        Raises:
+            RuntimeError: the backend has no futures for this operation (Gloo for send and recv).
+        """
 
         def settle(done: Future[Any]) -> list[Any]:
-            try:
-                done.value()
-            except Exception as error:  # noqa: BLE001 - see `swallowed`
-                self._report(error)
-            return self._result
+            self._settle(done.value)
+            return self._call.result
 
         return self._work.get_future().then(settle)
 
     def is_completed(self) -> bool:
         """Whether the operation is over."""
-        return self._work.is_completed()
+        if not self._work.is_completed():
+            return False
+        if not self._has_failed:
+            self._settle(self._work.wait)
+        return True
 
     def is_success(self) -> bool:
         """Whether it is over, for it cannot fail."""
-        return self._work.is_completed()
+        return self.is_completed()
 
     def exception(self) -> None:
         """None: see the group's `error()`."""
 
     def result(self) -> list[Any]:
         """The output tensors."""
-        return self._result
+        return self._call.result
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
-        self._work.synchronize()
+        self._settle(self._work.synchronize)
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait, without the thread.
+
+        Raises:
+            RuntimeError: the backend has no streams.
+        """
+        self._work.block_current_stream()
 
     def source_rank(self) -> int:
-        """Who sent what a receive from any source got."""
-        return self._work._source_rank()
+        """Who sent what a receive from any source got; -1 if nobody did."""
+        return -1 if self._has_failed else self._work._source_rank()
 
     _source_rank = source_rank
+
+    def _settle(self, outcome: Callable[[], object]) -> None:
+        try:
+            outcome()
+        except Exception as error:  # noqa: BLE001 - see `swallowed`
+            self._report(error)
+            self._fail()
+
+    def _fail(self) -> None:
+        """What is only an output gets a value; what the call also read from is left as it came to be."""
+        with self._lock:
+            if self._has_failed:
+                return
+            self._has_failed = True
+            is_in_place = self._call.collective.input == self._call.collective.output
+            if not is_in_place and self._work.is_completed():
+                _fill_in(self._call, self._pg)
