@@ -37,6 +37,7 @@ from torchft_like.process_group import (
     ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
+    ProcessGroupNCCL,
     ProcessGroupWrapper,
 )
 from torchft_like.process_group.registration import register_backends
@@ -95,6 +96,7 @@ __all__ = [
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "ProcessGroupNotConfiguredError",
     "ProcessGroupWrapper",
     "PureDistributedDataParallel",

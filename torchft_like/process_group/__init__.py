@@ -10,6 +10,7 @@ from torchft_like.process_group.fault_injection import (
 from torchft_like.process_group.gloo import ProcessGroupGloo
 from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
+from torchft_like.process_group.nccl import ProcessGroupNCCL
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
@@ -25,6 +26,7 @@ __all__ = [
     "ProcessGroupBabyGloo",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "create_store_client",
     "extend_device_mesh",

@@ -1,0 +1,200 @@
+"""The watch over operations of a device, with operations that the test ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.process_group.conftest import LIMIT_S, wait_until
+from torchft_like.process_group import device_watch
+from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
+
+
+class Operation:
+    """On a device that exists only here."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: Exception | None = None
+        self.has_ended_after_abort = False
+
+    def is_over(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def settle(self) -> IsOver:
+        return lambda: self.has_ended_after_abort
+
+
+class Device:
+    """A watch, and what it has given up for."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.reasons: list[str] = []
+        self.gave_up = threading.Event()
+        self.prepared_on: list[str] = []
+        self.watch = DeviceWatch(
+            lambda: self.failure,
+            self.give_up,
+            lambda: self.prepared_on.append(threading.current_thread().name),
+        )
+
+    def give_up(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.gave_up.set()
+
+    def start(self, operation: Operation, name: str = "allreduce", limit_s: float = LIMIT_S) -> Watched:
+        return self.watch.watch(name, operation.is_over, operation.settle, limit_s)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
+    device = Device()
+    yield device
+    device.watch.close()
+
+
+def test_operation_is_kept_until_it_is_over(device: Device) -> None:
+    operation = Operation()
+    kept = weakref.ref(operation)
+    device.start(operation)
+    device.watch.look()
+    assert not device.watch.is_idle()
+    ended = threading.Event()
+    weakref.finalize(operation, ended.set)
+    del operation
+    gc.collect()
+    still_there = kept()
+    assert still_there is not None
+    still_there.done = True
+    del still_there
+    wait_until(ended)
+    assert device.watch.is_idle()
+    assert device.reasons == []
+
+
+def test_operation_that_takes_too_long_ends_the_generation_once(device: Device) -> None:
+    device.start(Operation(), "broadcast", limit_s=0.02)
+    wait_until(device.gave_up)
+    device.watch.look()
+    assert device.reasons == ["broadcast was not done within 0.02 s"]
+    assert device.prepared_on == ["torchft-device-watch"]
+
+
+def test_shorter_limit_behind_a_longer_one_counts(device: Device) -> None:
+    device.start(Operation(), "allreduce")
+    device.start(Operation(), "barrier", limit_s=0.02)
+    wait_until(device.gave_up)
+    assert device.reasons == ["barrier was not done within 0.02 s"]
+
+
+def test_late_operation_that_is_done_is_no_failure(device: Device) -> None:
+    operation = Operation()
+    operation.done = True
+    device.start(operation, limit_s=1e-9)
+    device.watch.look()
+    assert device.reasons == []
+
+
+def test_failed_communicator_ends_the_generation_though_nothing_is_late(device: Device) -> None:
+    device.start(Operation())
+    device.failure = RuntimeError("remote process exited")
+    wait_until(device.gave_up)
+    assert device.reasons == ["the device or its communicator failed: remote process exited"]
+
+
+def test_failed_device_ends_the_generation(device: Device) -> None:
+    operation = Operation()
+    device.start(operation)
+    operation.error = RuntimeError("an illegal memory access was encountered")
+    wait_until(device.gave_up)
+    assert device.reasons == [
+        "the device or its communicator failed: an illegal memory access was encountered"
+    ]
+
+
+def test_nothing_under_way_means_nothing_is_asked() -> None:
+    asked = threading.Event()
+    watch = DeviceWatch(asked.set, lambda reason: None)
+    threads = threading.active_count()
+    watch.close()
+    assert not asked.is_set()
+    assert threading.active_count() == threads
+
+
+def test_end_cuts_off_what_is_not_over_and_nothing_else(device: Device) -> None:
+    done, running = Operation(), Operation()
+    done.done = True
+    first, second = device.start(done, "allreduce"), device.start(running, "broadcast")
+    device.watch.cut_off()
+    device.watch.wait_decided()
+    assert not first.was_cut_off
+    assert second.was_cut_off
+    assert device.watch.cut_off_operations() == ("broadcast",)
+
+
+def test_what_was_decided_stays_decided(device: Device) -> None:
+    running = Operation()
+    watched = device.start(running)
+    device.watch.cut_off()
+    running.done = running.has_ended_after_abort = True
+    device.watch.look()
+    device.watch.cut_off()
+    assert watched.was_cut_off
+    assert device.watch.cut_off_operations() == ("allreduce",)
+
+
+def test_operation_started_after_the_end_is_cut_off(device: Device) -> None:
+    device.watch.cut_off()
+    operation = Operation()
+    operation.done = True
+    assert device.start(operation, "reduce").was_cut_off
+    assert device.watch.cut_off_operations() == ("reduce",)
+
+
+def test_ended_generation_is_idle_when_the_device_has_let_go(device: Device) -> None:
+    running = Operation()
+    device.start(running)
+    device.watch.cut_off()
+    running.done = True  # the communicator's word counts no more
+    assert not device.watch.is_idle()
+    running.has_ended_after_abort = True
+    assert device.watch.is_idle()
+
+
+def test_done_operation_needs_nobody_to_ask_after_the_end(device: Device) -> None:
+    operation = Operation()
+    operation.done = True
+    watched = device.start(operation)
+    device.watch.cut_off()
+    operation.error = RuntimeError("the communicator is being aborted: do not ask")
+    assert watched.is_over()
+    assert device.watch.is_idle()
+
+
+def test_end_does_not_give_up_again(device: Device) -> None:
+    device.start(Operation(), limit_s=0.001)
+    device.watch.cut_off()
+    time.sleep(0.002)
+    device.watch.look()
+    assert device.reasons == []
+
+
+def test_device_that_fails_at_the_end_runs_nothing_any_more(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    operation = Operation()
+    operation.settle = lambda: (_ for _ in ()).throw(RuntimeError("dead"))  # type: ignore[method-assign]
+    watched = device.start(operation)
+    device.watch.cut_off()
+    assert watched.was_cut_off
+    assert device.watch.is_idle()
+    assert "the device failed while allreduce was cut off" in caplog.text

@@ -1,0 +1,440 @@
+"""What ProcessGroupNCCL decides, without a GPU: torch.cuda and NCCL itself are stand-ins here.
+
+Whether the real ones behave as these do is what tests/gpu is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions
+from torch.futures import Future
+
+from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
+from torchft_like.errors import (
+    NotSupportedError,
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+)
+from torchft_like.process_group import device_watch, nccl
+from torchft_like.process_group.nccl import ProcessGroupNCCL
+
+
+class FakeWork:
+    """torch's handle of an operation that ends when the test, or an abort, ends it."""
+
+    def __init__(self, device: FakeDevice, tensors: list[torch.Tensor]) -> None:
+        self.device = device
+        self.tensors = tensors
+        self.is_done = False
+        self.is_off_the_device = False
+        self.error: Exception | None = None
+
+    def finish(self) -> None:
+        self.is_done = self.is_off_the_device = True
+
+    def is_completed(self) -> bool:
+        self.device.asked_during_abort += self.device.is_aborting.is_set()
+        return self.is_done or self.error is not None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def block_current_stream(self) -> None:
+        self.device.stream_waits_for.append(self)
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self.tensors)
+        return future
+
+
+class FakeDevice:
+    """A GPU, as far as this module touches one, and all that happened on it."""
+
+    def __init__(self) -> None:
+        self.works: list[FakeWork] = []
+        self.communicators: list[FakeNccl] = []
+        self.stream_waits_for: list[FakeWork] = []
+        self.is_aborting = threading.Event()
+        self.connecting = threading.Event()
+        self.may_connect = threading.Event()
+        self.may_connect.set()
+        self.abort_takes_effect = True
+        self.abort_may_end = threading.Event()
+        self.abort_may_end.set()
+        self.asked_during_abort = 0
+        self.autofinish = True
+        self.is_capturing = False
+        self.refuses_to_synchronize: Exception | None = None
+        self.environment: dict[str, str | None] = {}
+
+    def synchronize(self) -> None:
+        if self.refuses_to_synchronize is not None:
+            raise self.refuses_to_synchronize
+
+
+class FakeNccl:
+    """torch's ProcessGroupNCCL and the shell around it in one."""
+
+    def __init__(self, device: FakeDevice, world_size: int) -> None:
+        self.device = device
+        self.world_size = world_size
+        self.is_connected = False
+        self.aborted = threading.Event()
+        self.seen_async: list[bool] = []
+        device.communicators.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.device.connecting.set()
+        wait_until(self.device.may_connect)
+        self.is_connected = True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None) -> FakeWork | None:
+        if self.aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        self.seen_async.append(opts is None or opts.asyncOp)
+        work = FakeWork(self.device, tensors)
+        self.device.works.append(work)
+        if not self.seen_async[:-1] or self.device.autofinish:  # the first one proves the connection
+            tensors[0].mul_(self.world_size)
+            work.finish()
+        return work if self.seen_async[-1] else None
+
+    def barrier(self, opts: Any = None) -> FakeWork:
+        work = FakeWork(self.device, [])
+        self.device.works.append(work)
+        return work
+
+    def abort(self) -> None:
+        assert self.is_connected, "an abort that misses the communicator"
+        self.device.is_aborting.set()
+        wait_until(self.device.abort_may_end)
+        if self.device.abort_takes_effect:
+            for work in self.device.works:
+                work.is_off_the_device = True
+        self.device.is_aborting.clear()
+        self.aborted.set()
+
+
+class FakeEvent:
+    """Fires when everything that its stream waited for when it was recorded is off the device."""
+
+    device: FakeDevice
+
+    def record(self, stream: object) -> None:
+        self.behind = list(self.device.stream_waits_for)
+
+    def query(self) -> bool:
+        return all(work.is_off_the_device for work in self.behind)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    device = FakeDevice()
+    monkeypatch.setattr(FakeEvent, "device", device, raising=False)
+    real_ones = torch.ones
+    quiet = contextlib.nullcontext
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: quiet(),
+        "stream": lambda stream: quiet(),
+        "Stream": lambda device: "a stream",
+        "Event": FakeEvent,
+        "current_stream": lambda of=None: device,
+        "is_current_stream_capturing": lambda: device.is_capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: real_ones(*args))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "_make_nccl", lambda store, members: FakeNccl(device, members.world_size))
+    monkeypatch.setattr(nccl, "_shell_around", lambda inner, members, device: inner)
+    monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    yield device
+    os.environ.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT", None)
+
+
+@pytest.fixture
+def group(device: FakeDevice, party: Party) -> ProcessGroupNCCL:
+    """Configured, of one member."""
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    group.configure(party.prefix(), 0, 1)
+    return group
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_torch_without_nccl_is_refused_with_the_cure() -> None:
+    with pytest.raises(NotSupportedError, match="install a CUDA build of torch, or use ProcessGroupGloo"):
+        ProcessGroupNCCL()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_machine_without_gpu_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    with pytest.raises(NotSupportedError, match="check the driver and CUDA_VISIBLE_DEVICES"):
+        ProcessGroupNCCL()
+
+
+def test_group_is_one_of_cuda(group: ProcessGroupNCCL) -> None:
+    assert group._device_types == [torch.device("cuda")]
+    assert group.getBackendName() == "torchft-nccl"
+
+
+def test_nonblocking_calls_give_up_after_the_groups_timeout(device: FakeDevice) -> None:
+    ProcessGroupNCCL(timedelta(seconds=7.5))
+    ProcessGroupNCCL(100)
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
+
+
+def test_constructor_environment_holds_for_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_TEST_SET", "before")
+    monkeypatch.delenv("TORCHFT_TEST_UNSET", raising=False)
+    with nccl._environment({"TORCHFT_TEST_SET": "in", "TORCHFT_TEST_UNSET": "in"}):
+        assert os.environ["TORCHFT_TEST_SET"] == os.environ["TORCHFT_TEST_UNSET"] == "in"
+    assert os.environ["TORCHFT_TEST_SET"] == "before"
+    assert "TORCHFT_TEST_UNSET" not in os.environ
+
+
+def test_synchronous_call_gets_a_handle_too(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    options = AllreduceOptions()
+    options.asyncOp = False
+    work = group.allreduce([torch.zeros(1)], options)
+    assert work is not None
+    assert device.communicators[0].seen_async[-1]
+    assert not options.asyncOp
+
+
+def test_wait_orders_the_stream_and_not_the_thread(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    work = group.allreduce([torch.zeros(1)])
+    assert work.wait()
+    assert device.stream_waits_for[-1] is device.works[-1]
+    assert not work.is_completed()
+    device.works[-1].finish()
+    assert work.is_completed()
+    assert work.is_success()
+
+
+def test_future_is_torchs_own(group: ProcessGroupNCCL) -> None:
+    tensor = torch.zeros(1)
+    assert group.allreduce([tensor]).get_future().wait() == [tensor]
+
+
+def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
+    group: ProcessGroupNCCL, device: FakeDevice
+) -> None:
+    device.autofinish = False
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=0.02)
+    work = group.allreduce([torch.zeros(1)], options)
+    wait_until(device.communicators[0].aborted)
+    with pytest.raises(ProcessGroupAbortedError, match=r"allreduce was not done within 0\.02 s"):
+        work.wait()
+    error = group.errored()
+    assert isinstance(error, ProcessGroupError)
+    assert not isinstance(error, ProcessGroupAbortedError)
+    assert "allreduce (1 operations) of rank 0 of 1" in str(error)
+
+
+def test_group_timeout_holds_where_a_call_names_none(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    group.set_timeout(timedelta(seconds=0.02))
+    group.allreduce([torch.zeros(1)])
+    wait_until(device.communicators[0].aborted)
+    assert "0.02 s" in str(group.errored())
+
+
+def test_wait_with_a_timeout_blocks_and_aborts(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    work = group.allreduce([torch.zeros(1)])
+    with pytest.raises(ProcessGroupAbortedError, match=r"allreduce was not done within 0\.01 s"):
+        work.wait(timedelta(seconds=0.01))
+    wait_until(device.communicators[0].aborted)
+
+
+def test_barrier_blocks_the_thread(group: ProcessGroupNCCL, device: FakeDevice, party: Party) -> None:
+    waiting = party.aside(lambda: group.barrier().wait())
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    device.works[-1].finish()
+    assert waiting.result(LIMIT_S)
+
+
+def test_abort_ends_a_blocked_wait(group: ProcessGroupNCCL, device: FakeDevice, party: Party) -> None:
+    work = group.barrier()
+    waiting = party.aside(work.wait)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        waiting.result(LIMIT_S)
+
+
+def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    work = group.allreduce([torch.zeros(1)])
+    assert group.errored() is None
+    group.abort("a member was lost")
+    wait_until(device.communicators[0].aborted)
+    assert isinstance(group.errored(), ProcessGroupAbortedError)
+    assert work.is_completed()
+    assert work.wait()
+
+
+def test_abort_amid_an_operation_is_an_error_that_names_it(
+    group: ProcessGroupNCCL, device: FakeDevice
+) -> None:
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)]).wait()
+    group.abort("a member was lost")
+    error = group.errored()
+    assert error is not None
+    assert not isinstance(error, ProcessGroupAbortedError)
+    assert "allreduce (1 operations)" in str(error)
+    assert "a member was lost" in str(error)
+
+
+def test_stream_waits_for_an_operation_that_was_cut_off(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    work = group.allreduce([torch.zeros(1)])
+    group.abort("a member was lost")
+    wait_until(device.communicators[0].aborted)
+    device.stream_waits_for.clear()
+    with pytest.raises(ProcessGroupAbortedError):
+        work.wait()
+    assert device.stream_waits_for == [device.works[-1]]
+
+
+def test_nobody_asks_nccl_during_an_abort(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    """torch would wait for the end of the abort, and hold the GIL while it does."""
+    device.autofinish = False
+    device.abort_may_end.clear()
+    works = [group.allreduce([torch.zeros(1)]) for _ in range(2)]
+    group.abort("a member was lost")
+    wait_until(device.is_aborting)
+    assert [work.is_completed() for work in works] == [False, False]
+    assert "allreduce (2 operations)" in str(group.errored())
+    with pytest.raises(ProcessGroupAbortedError):
+        works[0].wait(timedelta(seconds=LIMIT_S))
+    device.abort_may_end.set()
+    wait_until(device.communicators[0].aborted)
+    assert [work.is_completed() for work in works] == [True, True]
+    assert device.asked_during_abort == 0
+
+
+def test_error_of_the_communicator_aborts_long_before_the_timeout(
+    group: ProcessGroupNCCL, device: FakeDevice
+) -> None:
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)])
+    for work in device.works:
+        work.error = RuntimeError("remote process exited or there was a network error")
+    wait_until(device.communicators[0].aborted)
+    error = str(group.errored())
+    assert "remote process exited" in error
+    assert "allreduce (1 operations)" in error
+
+
+def test_failed_device_is_told(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.refuses_to_synchronize = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert group.errored() is device.refuses_to_synchronize
+    device.refuses_to_synchronize = None
+
+
+def test_next_generation_waits_until_the_device_has_let_go(
+    group: ProcessGroupNCCL, device: FakeDevice, party: Party
+) -> None:
+    device.autofinish = False
+    device.abort_takes_effect = False
+    group.allreduce([torch.zeros(1)])
+    configuring = party.aside(group.configure, party.prefix(), 0, 1)
+    wait_until(device.communicators[0].aborted)
+    with pytest.raises(TimeoutError):
+        configuring.result(0.05)
+    assert len(device.communicators) == 1
+    device.works[-1].is_off_the_device = True
+    configuring.result(LIMIT_S)
+    assert len(device.communicators) == 2
+    assert group.errored() is None
+
+
+def test_operations_that_no_abort_ends_are_an_error_with_the_cure(
+    group: ProcessGroupNCCL, device: FakeDevice, party: Party
+) -> None:
+    device.autofinish = False
+    device.abort_takes_effect = False
+    group.set_timeout(timedelta(seconds=0.05))
+    group.allreduce([torch.zeros(1)])
+    with pytest.raises(ProcessGroupError, match="restart this process, or use ProcessGroupBabyNCCL"):
+        group.configure(party.prefix(), 0, 1)
+    device.works[-1].is_off_the_device = True
+
+
+def test_two_members_connect_after_they_have_met(device: FakeDevice, party: Party) -> None:
+    groups = party.meet(2, lambda: ProcessGroupNCCL(LIMIT_S))
+    assert [group.size() for group in groups] == [2, 2]
+    assert len(device.communicators) == 2
+
+
+def test_abort_reaches_a_configure_whose_peer_never_comes(device: FakeDevice, party: Party) -> None:
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    configuring = party.aside(group.configure, party.prefix(), 0, 2)
+    with pytest.raises(TimeoutError):
+        configuring.result(0.05)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        configuring.result(LIMIT_S)
+    assert device.communicators == []
+
+
+def test_abort_while_nccl_connects_is_heard_at_once_and_reaches_the_communicator(
+    device: FakeDevice, party: Party
+) -> None:
+    device.may_connect.clear()
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    configuring = party.aside(group.configure, party.prefix(), 0, 1)
+    wait_until(device.connecting)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        configuring.result(LIMIT_S)
+    assert not device.communicators[0].aborted.is_set()
+    device.may_connect.set()
+    wait_until(device.communicators[0].aborted)
+
+
+def test_peer_that_never_comes_is_named(device: FakeDevice, party: Party) -> None:
+    group = ProcessGroupNCCL(0.05)
+    party.own(group)
+    with pytest.raises(ProcessGroupError, match=r"rank 1 of 2 did not come within 0\.05 s"):
+        group.configure(party.prefix(), 0, 2)
+
+
+def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.is_capturing = True
+    with pytest.raises(NotSupportedError, match="cannot be captured in a CUDA graph"):
+        group.allreduce([torch.zeros(1)])
+
+
+def test_shutdown_leaves_no_thread(group: ProcessGroupNCCL) -> None:
+    group.allreduce([torch.zeros(1)]).wait()
+    names = ("torchft-device-watch", "torchft-nccl-abort")
+    assert any(thread.name in names for thread in threading.enumerate())
+    group.shutdown()
+    for thread in threading.enumerate():
+        if thread.name in names:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()

@@ -1,0 +1,435 @@
+"""A reconfigurable group over NCCL, in the trainer's own process.
+
+What blocks, and what ends it:
+
+* a wait for a member that never comes: it is waited for in the store, which can be aborted, before
+  NCCL hears of the group;
+* NCCL connecting to members that are there: it runs on a thread that nobody waits for, with a
+  communicator that does not block, and gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT;
+* a kernel that waits for a peer: ncclCommAbort, from another thread.
+
+torch's own watchdog ends the process when an operation fails or takes too long: by default at once,
+else by way of the flight recorder, which the monitor of *another* group of the process heeds. It can
+only be told so by the environment, which holds for all groups, and its monitor cannot be told at all.
+So these groups are made without one, and `DeviceWatch` does its work: TORCH_NCCL_BLOCKING_WAIT, which
+torch reads in the constructor, is set around that call. Its other meaning, that `wait` blocks the
+thread, does not come into play, because `NcclWork` never calls torch's `wait`.
+
+An abort is only as good as NCCL's own. Where it has to succeed, ProcessGroupBabyNCCL runs NCCL in a
+process that can be killed.
+
+INVARIANT: no communicator is made before every operation of the one before is over on the device. So
+no kernel of an old generation writes to a tensor of a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, Work
+from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
+
+from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.futures import context_timeout
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.base import About
+from torchft_like.process_group.device_watch import DeviceWatch, IsOver
+from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.nccl_work import NcclWork
+from torchft_like.process_group.rendezvous import claim_prefix, meet
+from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+POLL_S = 0.002
+# How much later than its own limits a `configure` is given up, whatever it does.
+GRACE_S = 5.0
+# Read by torch in the constructor of a group, and put back after it.
+_CONSTRUCTOR_ENVIRONMENT = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+# Read once in the life of a process.
+_CONNECT_TIMEOUT_VARIABLE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+
+_logger = logging.getLogger(__name__)
+_environment_lock = threading.Lock()
+
+
+class ProcessGroupNCCL(ReconfigurableProcessGroup):
+    """Collectives over NCCL (CUDA tensors), on the device that is current when `configure` is called.
+
+    `wait` orders the current stream after the operation and returns. Whether operations have really
+    succeeded is known after the stream has come to their end: `errored` waits for that.
+
+    Args:
+        timeout: the limit of each operation and of `configure`, seconds or timedelta. An operation
+            that takes longer aborts the group; the process goes on.
+
+    Raises:
+        NotSupportedError: this torch has no NCCL, or sees no GPU.
+    """
+
+    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
+        _require_nccl()
+        super().__init__(timeout)
+        os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(self._timeout.total_seconds())))
+        self._device: torch.device | None = None
+        self._backends: list[_NcclBackend] = []  # the present one, and those that may still be at work
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
+        """See ProcessGroup.configure."""
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        limit_s = self._timeout.total_seconds() + GRACE_S
+        is_done = threading.Event()
+
+        def give_up() -> None:
+            if not is_done.is_set():
+                self.abort(f"the group was not usable after {limit_s:g} s")
+
+        with context_timeout(give_up, timedelta(seconds=limit_s)):
+            super().configure(store_addr, rank, world_size, **about)
+            is_done.set()
+
+    def errored(self) -> Exception | None:
+        """Wait for the current stream, then tell what made the group unusable, if anything.
+
+        ProcessGroupAbortedError means that every operation was done before the abort; any other error
+        that some were not, so that their outputs hold anything.
+        """
+        if (generation := self._generation) is None:
+            return None
+        try:
+            torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            return error
+        for backend in tuple(self._backends):
+            if backend.abort_signal is generation.abort_signal:
+                backend.watch.look()
+                return backend.lost() or generation.error()
+        return generation.error()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """torchft-nccl."""
+        return "torchft-nccl"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _create(self, membership: Membership, abort: AbortSignal) -> _NcclBackend:
+        if (device := self._device) is None:
+            raise ProcessGroupError("the group has no device: call configure()")
+        with torch.cuda.device(device):  # what is current is a matter of the thread
+            for backend in tuple(self._backends):
+                backend.wait_still(membership.timeout, abort)
+                self._backends.remove(backend)
+            backend = self._connect(membership, abort, device)
+        self._backends.append(backend)
+        return backend
+
+    def _connect(self, membership: Membership, abort: AbortSignal, device: torch.device) -> _NcclBackend:
+        if membership.world_size == 1:
+            return _NcclBackend(HashStore(), membership, abort, device)
+        store = AbortableStore(membership.store, membership.timeout)
+        with contextlib.closing(store), abort.ends(store.abort):
+            store.connect()
+            claim_prefix(store, membership)
+            meet(store, membership)
+            return _NcclBackend(store, membership, abort, device)
+
+
+class _NcclBackend:
+    """One communicator, and the watch over its operations."""
+
+    def __init__(
+        self, store: Store, membership: Membership, abort: AbortSignal, device: torch.device
+    ) -> None:
+        self.abort_signal = abort
+        self.watch = DeviceWatch(self._failure, abort.set, lambda: torch.cuda.set_device(device))
+        self._membership = membership
+        self._device = device
+        self._timeout = membership.timeout
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._questions = _Questions()
+        self._is_in_reach = threading.Event()
+        self._end_begins = threading.Lock()  # taken by whoever ends it, and never given back
+        self._ended = threading.Event()
+        self._probe: Work | None = None
+        self._nccl: Any = _make_nccl(store, membership)
+        self._shell: Any = _shell_around(self._nccl, membership, device)
+        abort.add(self.break_off)
+        try:
+            self._connect()
+            self._probe = self._prove_usable()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def inner(self) -> object:
+        """torch's ProcessGroupNCCL."""
+        return self._nccl
+
+    def targets(self) -> tuple[object, ...]:
+        """NCCL itself, and torch's shell around it for what it does not offer to Python."""
+        return (_Calls(self, (self._nccl, self._shell)),)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See generation.Backend."""
+        self._timeout = timeout
+        if (nccl := self._nccl) is not None:
+            nccl.set_timeout(timeout)
+
+    def break_off(self) -> None:
+        """See generation.Backend. ncclCommAbort can take its time: it gets a thread of its own."""
+        if self._end_begins.acquire(blocking=False):
+            threading.Thread(target=self._end, name="torchft-nccl-abort", daemon=True).start()
+
+    def is_still(self) -> bool:
+        """See generation.Backend."""
+        with torch.cuda.device(self._device):
+            return self._ended.is_set() and self.watch.is_idle()
+
+    def wait_still(self, timeout: timedelta, abort: AbortSignal) -> None:
+        """After its end has begun: until nothing of this generation runs any more.
+
+        Raises:
+            ProcessGroupAbortedError: aborted meanwhile.
+            ProcessGroupError: something still does after `timeout`.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.is_still():
+            abort.check()
+            if time.monotonic() > deadline:
+                raise ProcessGroupError(
+                    f"NCCL did not end the operations of {self._membership} within "
+                    f"{timeout.total_seconds():g} s of the abort: restart this process, or use "
+                    "ProcessGroupBabyNCCL, whose operations end with their subprocess"
+                )
+            time.sleep(POLL_S)
+
+    def lost(self) -> Exception | None:
+        """After an abort: an error that names the operations that were cut off, None if none was."""
+        if self.abort_signal.reason is None:
+            return None
+        self.watch.wait_decided()
+        if not (names := self.watch.cut_off_operations()):
+            return None
+        return ProcessGroupError(
+            f"{', '.join(sorted(set(names)))} ({len(names)} operations) of {self._membership} "
+            f"cut off: {self.abort_signal.reason}"
+        )
+
+    def close(self) -> None:
+        """See generation.Backend."""
+        self.abort_signal.remove(self.break_off)
+        self.break_off()
+        self._ended.wait()
+        self.is_still()  # lets go of the operations that the abort has ended
+        self.watch.close()
+        self._probe = self._shell = self._nccl = None
+
+    def start(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Start one operation, which from now on is watched."""
+        if torch.cuda.is_current_stream_capturing():
+            raise NotSupportedError(
+                f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
+                "configure; keep collectives of a reconfigurable group out of the capture"
+            )
+        options = _options_of(args, kwargs)
+        with _asynchronous(options):
+            work = method(*args, **kwargs)
+        if work is None:
+            return None
+        watched = self.watch.watch(
+            name, lambda: self._is_over(work), lambda: self._settle(work), self._limit_s(options)
+        )
+        return NcclWork(work, watched, self.watch, self.abort_signal, self._mark)
+
+    def _limit_s(self, options: Any) -> float:
+        own = getattr(options, "timeout", None)
+        # What was not set is negative.
+        limit = own if own is not None and own > timedelta(0) else self._timeout
+        return limit.total_seconds()
+
+    def _is_over(self, work: Work) -> bool:
+        """Whether the device is done with it: torch also calls one completed that NCCL gave up."""
+        return self._questions.ask(lambda: work.is_completed() and work.exception() is None, otherwise=False)
+
+    def _settle(self, work: Work) -> IsOver:
+        """As `_is_over`, without a question to NCCL."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            work.block_current_stream()
+            return self._mark()
+
+    def _mark(self) -> IsOver:
+        """Whether the current stream has come to where it is now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event.query
+
+    def _failure(self) -> BaseException | None:
+        """What NCCL says of the communicator. Any operation may be asked; the first one is always there."""
+        if (probe := self._probe) is None:
+            return None
+        self._questions.ask(probe.is_completed, otherwise=True)
+        return probe.exception()  # type: ignore[no-any-return]
+
+    def _connect(self) -> None:
+        """Begin to connect. Does not wait for peers; the store's waits end when it is aborted."""
+        try:
+            self._nccl.eager_connect_single_device(self._device)
+        finally:
+            self._is_in_reach.set()
+
+    def _prove_usable(self) -> Work:
+        """Run a first operation: with a communicator that does not block, only then is it connected."""
+        deadline = time.monotonic() + self._membership.timeout.total_seconds()
+        # Not on the default stream, where the trainer's own kernels may be.
+        with torch.cuda.stream(self._side):
+            count = torch.ones(1, device=self._device)
+            work: Work = self._nccl.allreduce([count])
+            while not self._questions.ask(work.is_completed, otherwise=True):
+                self.abort_signal.check()
+                if time.monotonic() > deadline:
+                    raise ProcessGroupError(f"NCCL did not connect {self._membership} in time")
+                time.sleep(POLL_S)
+            self.abort_signal.check()
+            if (error := work.exception()) is not None:
+                raise ProcessGroupError(f"NCCL did not connect {self._membership}: {error}") from error
+            work.block_current_stream()
+            if (found := int(count.item())) != self._membership.world_size:
+                raise ProcessGroupError(f"NCCL connected {found} members for {self._membership}")
+        return work
+
+    def _end(self) -> None:
+        """On a thread of its own: decide what is lost, then end it."""
+        try:
+            self._is_in_reach.wait()  # before that an abort would miss the communicator
+            with torch.cuda.device(self._device):
+                self.watch.cut_off()
+            self._questions.close()
+            # By way of the shell, whose method lets go of the GIL.
+            self._shell.abort()
+        except Exception:
+            _logger.exception("aborting NCCL's communicator of %s", self._membership)
+        finally:
+            self._ended.set()
+
+
+class _Questions:
+    """To NCCL, about its operations, as long as nobody aborts it.
+
+    torch asks under a lock that it also holds throughout ncclCommAbort, and with the GIL held: a
+    single question at the wrong time and the whole process stands still until the abort is done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._are_allowed = True
+
+    def ask(self, question: Callable[[], bool], *, otherwise: bool) -> bool:
+        """The answer; `otherwise` once questions are not allowed any more."""
+        with self._lock:
+            return question() if self._are_allowed else otherwise
+
+    def close(self) -> None:
+        """Wait for the question that is being asked, and allow no other."""
+        with self._lock:
+            self._are_allowed = False
+
+
+class _Calls:
+    """The collectives of the first of `targets` that has them, watched."""
+
+    def __init__(self, backend: _NcclBackend, targets: tuple[object, ...]) -> None:
+        self._backend = backend
+        self._targets = targets
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        for target in self._targets:
+            if (method := getattr(target, name, None)) is not None:
+                return lambda *args, **kwargs: self._backend.start(name, method, args, kwargs)
+        raise AttributeError(f"NCCL has no {name}")
+
+
+def _require_nccl() -> None:
+    if not dist.is_nccl_available():
+        raise NotSupportedError(
+            f"torch {torch.__version__} was built without NCCL: install a CUDA build of torch, "
+            "or use ProcessGroupGloo"
+        )
+    if not torch.cuda.is_available():
+        raise NotSupportedError(
+            "NCCL needs a GPU and torch sees none: check the driver and CUDA_VISIBLE_DEVICES, "
+            "or use ProcessGroupGloo"
+        )
+
+
+def _make_nccl(store: Store, membership: Membership) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupNCCL as TorchNCCL  # noqa: PLC0415 - CUDA builds only
+
+    options = TorchNCCL.Options()
+    options.config.blocking = 0
+    options._timeout = membership.timeout
+    with _environment(_CONSTRUCTOR_ENVIRONMENT):
+        return TorchNCCL(store, membership.rank, membership.world_size, options)
+
+
+def _shell_around(nccl: Any, membership: Membership, device: torch.device) -> TorchProcessGroup:
+    shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
+    # Before the backend comes in, which takes it over: a tensor on another device is refused.
+    shell.bound_device_id = device
+    shell._set_default_backend(TorchProcessGroup.BackendType.NCCL)
+    shell._register_backend(torch.device("cuda"), TorchProcessGroup.BackendType.NCCL, nccl)
+    return shell
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The variables have these values in the block."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The options object of a call, None if it has none."""
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "asyncOp"):
+            return value
+    return None
+
+
+@contextlib.contextmanager
+def _asynchronous(options: Any) -> Iterator[None]:
+    """In the block the call that `options` are for runs on NCCL's stream and gives a handle.
+
+    By itself torch runs a synchronous one on the current stream and gives none.
+    """
+    if options is None or options.asyncOp:
+        yield
+        return
+    options.asyncOp = True
+    try:
+        yield
+    finally:
+        options.asyncOp = False

@@ -1,0 +1,118 @@
+"""The handle of an operation on NCCL's stream.
+
+As torch's own: `wait` makes the current stream wait, not the thread, and the future is complete at
+once, with tensors that whoever gets them finds in the order of his stream. Neither can know how the
+operation will end. What ended badly is told by the next `wait`, and by the group's `errored`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
+from torchft_like.process_group.generation import AbortSignal
+from torchft_like.process_group.work import ExplainedWork
+
+PAUSE_S_MIN = 50e-6
+PAUSE_S_MAX = 5e-3
+
+
+class NcclWork(ExplainedWork):
+    """See the module.
+
+    Args:
+        work: torch's handle.
+        watched: the same operation, as the watch knows it.
+        watch: which keeps it until it is over.
+        abort: set when the generation is over; this object sets it when a wait lasts too long.
+        mark: gives a function that says whether the current stream has come to where it is now.
+    """
+
+    def __init__(
+        self, work: Work, watched: Watched, watch: DeviceWatch, abort: AbortSignal, mark: Callable[[], IsOver]
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._watched = watched
+        self._watch = watch
+        self._abort = abort
+        self._mark = mark
+        self._blocks_thread = watched.name == "barrier"
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; with a timeout, and for a barrier, the thread, too.
+
+        Args:
+            timeout: how long the thread waits at most; the group is aborted when it has passed.
+
+        Raises:
+            ProcessGroupAbortedError: the group was aborted before the operation was done.
+        """
+        # First of all, whatever became of the group: what comes next on this stream may write to the
+        # tensors, and must come after NCCL's last access to them.
+        self._work.block_current_stream()
+        # As in C++, a timeout of zero is none.
+        if timeout or self._blocks_thread:
+            self._block_thread(timeout)
+        else:
+            # The watch lets go of the work, and so of the tensors: the stream keeps them safe from here.
+            self._watched.is_over = self._mark()
+        self._check()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """torch's future: complete at once, with the list of output tensors."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it."""
+        return self._watched.is_over()
+
+    def is_success(self) -> bool:
+        """Whether it is done, and was not cut off."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """The error, once it failed."""
+        try:
+            self._check()
+        except ProcessGroupError as error:
+            return error
+        return self._work.exception()  # type: ignore[no-any-return]
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        self._work.block_current_stream()
+
+    block_current_stream = synchronize
+
+    def _block_thread(self, timeout: timedelta | None) -> None:
+        """Until it is over, or the group is. In short sleeps, which Ctrl-C ends."""
+        started = time.monotonic()
+        pause_s = PAUSE_S_MIN
+        while not self._watched.is_over() and self._abort.reason is None:
+            if timeout and time.monotonic() - started > timeout.total_seconds():
+                self._abort.set(f"{self._watched.name} was not done within {timeout.total_seconds():g} s")
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _check(self) -> None:
+        if self._abort.reason is None:
+            return
+        self._watch.wait_decided()
+        if self._watched.was_cut_off:
+            error = ProcessGroupError(f"{self._watched.name} was cut off: {self._abort.reason}")
+            raise self.explain(error) or error
