@@ -94,7 +94,9 @@ def pair_disagreement(
 ) -> Disagreement | None:
     """Compare a send with the receive that would take it."""
     found = _first_difference(_without_devices(sent.inputs), _without_devices(received.outputs))
-    return None if found is None else Disagreement(found[0], {sender: sent.text(), receiver: received.text()})
+    if found is None:
+        return None
+    return Disagreement(found[0], dict(sorted([(sender, sent.text()), (receiver, received.text())])))
 
 
 def _is_plain(call: Description) -> bool:

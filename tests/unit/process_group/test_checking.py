@@ -1,0 +1,349 @@
+"""The check of collectives, for every row of the table, with members that are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from torch.distributed import ReduceOp
+
+from torchft_like.errors import CollectiveMismatchError
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+
+from .conftest import Party
+
+RANKS = 2
+
+
+class Part:
+    """What one rank does in a call: its group, its rank, and tensors of its own size and dtype."""
+
+    def __init__(self, group: Any, rank: int, scale: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        self.group = group
+        self.rank = rank
+        self.tensors: list[Tensor] = []
+        self._scale = scale
+        self._dtype = dtype
+
+    def tensor(self, length: int) -> Tensor:
+        """A tensor of `length`, or of twice that where this rank errs."""
+        fill = 1.0 + self.rank + 10 * len(self.tensors)
+        self.tensors.append(torch.full((length * self._scale,), fill, dtype=self._dtype))
+        return self.tensors[-1]
+
+    def many(self, length: int) -> list[Tensor]:
+        return [self.tensor(length) for _ in range(RANKS)]
+
+    def lists_on(self, root: int, length: int) -> list[list[Tensor]]:
+        return [self.many(length)] if self.rank == root else []
+
+
+def rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
+def reducing(options: Any, operation: Any) -> Any:
+    options.reduceOp = operation
+    return options
+
+
+Act = Callable[[Part], Any]
+
+# One right call of each row.
+CALLS: dict[str, Act] = {
+    "allreduce": lambda p: p.group.allreduce([p.tensor(4)]),
+    "allreduce_coalesced": lambda p: p.group.allreduce_coalesced([p.tensor(4), p.tensor(2)]),
+    "broadcast": lambda p: p.group.broadcast([p.tensor(4)], rooted(BroadcastOptions(), 1)),
+    "reduce": lambda p: p.group.reduce([p.tensor(4)], rooted(ReduceOptions(), 1)),
+    "allgather": lambda p: p.group.allgather([p.many(4)], [p.tensor(4)]),
+    "allgather_coalesced": lambda p: p.group.allgather_coalesced(
+        [[p.tensor(4), p.tensor(2)] for _ in range(RANKS)], [p.tensor(4), p.tensor(2)]
+    ),
+    "_allgather_base": lambda p: p.group._allgather_base(p.tensor(4 * RANKS), p.tensor(4)),
+    "allgather_into_tensor_coalesced": lambda p: p.group.allgather_into_tensor_coalesced(
+        [p.tensor(4 * RANKS), p.tensor(2 * RANKS)], [p.tensor(4), p.tensor(2)]
+    ),
+    "gather": lambda p: p.group.gather(p.lists_on(1, 4), [p.tensor(4)], rooted(GatherOptions(), 1)),
+    "scatter": lambda p: p.group.scatter([p.tensor(4)], p.lists_on(1, 4), rooted(ScatterOptions(), 1)),
+    "reduce_scatter": lambda p: p.group.reduce_scatter([p.tensor(4)], [p.many(4)]),
+    "_reduce_scatter_base": lambda p: p.group._reduce_scatter_base(p.tensor(4), p.tensor(4 * RANKS)),
+    "reduce_scatter_tensor_coalesced": lambda p: p.group.reduce_scatter_tensor_coalesced(
+        [p.tensor(4), p.tensor(2)], [p.tensor(4 * RANKS), p.tensor(2 * RANKS)]
+    ),
+    "alltoall": lambda p: p.group.alltoall(p.many(4), p.many(4)),
+    "alltoall_base": lambda p: p.group.alltoall_base(p.tensor(8), p.tensor(8), [], []),
+    "send": lambda p: p.group.send([p.tensor(4)], 1, 5) if p.rank == 0 else p.group.recv([p.tensor(4)], 0, 5),
+    "recv": lambda p: p.group.recv([p.tensor(4)], 1, 0) if p.rank == 0 else p.group.send([p.tensor(4)], 0, 0),
+    "recv_anysource": lambda p: (
+        p.group.recv_anysource([p.tensor(4)], 3) if p.rank == 0 else p.group.send([p.tensor(4)], 0, 3)
+    ),
+    "barrier": lambda p: p.group.barrier(),
+    "monitored_barrier": lambda p: p.group.monitored_barrier(),
+}
+WITH_TENSORS = [name for name in CALLS if "barrier" not in name]
+COLLECTIVE = [name for name in CALLS if name not in ("send", "recv", "recv_anysource")]
+
+
+def checking() -> ProcessGroup:
+    return ProcessGroupGloo(30, check_collectives=True)
+
+
+def unchecked() -> ProcessGroup:
+    return ProcessGroupGloo(30, check_collectives=False)
+
+
+def finish(act: Act, part: Part) -> None:
+    if (work := act(part)) is not None:
+        work.wait()
+
+
+def carried_out(party: Party, groups: list[ProcessGroup], act: Act) -> list[list[Tensor]]:
+    """Every tensor of every rank after a right call."""
+    parts = [Part(group, rank) for rank, group in enumerate(groups)]
+    party.together(groups, lambda rank, _: finish(act, parts[rank]))
+    return [part.tensors for part in parts]
+
+
+def refused(
+    party: Party, groups: list[ProcessGroup], *acts: Act, parts: list[Part] | None = None
+) -> CollectiveMismatchError:
+    """Each rank does its own: the error that all of them get. No tensor was touched, the group goes on."""
+    parts = parts or [Part(group, rank) for rank, group in enumerate(groups)]
+
+    def try_it(rank: int, _: Any) -> tuple[Exception, list[Tensor]]:
+        before = Part(None, rank, parts[rank]._scale, parts[rank]._dtype)
+        with pytest.raises(CollectiveMismatchError) as raised:
+            finish(acts[rank % len(acts)], parts[rank])
+        return raised.value, [before.tensor(len(tensor) // before._scale) for tensor in parts[rank].tensors]
+
+    results = party.together(groups, try_it)
+    for (_, untouched), part in zip(results, parts, strict=True):
+        assert all(map(torch.equal, part.tensors, untouched))
+    errors = [error for error, _ in results]
+    assert len({str(error) for error in errors}) == 1
+    assert all(group.errored() is None for group in groups)
+    assert_goes_on(party, groups)
+    assert isinstance(errors[0], CollectiveMismatchError)
+    assert [*errors[0].calls] == [*range(len(groups))]
+    return errors[0]
+
+
+def assert_goes_on(party: Party, groups: list[ProcessGroup]) -> None:
+    sums = party.together(groups, lambda rank, group: summed(group, rank + 1.0))
+    assert sums == [sum(range(len(groups) + 1))] * len(groups)
+
+
+def summed(group: ProcessGroup, value: float) -> float:
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait()
+    return float(tensor[0])
+
+
+def test_there_is_a_call_of_every_row() -> None:
+    assert {row.name for row in COLLECTIVES} - NOT_FOR_GLOO == {*CALLS}
+
+
+NOT_FOR_GLOO: set[str] = set()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_right_call_gives_the_same_with_the_check_and_without(party: Party, name: str) -> None:
+    expected = carried_out(party, party.meet(RANKS, unchecked), CALLS[name])
+    groups = party.meet(RANKS, checking)
+    for _ in range(3):
+        for ours, theirs in zip(carried_out(party, groups, CALLS[name]), expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.parametrize(
+    ("aspect", "odd"), [("shape", {"scale": 2}), ("dtype", {"dtype": torch.int32})], ids=["shape", "dtype"]
+)
+def test_a_rank_with_other_tensors_is_found(party: Party, name: str, aspect: str, odd: Any) -> None:
+    groups = party.meet(RANKS, checking)
+    error = refused(party, groups, CALLS[name], parts=[Part(groups[0], 0), Part(groups[1], 1, **odd)])
+    assert error.aspect == aspect
+    assert f"rank 0: {error.calls[0]}; rank 1: {error.calls[1]}" in str(error)
+    assert "float32[4]" in error.calls[0]
+    assert ("float32[8]" if aspect == "shape" else "int32[4]") in error.calls[1]
+
+
+@pytest.mark.parametrize("name", COLLECTIVE)
+def test_another_operation_is_found(party: Party, name: str) -> None:
+    groups = party.meet(RANKS, checking)
+    other = "monitored_barrier" if name == "barrier" else "barrier"
+    error = refused(party, groups, CALLS[name], CALLS[other])
+    assert error.aspect == "operation"
+    assert error.calls[0].startswith(f"{name} #1")
+    assert error.calls[1] == f"{other} #1"
+
+
+@pytest.mark.parametrize("name", ["broadcast", "reduce", "gather", "scatter"])
+def test_another_root_is_found(party: Party, name: str) -> None:
+    def of_root(root: int) -> Act:
+        return {
+            "broadcast": lambda p: p.group.broadcast([p.tensor(4)], rooted(BroadcastOptions(), root)),
+            "reduce": lambda p: p.group.reduce([p.tensor(4)], rooted(ReduceOptions(), root)),
+            "gather": lambda p: p.group.gather(
+                p.lists_on(root, 4), [p.tensor(4)], rooted(GatherOptions(), root)
+            ),
+            "scatter": lambda p: p.group.scatter(
+                [p.tensor(4)], p.lists_on(root, 4), rooted(ScatterOptions(), root)
+            ),
+        }[name]
+
+    error = refused(party, party.meet(RANKS, checking), of_root(0), of_root(1))
+    assert error.aspect == "root"
+    assert ["root 0" in error.calls[0], "root 1" in error.calls[1]] == [True, True]
+
+
+REDUCING: dict[str, Callable[[Part, Any], Any]] = {
+    "allreduce": lambda p, op: p.group.allreduce([p.tensor(4)], reducing(AllreduceOptions(), op)),
+    "reduce": lambda p, op: p.group.reduce([p.tensor(4)], reducing(ReduceOptions(), op)),
+    "reduce_scatter": lambda p, op: p.group.reduce_scatter(
+        [p.tensor(4)], [p.many(4)], reducing(ReduceScatterOptions(), op)
+    ),
+    "_reduce_scatter_base": lambda p, op: p.group._reduce_scatter_base(
+        p.tensor(4), p.tensor(8), reducing(ReduceScatterOptions(), op)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_another_reduction_is_found(party: Party, name: str) -> None:
+    error = refused(
+        party,
+        party.meet(RANKS, checking),
+        lambda p: REDUCING[name](p, ReduceOp.SUM),
+        lambda p: REDUCING[name](p, ReduceOp.MAX),
+    )
+    assert error.aspect == "reduce op"
+    assert error.calls[1] == f"{error.calls[0]} by MAX"
+
+
+def test_every_overload_is_read(party: Party) -> None:
+    """The shorter ones say root, reduction and peer by position or by name."""
+    groups = party.meet(RANKS, checking)
+    right: list[tuple[Act, Act]] = [
+        (lambda p: p.group.broadcast(p.tensor(4), 1), CALLS["broadcast"]),
+        (lambda p: p.group.broadcast(tensor=p.tensor(4), root=1), CALLS["broadcast"]),
+        (lambda p: p.group.allreduce(p.tensor(4), ReduceOp.SUM), CALLS["allreduce"]),
+        (lambda p: p.group.reduce(p.tensor(4), 1, ReduceOp.SUM), CALLS["reduce"]),
+        (lambda p: p.group.reduce(p.tensor(4), root=1), CALLS["reduce"]),
+        (
+            lambda p: p.group.send(tensors=[p.tensor(4)], dstRank=1, tag=5),
+            lambda p: p.group.recv(tensors=[p.tensor(4)], srcRank=0, tag=5),
+        ),
+    ]
+    for acts in right:
+        parts = [Part(group, rank) for rank, group in enumerate(groups)]
+        party.together(groups, lambda rank, _, acts=acts, parts=parts: finish(acts[rank], parts[rank]))
+    error = refused(party, groups, lambda p: p.group.reduce(p.tensor(4), 1, ReduceOp.MAX), CALLS["reduce"])
+    assert error.aspect == "reduce op"
+    error = refused(party, groups, lambda p: p.group.broadcast(p.tensor(4), 0), CALLS["broadcast"])
+    assert error.aspect == "root"
+
+
+def test_every_name_of_a_row_is_checked(party: Party) -> None:
+    groups = party.meet(RANKS, checking)
+    for name in BY_NAME["_allgather_base"].names:
+        act: Act = lambda p, name=name: getattr(p.group, name)(p.tensor(8), p.tensor(4))  # noqa: E731
+        error = refused(party, groups, act, parts=[Part(groups[0], 0), Part(groups[1], 1, scale=2)])
+        assert error.aspect == "shape"
+
+
+# What is uneven and right stays right; what is uneven and wrong is found.
+
+
+def test_uneven_shares_are_scattered(party: Party) -> None:
+    def act(part: Part) -> Any:
+        return part.group.reduce_scatter([part.tensor(2 + part.rank)], [[part.tensor(2), part.tensor(3)]])
+
+    shares = carried_out(party, party.meet(RANKS, checking), act)
+    assert [len(of_rank[0]) for of_rank in shares] == [2, 3]
+    assert [of_rank[0].tolist() for of_rank in shares] == [[23.0, 23.0], [43.0] * 3]
+
+
+def exchange(p: Part, output_sizes: list[int], input_sizes: list[int]) -> Any:
+    return p.group.alltoall_base(
+        p.tensor(sum(output_sizes)), p.tensor(sum(input_sizes)), output_sizes, input_sizes
+    )
+
+
+def test_uneven_parts_are_exchanged(party: Party) -> None:
+    outputs = carried_out(
+        party,
+        party.meet(RANKS, checking),
+        lambda p: exchange(p, [1, 2], [1, 3]) if p.rank == 0 else exchange(p, [3, 2], [2, 2]),
+    )
+    assert [of_rank[0].tolist() for of_rank in outputs] == [[11.0, 12.0, 12.0], [11.0] * 3 + [12.0] * 2]
+
+
+def test_parts_that_nobody_expects_are_found(party: Party) -> None:
+    error = refused(
+        party,
+        party.meet(RANKS, checking),
+        lambda p: exchange(p, [1, 2], [1, 3]),
+        lambda p: exchange(p, [2, 2], [2, 2]),
+    )
+    assert error.aspect == "shape"
+    assert error.calls[0] == "alltoall_base #1 float32[1], float32[3] into float32[1], float32[2]"
+
+
+def test_a_list_on_a_rank_that_is_not_the_root_is_found(party: Party) -> None:
+    def act(part: Part) -> Any:
+        return part.group.gather([part.many(4)], [part.tensor(4)], rooted(GatherOptions(), 0))
+
+    assert refused(party, party.meet(RANKS, checking), act).aspect == "root"
+
+
+def test_a_root_whose_list_is_too_short_is_found_by_all(party: Party) -> None:
+    def act(part: Part) -> Any:
+        outputs = [[part.tensor(4)]] if part.rank == 0 else []
+        return part.group.gather(outputs, [part.tensor(4)], rooted(GatherOptions(), 0))
+
+    assert refused(party, party.meet(RANKS, checking), act).aspect == "number of tensors"
+
+
+def test_the_odd_one_of_four_is_named(party: Party) -> None:
+    groups = party.meet(4, checking)
+    parts = [Part(group, rank, scale=2 if rank == 2 else 1) for rank, group in enumerate(groups)]
+    error = refused(party, groups, CALLS["allreduce"], parts=parts)
+    assert str(error) == (
+        "the ranks do not agree on the shape: "
+        "ranks 0, 1, 3: allreduce #1 float32[4]; rank 2: allreduce #1 float32[8]"
+    )
+
+
+def test_scalars_empty_and_strided_tensors_are_compared_by_their_shape(party: Party) -> None:
+    groups = party.meet(RANKS, checking)
+    strange = (
+        torch.tensor(1.0),
+        torch.empty(0, 3),
+        torch.ones(4, 6)[:, ::2],
+        torch.ones(3, dtype=torch.bfloat16),
+    )
+    for tensor in strange:
+        party.together(
+            groups, lambda _, group, like=tensor: group.broadcast_one(torch.ones_like(like), 0).wait()
+        )
+    error = refused(
+        party,
+        groups,
+        lambda p: p.group.allreduce([torch.empty(0, 3)]),
+        lambda p: p.group.allreduce([torch.empty(0, 2)]),
+    )
+    assert error.calls == {0: "allreduce #5 float32[0, 3]", 1: "allreduce #5 float32[0, 2]"}
