@@ -101,7 +101,7 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(party: Party, groups: 
 
 def test_what_it_cannot_do_is_a_typed_error(groups: Groups) -> None:
     with pytest.raises(NotSupportedError, match="one by one"):
-        dist.reduce_scatter_tensor(torch.empty(1), torch.empty(SIZE), group=groups[0])
+        groups[0].reduce_scatter([torch.empty(1)], [[torch.empty(1)] * SIZE])
 
 
 def test_a_wrong_number_of_outputs_is_a_value_error(groups: Groups) -> None:

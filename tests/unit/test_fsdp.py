@@ -1,0 +1,172 @@
+"""The state of a sharded model, and the hook that averages its gradients; one rank of torch's fake world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.digest import state_digest
+from torchft_like.errors import CheckpointFormatError, NotSupportedError
+from torchft_like.fsdp import ShardedState, average_over_replicas
+from torchft_like.process_group.work import DoneWork
+
+WORLD_SIZE = 2
+
+
+@pytest.fixture(autouse=True)
+def _fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Three rows over two ranks; a buffer; a parameter that is not sharded evenly."""
+
+    def __init__(self, seed: int, rows: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(4, rows)
+        self.outer = nn.Linear(rows, 2)
+        self.register_buffer("scale", torch.randn(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.outer(self.inner(inputs)) * self.scale
+        return result
+
+
+def sharded(seed: int, rows: int = 3) -> Net:
+    net = Net(seed, rows)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    fully_shard(net.inner, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    net = sharded(seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.ones(5, 4)).sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def test_a_fresh_model_takes_over_the_shards_and_the_optimizer() -> None:
+    source = ShardedState(*trained(seed=1))
+    net = sharded(seed=2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    healed = ShardedState(net, optimizer)
+    assert state_digest(healed.state_dict()) != state_digest(source.state_dict())
+    healed.load_state_dict(source.state_dict())
+    assert state_digest(healed.state_dict()) == state_digest(source.state_dict())
+    for parameter in net.parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert isinstance(parameter, DTensor)
+        assert isinstance(moment, DTensor)
+        assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
+    net(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_the_state_is_the_ranks_own_shards_in_types_that_travel() -> None:
+    net, optimizer = trained(seed=1)
+    state = ShardedState(net, optimizer).state_dict()
+    assert state["model"]["inner.weight"].shape == (1, 4)  # rows 2 to 3 of 3
+    assert state["model"]["scale"].shape == ()
+    assert {type(tensor) for tensor in state["model"].values()} == {Tensor}
+    flatten_state(state)
+
+
+def test_loading_keeps_the_memory_that_fsdp_gathers_from() -> None:
+    net, optimizer = trained(seed=1)
+    state = ShardedState(net, optimizer)
+    before = {name: tensor.data_ptr() for name, tensor in state.state_dict()["model"].items()}
+    state.load_state_dict(ShardedState(*trained(seed=2)).state_dict())
+    assert {name: tensor.data_ptr() for name, tensor in state.state_dict()["model"].items()} == before
+
+
+def test_reading_the_state_in_a_forward_pass_leaves_the_gathered_parameters_alone() -> None:
+    """A Manager reads it there, from another thread, when a peer heals."""
+    net, optimizer = trained(seed=1)
+    state = ShardedState(net, optimizer)
+    outside = state_digest(state.state_dict())
+    inside: list[str] = []
+    net.inner.register_forward_hook(lambda *_: inside.append(state_digest(state.state_dict())))
+    net(torch.ones(5, 4)).sum().backward()
+    assert inside == [outside]
+
+
+def test_the_state_dict_of_a_module_would_break_the_forward_pass() -> None:
+    """Why there is a ShardedState. Should this fail with a newer torch, it is needed no more."""
+    net = sharded(seed=1)
+    net.inner.register_forward_hook(lambda *_: net.state_dict() and None)
+    with pytest.raises(RuntimeError, match="mixed"):
+        net(torch.ones(5, 4))
+
+
+def test_a_model_that_is_not_sharded_has_a_state_too() -> None:
+    net = Net(seed=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    other = Net(seed=2)
+    healed = ShardedState(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    healed.load_state_dict(ShardedState(net, optimizer).state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_the_state_of_another_model_is_refused_before_anything_is_loaded() -> None:
+    net, optimizer = trained(seed=1)
+    own = ShardedState(net, optimizer)
+    before = state_digest(own.state_dict())
+    wide = sharded(seed=1, rows=5)
+    theirs = ShardedState(wide, torch.optim.AdamW(wide.parameters()))
+    with pytest.raises(CheckpointFormatError, match=r"inner.bias has shards of \(1,\) here and of \(2,\)"):
+        own.load_state_dict(theirs.state_dict())
+    assert state_digest(own.state_dict()) == before
+
+
+def test_an_optimizer_that_shards_otherwise_is_told_apart() -> None:
+    net, optimizer = trained(seed=1)
+    parameter = next(net.parameters())
+    assert isinstance(parameter, DTensor)
+    whole = DTensor.from_local(torch.zeros(3, 4), parameter.device_mesh, [Replicate()], run_check=False)
+    optimizer.state[parameter]["exp_avg"] = whole
+    with pytest.raises(NotSupportedError, match="'exp_avg'"):
+        ShardedState(net, optimizer).state_dict()
+
+
+class Sevens:
+    """Stands for a Manager: an average that can be told from any gradient."""
+
+    def __init__(self) -> None:
+        self.numels: list[int] = []
+
+    def allreduce(self, tensor: Tensor) -> dist.Work:
+        self.numels.append(tensor.numel())
+        tensor.fill_(7.0)
+        return DoneWork([tensor])
+
+
+def test_the_hook_averages_the_shards_of_every_fsdp_module_once() -> None:
+    net, manager = sharded(seed=1), Sevens()
+    average_over_replicas(manager, net)
+    net(torch.ones(5, 4)).sum().backward()
+    assert sorted(manager.numels) == [3 + 1, 2 * (4 + 1)]  # of the outer layer; of the inner one, padded
+    gradients = [p.grad for p in net.parameters()]
+    assert all(isinstance(g, DTensor) and torch.all(g.to_local() == 7.0) for g in gradients)
+
+
+def test_a_hook_on_a_model_without_shards_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="fully_shard"):
+        average_over_replicas(Sevens(), Net(seed=1))
