@@ -1,0 +1,368 @@
+"""Memory, order and streams of a GPU, shared between a trainer and a subprocess of its own.
+
+Three things cross the border, all of them as plain data (integers and bytes):
+
+* *memory*: a storage is exported once, mapped by the subprocess once, and used under its number;
+* *order*: an event that one side has recorded and the other side's stream waits for;
+* *streams*: each of the trainer's has a counterpart in the subprocess.
+
+torch counts who maps a storage in a file that both sides write to: the one that maps decrements when
+it is done, and only then the memory of a storage that has died is used again. A subprocess that is
+killed never decrements, and the memory is lost. The trainer cannot make up for it, either, because
+it cannot know whether the subprocess had come to it; a count that is one too low loses the memory,
+too. So here the subprocess maps under a counter that does not exist, which torch ignores.
+
+INVARIANTS
+* A counter is taken from one to zero by the trainer, exactly once: when no subprocess maps the
+  memory (it has said so, or it is dead and reaped) and none will.
+* The subprocess says that it has unmapped memory only when its device has passed everything that
+  was queued before.
+* An event is recorded anew only when the device has passed every wait for it.
+
+How messages travel, and how a subprocess is started and ended, is not known here. The driver takes a
+dead process's work off the device before the process can be reaped; the first invariant leans on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchft_like.errors import NotSupportedError, ProcessGroupError
+
+# Whether the device has passed a certain point.
+IsPast = Callable[[], bool]
+
+# (number, device, handle of the allocation or None, bytes, offset in it)
+MemoryMessage = tuple[int, int, bytes | None, int, int]
+# (number, device, handle the first time and None later)
+EventMessage = tuple[int, int, bytes | None]
+# (device, torch's id of the stream, priority)
+StreamMessage = tuple[int, int, int]
+
+# No process makes a counter file of this name: torch's own begin with /torch_.
+_NO_COUNTER = b"/torchft-nobody-counts-here"
+
+
+class TorchCuda:
+    """What is asked of torch, in one place."""
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        """Make the memory mappable for others; sets a new counter to one."""
+        description: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        return description
+
+    def open(self, device: int, handle: bytes, nbytes: int, offset: int) -> torch.UntypedStorage:
+        """Map memory of another process, without a part in its counter and without waiting for it."""
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+            device, handle, nbytes, offset, _NO_COUNTER, 0, b"", False
+        )
+        return storage
+
+    def decrement(self, counter: bytes, offset: int) -> None:
+        """Take a counter of this process down by one."""
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
+
+    def collect(self) -> None:
+        """Give memory back whose storage has died and whose counter is zero."""
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+    def new_event(self) -> torch.cuda.Event:
+        """One that can be shared."""
+        return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+
+    def handle_of(self, event: torch.cuda.Event) -> bytes:
+        """What `open_event` needs; for an event that was recorded."""
+        return bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
+
+    def open_event(self, device: int, handle: bytes) -> torch.cuda.Event:
+        """Another process's event."""
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
+        return event
+
+    def mark(self, stream: torch.cuda.Stream) -> IsPast:
+        """Whether the stream has come to where it is now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event.query
+
+    def new_stream(self, device: int, priority: int) -> torch.cuda.Stream:
+        """One from torch's pool."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        return stream
+
+
+_TORCH = TorchCuda()
+
+
+@dataclass(eq=False)
+class _Export:
+    """One stretch of memory that was made mappable. `counter` is None for a storage without bytes."""
+
+    message: MemoryMessage
+    address: int
+    counter: tuple[bytes, int] | None
+    is_mapped: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.message[0]
+
+
+class MemoryExports:
+    """The trainer's side of shared memory. Any thread may use it.
+
+    Args:
+        on_death: called when an exported storage has died, so that `take_dead` has something; on any
+            thread, in the middle of anything, so it must do no more than wake somebody.
+    """
+
+    def __init__(self, on_death: Callable[[], object] = lambda: None, cuda: TorchCuda = _TORCH) -> None:
+        self._on_death = on_death
+        self._cuda = cuda
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()  # a storage may die, and call back, within any of these methods
+        self._living: dict[int, _Export] = {}  # by the address of torch's storage object
+        self._dead: deque[_Export] = deque()
+        self._to_be_unmapped: dict[int, _Export] = {}
+
+    def map(self, storage: torch.UntypedStorage) -> tuple[int, MemoryMessage | None]:
+        """The storage's number, and what to tell the subprocess first, if it does not know it yet.
+
+        The message has to be on its way before any other that names the number.
+
+        Raises:
+            NotSupportedError: the memory cannot be shared; says why.
+        """
+        key = storage._cdata
+        with self._lock:
+            export = self._living.get(key)
+            if export is not None and not _is_still_there(export, storage):
+                self._forget(key, export)
+                export = None
+            if export is None:
+                export = self._living[key] = self._export(storage)
+                weakref.finalize(storage, self._storage_died, key, export).atexit = False
+            message = None if export.is_mapped else export.message
+            export.is_mapped = True
+            return export.number, message
+
+    def take_dead(self) -> list[int]:
+        """Numbers that the subprocess is to unmap and report to `unmapped`; each is given once."""
+        with self._lock:
+            dead = [self._dead.popleft() for _ in range(len(self._dead))]
+            mapped = {export.number: export for export in dead if export.is_mapped}
+            self._to_be_unmapped |= mapped
+            self._release(export for export in dead if not export.is_mapped)
+        return list(mapped)
+
+    def unmapped(self, numbers: Iterable[int]) -> None:
+        """The subprocess has unmapped these.
+
+        Raises:
+            ProcessGroupError: it was not asked to.
+        """
+        with self._lock:
+            for number in numbers:
+                if (export := self._to_be_unmapped.pop(number, None)) is None:
+                    raise ProcessGroupError(f"the subprocess unmapped memory {number}, which is in use")
+                self._release([export])
+
+    def subprocess_died(self) -> None:
+        """It is dead and reaped, and maps nothing any more; a next one will be told everything anew."""
+        with self._lock:
+            for export in [*self._living.values(), *self._dead]:
+                export.is_mapped = False
+            gone, self._to_be_unmapped = self._to_be_unmapped, {}
+            self._release(gone.values())
+            self.take_dead()
+
+    def close(self) -> None:
+        """After `subprocess_died`, when there will be no next one: hold on to nobody's memory."""
+        with self._lock:
+            living, self._living = self._living, {}
+            self._release(living.values())
+            self.subprocess_died()
+
+    def _export(self, storage: torch.UntypedStorage) -> _Export:
+        try:
+            device, handle, nbytes, offset, counter, counter_offset, _, _ = self._cuda.share(storage)
+        except RuntimeError as error:
+            raise NotSupportedError(
+                f"CUDA memory cannot be shared with the subprocess: {error}. Memory from torch's own "
+                "allocator without expandable_segments can; clone a tensor that came from elsewhere"
+            ) from error
+        message = (next(self._numbers), device, handle, nbytes, offset)
+        return _Export(message, storage.data_ptr(), None if handle is None else (counter, counter_offset))
+
+    def _storage_died(self, key: int, export: _Export) -> None:
+        # Without the lock: this runs wherever the last reference is dropped, and must not wait there.
+        if self._living.get(key) is export:
+            self._forget(key, export)
+            self._on_death()
+
+    def _forget(self, key: int, export: _Export) -> None:
+        if self._living.pop(key, None) is export:
+            self._dead.append(export)
+
+    def _release(self, exports: Iterable[_Export]) -> None:
+        """Once for each, however often it is called."""
+        counters = []
+        for export in exports:
+            if export.counter is not None:
+                counters.append(export.counter)
+                export.counter = None
+        for counter in counters:
+            self._cuda.decrement(*counter)
+        if counters:
+            self._cuda.collect()
+
+
+def _is_still_there(export: _Export, storage: torch.UntypedStorage) -> bool:
+    """A storage may have been resized, as FSDP does to free memory, and be elsewhere now.
+
+    Its old memory is not used for anything else as long as its counter is one: the same address means
+    the same memory.
+    """
+    return export.address == storage.data_ptr() and export.message[3] == storage.nbytes()
+
+
+class MemoryImports:
+    """The subprocess's side of shared memory; for one thread."""
+
+    def __init__(self, cuda: TorchCuda = _TORCH) -> None:
+        self._cuda = cuda
+        self._mapped: dict[int, torch.UntypedStorage] = {}
+        self._retiring: list[tuple[int, torch.UntypedStorage, IsPast]] = []
+
+    def map(self, message: MemoryMessage) -> None:
+        """Map what `MemoryExports.map` told."""
+        number, device, handle, nbytes, offset = message
+        if handle is None:
+            self._mapped[number] = torch.empty(0, device=torch.device("cuda", device)).untyped_storage()
+        else:
+            self._mapped[number] = self._cuda.open(device, handle, nbytes, offset)
+
+    def storage(self, number: int) -> torch.UntypedStorage:
+        """The storage of that number."""
+        return self._mapped[number]
+
+    def unmap(self, number: int, is_past: IsPast) -> None:
+        """Unmap it when the device has passed what is queued now: `is_past` tells."""
+        self._retiring.append((number, self._mapped.pop(number), is_past))
+
+    def take_unmapped(self) -> list[int]:
+        """The numbers that were unmapped since the last call, for `MemoryExports.unmapped`."""
+        past = [number for number, _, is_past in self._retiring if is_past()]
+        self._retiring = [entry for entry in self._retiring if entry[0] not in past]
+        return past
+
+
+class OwnEvents:
+    """Events that this side records and the other side's streams wait for; for one thread at a time.
+
+    It makes as many as are in use at once, and no more.
+    """
+
+    def __init__(self, cuda: TorchCuda = _TORCH) -> None:
+        self._cuda = cuda
+        self._events: list[torch.cuda.Event] = []
+        self._devices: list[int] = []
+        self._free: dict[int, list[int]] = defaultdict(list)
+
+    def record(self, stream: torch.cuda.Stream) -> EventMessage:
+        """Record an event on the stream; the message is for `PeerEvents.wait`."""
+        device = stream.device_index
+        if self._free[device]:
+            number = self._free[device].pop()
+            self._events[number].record(stream)
+            return number, device, None
+        event = self._cuda.new_event()
+        event.record(stream)
+        self._events.append(event)
+        self._devices.append(device)
+        return len(self._events) - 1, device, self._cuda.handle_of(event)
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """The other side's device has passed its waits for these."""
+        for number in numbers:
+            self._free[self._devices[number]].append(number)
+
+
+class PeerEvents:
+    """Events that the other side has recorded; for one thread at a time.
+
+    Once the other side is dead its events must not be touched: forget this object.
+    """
+
+    def __init__(self, cuda: TorchCuda = _TORCH) -> None:
+        self._cuda = cuda
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._waits: list[tuple[int, IsPast]] = []
+        self._unused: list[int] = []
+
+    def open(self, message: EventMessage) -> None:
+        """Take note of an event that is to be waited for, or not, later."""
+        number, device, handle = message
+        if handle is not None:
+            self._events[number] = self._cuda.open_event(device, handle)
+
+    def wait(self, number: int, stream: torch.cuda.Stream) -> None:
+        """Make the stream wait for it."""
+        self._events[number].wait(stream)
+        self._waits.append((number, self._cuda.mark(stream)))
+
+    def is_over(self, number: int) -> bool:
+        """Whether the other side's device has come to it."""
+        return bool(self._events[number].query())  # type: ignore[no-untyped-call]
+
+    def skip(self, number: int) -> None:
+        """Nobody will wait for it."""
+        self._unused.append(number)
+
+    def take_passed(self) -> list[int]:
+        """The numbers that nothing waits for any more, for `OwnEvents.free`; each is given once."""
+        passed, self._unused = self._unused, []
+        waits, self._waits = self._waits, []
+        for number, is_past in waits:
+            if is_past():
+                passed.append(number)
+            else:
+                self._waits.append((number, is_past))
+        return passed
+
+
+def stream_message(stream: torch.cuda.Stream) -> StreamMessage:
+    """What names a stream of the trainer's to `MirroredStreams`."""
+    return stream.device_index, stream.stream_id, stream.priority
+
+
+class MirroredStreams:
+    """The subprocess's counterparts of the trainer's streams: what one orders, the other does, too.
+
+    As many as the trainer uses, of which torch's own pool has 32 for each priority.
+    """
+
+    def __init__(self, cuda: TorchCuda = _TORCH) -> None:
+        self._cuda = cuda
+        self._streams: dict[StreamMessage, torch.cuda.Stream] = {}
+
+    def get(self, message: StreamMessage) -> torch.cuda.Stream:
+        """The counterpart."""
+        if (stream := self._streams.get(message)) is None:
+            device, _, priority = message
+            stream = self._streams[message] = self._cuda.new_stream(device, priority)
+        return stream
+
+    def mark(self) -> IsPast:
+        """Whether all of them have come to where they are now: for `MemoryImports.unmap`."""
+        marks = [self._cuda.mark(stream) for stream in self._streams.values()]
+        return lambda: all(is_past() for is_past in marks)
