@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 WORLD = 3
 FELT_S = 0.3  # what still blocks after this time was really blocked by the fault
-BACKENDS = ["torchft-gloo"]
+BACKENDS = ["torchft-gloo", "torchft-baby-gloo"]
 _prefixes = itertools.count()
 
 
@@ -167,7 +167,7 @@ import os, torch, torch.distributed as dist, torchft_like
 dist.init_process_group("torchft-gloo")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
-print("sum", float(tensor), dist.get_backend(), flush=True)
+os.write(1, f"sum {float(tensor)} {dist.get_backend()}\\n".encode())  # at once: two ranks write
 dist.barrier()
 dist.destroy_process_group()
 """

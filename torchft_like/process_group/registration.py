@@ -45,6 +45,7 @@ class Origin(NamedTuple):
 BACKENDS = MappingProxyType(
     {
         "torchft-gloo": Origin("gloo", "ProcessGroupGloo", ("cpu",)),
+        "torchft-baby-gloo": Origin("baby", "ProcessGroupBabyGloo", ("cpu",)),
         "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
         "torchft-baby-nccl": Origin("baby", "ProcessGroupBabyNCCL", ("cuda",)),
         "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),

@@ -91,8 +91,8 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
             if configuration != self._configuration or self._error is not None:
                 return
             self._error = error
-            _logger.warning("collectives are skipped until the next configure: %s", error)
-            self.abort(f"a collective failed: {error}")
+            _logger.warning("collectives are skipped until the next configure: %r", error)
+            self.abort(f"a collective failed: {error!r}")
 
 
 def swallowed(pg: ProcessGroup, call: Call, report: Report) -> Work | None:

@@ -1,0 +1,476 @@
+"""What becomes of a collective that fails, and of those after it: the same for every row of the table.
+
+The inner group fails in the way that is asked for, after it has spoilt the outputs. Real backends,
+real deaths and a real Manager are in tests/integration/test_swallowed_faults.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Unpack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from torchft_like.errors import (
+    GroupLostError,
+    NotSupportedError,
+    ProcessGroupNotConfiguredError,
+    QuorumTimeoutError,
+    ShutdownError,
+)
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+)
+from torchft_like.process_group.base import About
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
+from torchft_like.process_group.work import DoneWork
+
+from .conftest import LIMIT_S, Party, wait_until
+from .test_collectives import ALONE, garbage, ones
+
+NAMES = [row.name for row in COLLECTIVES]
+RETURN_WORK = [row.name for row in COLLECTIVES if not row.blocking]
+IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+SPOILT = -7.0
+
+
+class OopsError(Exception):
+    """A fault that nobody else raises."""
+
+
+class Failing(ProcessGroupDummy):
+    """Rank 1 of 3; what it runs is spoilt, and fails when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.error_at_issue: Exception | None = None
+        self.works: list[PendingWork] = []
+        self.aborts: list[str] = []
+
+    def size(self) -> int:
+        return 3
+
+    def rank(self) -> int:
+        return 1
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        self.aborts.append(reason)
+
+    def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:
+        self.calls[collective.name] += 1
+        if self.error_at_issue is not None:
+            raise self.error_at_issue
+        for output in tensors_of(collective.bind(args, kwargs).outputs):
+            output.fill_(SPOILT)
+        if collective.blocking:
+            raise OopsError
+        self.works.append(PendingWork())
+        return self.works[-1]
+
+
+class PendingWork(DoneWork):
+    """Over once it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.is_over = threading.Event()
+        self.future: Future[Any] = Future()
+
+    def finish(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.is_over.set()
+        if error is None:
+            self.future.set_result([])
+        else:
+            self.future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.is_over.wait(LIMIT_S if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("it takes too long")
+        return super().wait()
+
+    def get_future(self) -> Future[Any]:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.is_over.is_set()
+
+
+class FakeManager:
+    """Its answers are those of a Manager that is at rank 1 of 3, or in the trouble that it is given."""
+
+    def __init__(self, pg: Any) -> None:
+        self.process_group = pg
+        self.error: Exception | None = None
+        self.trouble: Exception | None = None
+
+    def wait_quorum(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> Any:
+        self.wait_quorum()
+        return DoneWork([tensor])
+
+    def num_participants(self) -> int:
+        self.wait_quorum()
+        return 3
+
+    def participating_rank(self) -> int | None:
+        self.wait_quorum()
+        return 1
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def report_error(self, e: Exception) -> None:
+        self.error = self.error or e
+
+
+class Subject:
+    """A group that swallows errors, and the one within that has them."""
+
+    def __init__(self, kind: str) -> None:
+        self.inner = Failing()
+        if kind == "managed":
+            self.manager = FakeManager(self.inner)
+            self.group: Any = ManagedProcessGroup(self.manager)
+            self.error: Callable[[], Any] = self.manager.errored
+            self.configure: Callable[[], None] = self._begin_step
+        else:
+            swallowing = ErrorSwallowingProcessGroupWrapper(self.inner)
+            self.group, self.error = swallowing, swallowing.error
+            self.configure = lambda: swallowing.configure("127.0.0.1:1/x", 1, 3)
+
+    def _begin_step(self) -> None:
+        self.inner.configure("127.0.0.1:1/x", 1, 3)
+        self.manager.error = None
+
+    def call(self, name: str) -> tuple[Any, list[Tensor]]:
+        """Rank 1's call in a world of 3: the work, and the outputs."""
+        args = copy.deepcopy(ALONE[name][0])
+        work = getattr(self.group, name)(*args)
+        return work, list(tensors_of(BY_NAME[name].bind(args, {}).outputs))
+
+
+KINDS = ["swallowing", "managed"]
+TABLE = [
+    (kind, name)
+    for kind, name in itertools.product(KINDS, NAMES)
+    if kind == "swallowing" or not name.startswith("allreduce")  # those are the Manager's own
+]
+with_work = [(kind, name) for kind, name in TABLE if name in RETURN_WORK]
+every = pytest.mark.parametrize(("kind", "name"), TABLE)
+every_with_work = pytest.mark.parametrize(("kind", "name"), with_work)
+
+
+def assert_as_alone(name: str, outputs: list[Tensor]) -> None:
+    for output, wanted in zip(outputs, tensors_of(ALONE[name][1]), strict=True):
+        assert torch.equal(output, wanted), (output, wanted)
+
+
+@every
+def test_a_call_that_the_backend_refuses_succeeds_and_leaves_what_a_group_of_one_would(
+    kind: str, name: str
+) -> None:
+    subject = Subject(kind)
+    subject.inner.error_at_issue = OopsError()
+    work, outputs = subject.call(name)
+    assert work is None or work.wait()
+    assert isinstance(subject.error(), OopsError)
+    assert_as_alone(name, outputs)
+
+
+NOTICE: dict[str, Callable[[Any], Any]] = {
+    "wait": lambda work: work.wait(),
+    "wait with a limit": lambda work: work.wait(timedelta(seconds=LIMIT_S)),
+    "future": lambda work: work.get_future().wait() is not None,
+    "is_completed": lambda work: work.is_completed(),
+    "is_success": lambda work: work.is_success(),
+}
+
+
+@every_with_work
+@pytest.mark.parametrize("how", NOTICE)
+def test_a_failure_is_noticed_however_one_asks_and_outputs_get_a_value(
+    kind: str, name: str, how: str
+) -> None:
+    subject = Subject(kind)
+    work, outputs = subject.call(name)
+    assert not work.is_completed()
+    assert not work.is_success()
+    assert subject.error() is None
+    subject.inner.works[0].finish(OopsError())
+    NOTICE[how](work)
+    assert isinstance(subject.error(), OopsError)
+    assert (work.wait(), work.is_success(), work.exception()) == (True, True, None)
+    if name in IN_PLACE:
+        assert all(torch.equal(output, torch.full((2,), SPOILT)) for output in outputs), "left alone"
+    else:
+        assert_as_alone(name, outputs)
+
+
+@every
+def test_after_an_error_calls_are_skipped_with_defined_outputs_until_configure(kind: str, name: str) -> None:
+    subject = Subject(kind)
+    reporter = subject.group if kind == "swallowing" else subject.manager
+    reporter.report_error(OopsError())
+    for _ in range(2):
+        work, outputs = subject.call(name)
+        assert_as_alone(name, outputs)
+        if work is not None:
+            assert (work.wait(), work.is_completed(), work.is_success()) == (True, True, True)
+            assert (work.exception(), work.source_rank()) == (None, -1)
+            assert [id(t) for t in tensors_of(work.get_future().wait())] == [id(t) for t in outputs]
+            assert [id(t) for t in tensors_of(work.result())] == [id(t) for t in outputs]
+    assert subject.inner.calls[name] == 0
+    subject.configure()
+    assert subject.error() is None
+    subject.call(name)
+    assert subject.inner.calls[name] == 1
+
+
+@every_with_work
+def test_a_late_error_of_an_earlier_configuration_is_no_news(kind: str, name: str) -> None:
+    subject = Subject(kind)
+    works = [subject.call(name)[0] for _ in range(3)]
+    told = works[2].get_future()
+    subject.configure()
+    aborts = len(subject.inner.aborts)
+    for pending in subject.inner.works:
+        pending.finish(OopsError())
+    assert works[0].wait()
+    assert works[1].is_completed()
+    told.wait()
+    assert subject.error() is None
+    assert len(subject.inner.aborts) == aborts, "the new configuration was not aborted"
+
+
+@every
+@pytest.mark.parametrize("mistake", [TypeError, ValueError, NotImplementedError, NotSupportedError])
+def test_mistakes_of_the_caller_are_raised_and_cost_nothing(
+    kind: str, name: str, mistake: type[Exception]
+) -> None:
+    subject = Subject(kind)
+    subject.inner.error_at_issue = mistake("of the caller")
+    with pytest.raises(mistake):
+        subject.call(name)
+    assert subject.error() is None
+    if BY_NAME[name].output is not None:
+        with pytest.raises(TypeError, match="missing"):
+            getattr(subject.group, name)()
+
+
+# Swallowing alone
+
+
+def test_an_error_releases_the_peers_by_an_abort_once() -> None:
+    subject = Subject("swallowing")
+    subject.group.report_error(OopsError("first"))
+    subject.group.report_error(ValueError("second"))
+    assert str(subject.error()) == "first"
+    assert len(subject.inner.aborts) == 1
+    assert "first" in subject.inner.aborts[0]
+
+
+def test_an_abort_that_completes_other_works_on_the_spot_does_not_lock_up() -> None:
+    subject = Subject("swallowing")
+    work, other = subject.call("allgather")[0], subject.call("allgather")[0]
+    future = other.get_future()
+    first, second = subject.inner.works
+    subject.inner.abort = lambda reason="", *, quorum_id=None: second.finish(OopsError("the second"))  # type: ignore[method-assign]
+    first.finish(OopsError("the first"))
+    assert work.wait()
+    future.wait()
+    assert str(subject.error()) == "the first"
+
+
+def test_of_many_threads_with_an_error_one_is_heard_and_none_raises(party: Party) -> None:
+    subject = Subject("swallowing")
+    works = [subject.call("allgather")[0] for _ in range(8)]
+    for number, pending in enumerate(subject.inner.works):
+        pending.finish(OopsError(str(number)))
+    start = threading.Barrier(len(works))
+
+    def ask(rank: int, work: Any) -> bool:
+        start.wait(LIMIT_S)
+        return bool(list(NOTICE.values())[rank % len(NOTICE)](work))
+
+    assert all(party.together(works, ask))
+    assert isinstance(subject.error(), OopsError)
+    assert len(subject.inner.aborts) == 1
+
+
+def test_waiting_longer_than_one_wants_to_is_an_error_and_leaves_outputs_to_the_backend() -> None:
+    subject = Subject("swallowing")
+    work, outputs = subject.call("allgather")
+    assert work.wait(timedelta(milliseconds=1))
+    assert "takes too long" in str(subject.error())
+    assert not work.is_completed()
+    assert outputs[0][0] == SPOILT, "the operation may still write there"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_that_was_never_configured_raises_nothing_either(name: str) -> None:
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(30))
+    for _ in range(2):
+        work = getattr(group, name)(*copy.deepcopy(ALONE[name][0]))
+        assert work is None or work.wait()
+    assert isinstance(group.error(), ProcessGroupNotConfiguredError)
+
+
+MISFITS: list[tuple[str, tuple[Any, ...]]] = [
+    ("alltoall_base", (garbage(1), ones(1), [], [])),  # one row for three ranks
+    ("alltoall_base", (garbage(5), ones(4), [5, 0], [2, 2])),
+    ("alltoall", ([garbage(2)], [ones(3)])),
+    ("_allgather_base", (garbage(5), ones(2))),
+    ("allgather", ([[garbage(3)]], [ones(2)])),
+    ("scatter", ([garbage(2)], [[ones(3)]])),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), MISFITS)
+def test_a_skipped_call_whose_tensors_do_not_fit_leaves_zeros(name: str, args: tuple[Any, ...]) -> None:
+    subject = Subject("swallowing")
+    subject.group.report_error(OopsError())
+    args = copy.deepcopy(args)
+    assert getattr(subject.group, name)(*args).wait()
+    for output in tensors_of(args[0]):
+        assert torch.equal(output, torch.zeros_like(output))
+
+
+def test_configure_is_not_swallowed(party: Party) -> None:
+    group = ErrorSwallowingProcessGroupWrapper(party.own(ProcessGroupGloo(0.2)))
+    with pytest.raises(ProcessGroupNotConfiguredError):
+        group.configure(party.prefix(), 0, 2)
+    assert group.error() is None
+    assert isinstance(group.errored(), ProcessGroupNotConfiguredError)
+    tensor = ones(2)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, ones(2))
+    assert group.error() is not None
+    group.configure(party.prefix(), 0, 1)
+    assert (group.error(), group.errored()) == (None, None)
+
+
+def test_a_wrapped_gloo_group_fails_and_recovers_under_several_threads(party: Party) -> None:
+    first, second = [ErrorSwallowingProcessGroupWrapper(group) for group in party.meet(2)]
+    started = threading.Semaphore(0)
+
+    def blocked() -> bool:
+        work = first.allreduce([ones(2)])
+        started.release()
+        return work.wait()
+
+    waiting = [party.aside(blocked) for _ in range(4)]
+    assert all(started.acquire(timeout=LIMIT_S) for _ in waiting)
+    assert not any(future.done() for future in waiting), "the other member does not come"
+    first.report_error(OopsError())
+    assert all(future.result(LIMIT_S) for future in waiting)
+    dist.all_reduce(ones(2), group=second)
+    assert second.error() is not None, "it was released, not left to its timeout"
+    party.configure([first, second])
+    tensors = party.together([first, second], reduced)
+    assert tensors == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def reduced(_: int, group: Any) -> list[float]:
+    tensor = ones(2)
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def test_ddp_goes_on_while_its_gradients_are_not_reduced(party: Party) -> None:
+    group = ErrorSwallowingProcessGroupWrapper(party.meet(1)[0])
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
+    group.abort("on purpose")
+    for _ in range(2):
+        model(ones(2)).sum().backward()
+    assert group.error() is not None
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert gradient.flatten().tolist() == [2.0, 2.0]
+
+
+# Managed alone
+
+
+@pytest.mark.parametrize("trouble", [QuorumTimeoutError("none"), GroupLostError("restart")])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_quorum_no_collective_raises_and_the_step_is_lost(name: str, trouble: Exception) -> None:
+    subject = Subject("managed")
+    subject.manager.trouble = trouble
+    work, outputs = subject.call(name)
+    assert work is None or work.wait()
+    assert subject.manager.error is trouble
+    assert_as_alone(name, outputs)
+    assert subject.inner.calls[name] == 0
+    assert (subject.group.size(), subject.group.rank()) == (3, 1), "those of the last quorum"
+
+
+def test_a_manager_that_was_shut_down_is_a_mistake_of_the_caller() -> None:
+    subject = Subject("managed")
+    subject.manager.trouble = ShutdownError("it was shut down")
+    for call in (lambda: subject.call("allreduce"), lambda: subject.call("barrier"), subject.group.size):
+        with pytest.raises(ShutdownError):
+            call()
+
+
+def test_a_managed_allreduce_that_takes_too_long_loses_the_step() -> None:
+    subject = Subject("managed")
+    pending = PendingWork()
+
+    def slow(timeout: timedelta | None = None) -> bool:
+        raise TimeoutError("not done in time")
+
+    pending.wait = slow  # type: ignore[method-assign]
+    subject.manager.allreduce = lambda tensor, *, reduce_op: pending  # type: ignore[method-assign]
+    work, _ = subject.call("allreduce")
+    assert not work.is_success()
+    assert work.wait(timedelta(milliseconds=1))
+    assert isinstance(subject.manager.error, TimeoutError)
+    pending.finish()
+    assert work.is_success()
+
+
+class Elastic(ProcessGroupDummy):
+    """A group whose size is what it was last configured with."""
+
+    world = 1
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
+        super().configure(store_addr, rank, world_size, **about)
+        self.world = world_size
+
+    def size(self) -> int:
+        return self.world
+
+
+def test_the_size_of_a_swallowing_group_follows_every_configure() -> None:
+    group = ErrorSwallowingProcessGroupWrapper(Elastic(0, 1))
+    sizes = []
+    for world in (3, 2, 5):
+        group.configure("127.0.0.1:1/x", 0, world)
+        group.report_error(OopsError())
+        sizes.append((group.size(), dist.get_world_size(group)))
+    assert sizes == [(3, 3), (2, 2), (5, 5)]
+
+
+def test_waiting_helper_is_honest() -> None:
+    """PendingWork must not be over by itself: else the tests above could not fail."""
+    work = PendingWork()
+    with pytest.raises(RuntimeError, match="too long"):
+        work.wait(timedelta(milliseconds=1))
+    work.finish()
+    wait_until(work.is_over)
