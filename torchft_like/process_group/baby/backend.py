@@ -116,8 +116,7 @@ class RemoteBackend:
 
     def break_off(self) -> None:
         """See generation.Backend."""
-        self._why_ended = self._why_ended or "it was ended because an operation had failed"
-        self._child.kill()
+        self._end("it was ended because an operation had failed")
 
     def is_still(self) -> bool:
         """See generation.Backend."""
@@ -131,6 +130,11 @@ class RemoteBackend:
         self._requests.end()
         self._child.close()
 
+    @property
+    def pid(self) -> int:
+        """The subprocess."""
+        return self._child.pid
+
     def num_active_work(self) -> int:
         """How many operations are not over."""
         self._requests.look()
@@ -140,7 +144,7 @@ class RemoteBackend:
         """See work.Failures."""
         if request.outcome is not None:
             return outcomes.error_from(request.answer)
-        why = self._why_ended or self._child.how_ended()
+        self._why_ended = why = self._why_ended or self._child.how_ended()
         return SubprocessLostError(
             f"the backend's subprocess {self._child.pid} is gone: {why}; configure() starts another"
         )
@@ -192,10 +196,12 @@ class RemoteBackend:
         return time.monotonic() + timeout_s + SILENCE_S
 
     def _end_silent(self) -> None:
-        self._why_ended = (
-            f"it did not answer within {SILENCE_S:g} s of the operation's timeout, and was ended"
-        )
-        self._child.kill()
+        self._end(f"it did not answer within {SILENCE_S:g} s of the operation's timeout, and was ended")
+
+    def _end(self, why: str) -> None:
+        if not self._child.has_ended():
+            self._why_ended = self._why_ended or why
+            self._child.kill()
 
 
 class _Tensors:

@@ -81,16 +81,22 @@ class Requests:
 
     def wait(self, request: Request, deadline: float) -> bool:
         """Until the request is settled; False if `deadline` came first."""
-        while not request.is_settled and self._take_turn(lambda: request.is_settled, deadline):
-            try:
-                self._read_one(min(deadline, request.deadline))
-            except TimeoutError:
-                if request.is_settled or not self._is_silent(request):
-                    break
+        while not request.is_settled:
+            limit = min(deadline, request.deadline)
+            if self._take_turn(lambda: request.is_settled, limit):
+                try:
+                    self._read_one(limit)
+                except TimeoutError:
+                    pass
+                finally:
+                    self._pass_turn()
+            if request.is_settled:
+                break
+            if self._is_silent(request):
                 self._on_silence()
-            finally:
-                self._pass_turn()
-        return request.is_settled
+            elif time.monotonic() >= deadline:
+                return False
+        return True
 
     def follow(self, request: Request, settled: Settled) -> None:
         """Have `settled` called, once, when the request is settled; at once if it is."""

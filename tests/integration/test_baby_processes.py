@@ -1,0 +1,154 @@
+"""Where the subprocesses of a Baby group come from, and that they end with their trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, WAIT_LIMIT_S, Processes, RunningProcess
+
+pytestmark = pytest.mark.integration
+
+ALONE = """
+import os, torch
+from torch.distributed import TCPStore
+from torchft_like import ProcessGroupBabyGloo
+print("main module runs", flush=True)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pg = ProcessGroupBabyGloo(60)
+pg.configure(f"127.0.0.1:{store.port}/once", 0, 1)
+tensor = torch.ones(3)
+pg.allreduce([tensor]).wait()
+print("reduced", tensor.sum().item(), flush=True)
+"""
+THEN_WAIT = "import signal; print('ready', flush=True); signal.pause()"
+THEN_WAIT_FOR_SIGNAL = """
+import signal, sys, threading
+told = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: told.set())
+print('ready', flush=True)
+told.wait()
+"""
+
+
+def family_of(trainer: RunningProcess) -> list[psutil.Process]:
+    """The fork server, the subprocess in use and the spare."""
+    return psutil.Process(trainer.pid).children(recursive=True)
+
+
+def start_alone(processes: Processes, then: str = THEN_WAIT) -> tuple[RunningProcess, list[psutil.Process]]:
+    trainer = processes.start(sys.executable, "-c", ALONE + then)
+    trainer.wait_for_output("ready")
+    family = family_of(trainer)
+    assert len(family) >= 2
+    return trainer, family
+
+
+def assert_all_gone(family: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + WAIT_LIMIT_S
+    while alive := [process for process in family if is_alive(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.01)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Not a zombie either: nobody reaps the forks of a server that is stopped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("how", ["script", "command line", "standard input", "interactive"])
+def test_the_main_module_runs_once_without_a_guard(processes: Processes, tmp_path: Path, how: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    command = {
+        "script": [sys.executable, str(script)],
+        "command line": [sys.executable, "-c", ALONE],
+        "standard input": ["/bin/sh", "-c", f"{sys.executable} < {script}"],
+        "interactive": ["/bin/sh", "-c", f"{sys.executable} -i < {script}"],
+    }[how]
+    trainer = processes.start(*command)
+    trainer.wait_for_output(r"reduced 3\.0")
+    assert trainer.wait() == 0
+    assert trainer.output.count("main module runs") == 1
+
+
+def test_a_module_that_only_the_trainers_path_leads_to_does_not_matter(
+    processes: Processes, tmp_path: Path
+) -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{ALONE}"
+    trainer = processes.start(sys.executable, "-c", program, env={"PYTHONPATH": str(tmp_path)})
+    trainer.wait_for_output(r"reduced 3\.0")
+    assert trainer.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+def test_all_end_with_the_trainer_however_it_dies(processes: Processes, number: signal.Signals) -> None:
+    trainer, family = start_alone(processes)
+    trainer.signal(number)
+    assert trainer.wait() == -number
+    assert_all_gone(family)
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "sys.exit(3)", "pg.shutdown(); sys.exit(3)"])
+def test_all_end_with_the_trainer_however_it_exits(processes: Processes, end: str) -> None:
+    trainer, family = start_alone(processes, THEN_WAIT_FOR_SIGNAL + end)
+    trainer.signal(signal.SIGUSR1)
+    assert trainer.wait() == 3
+    assert_all_gone(family)
+
+
+def test_all_end_with_the_trainer_though_the_fork_server_is_stopped(processes: Processes) -> None:
+    trainer, family = start_alone(processes)
+    server = next(process for process in family if process.ppid() == trainer.pid)
+    server.send_signal(signal.SIGSTOP)
+    trainer.signal(signal.SIGKILL)
+    assert_all_gone([process for process in family if process != server])
+    server.send_signal(signal.SIGCONT)
+    assert_all_gone([server])
+
+
+def test_all_end_with_the_trainer_though_a_fork_of_it_lives_on(processes: Processes) -> None:
+    fork = "if os.fork() == 0: os.close(1); os.close(2)\nelse: print('ready', flush=True)\n"
+    trainer, family = start_alone(processes, fork + "import signal; signal.pause()")
+    baby = [process for process in family if process.name() == "torchft-baby"]
+    assert baby
+    trainer.signal(signal.SIGKILL)
+    trainer.wait()
+    assert_all_gone(baby)
+    assert any(process.is_running() for process in family if process not in baby)
+
+
+def test_a_signal_to_the_whole_terminal_is_the_trainers_to_handle(processes: Processes) -> None:
+    then = (
+        "import signal, threading; interrupted = threading.Event()\n"
+        "signal.signal(signal.SIGINT, lambda *_: interrupted.set())\n"
+        "print('ready', flush=True); interrupted.wait()\n"
+        "pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); signal.pause()"
+    )
+    trainer, _ = start_alone(processes, then)
+    os.killpg(trainer.pid, signal.SIGINT)
+    trainer.wait_for_output(r"still 3\.0")
+
+
+def test_a_killed_fork_server_is_replaced(processes: Processes) -> None:
+    then = (
+        "import sys; print('ready', flush=True)\n"
+        "import psutil; psutil.wait_procs(psutil.Process().children())\n"
+        "try: pg.allreduce([tensor]).wait()\n"
+        "except RuntimeError as error: print(type(error).__name__, error, flush=True)\n"
+        "pg.configure(f'127.0.0.1:{store.port}/twice', 0, 1)\n"
+        "pg.allreduce([tensor]).wait(); print('again', tensor.sum().item(), flush=True)\n"
+    )
+    trainer, family = start_alone(processes, then)
+    next(process for process in family if process.ppid() == trainer.pid).send_signal(signal.SIGKILL)
+    trainer.wait_for_output(r"SubprocessLostError.*fork server has ended")
+    trainer.wait_for_output(r"again 3\.0")

@@ -1,0 +1,81 @@
+"""Arguments of collectives as plain data."""
+
+from __future__ import annotations
+
+import marshal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp
+
+from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.baby.arguments import decode, encode
+
+TENSORS = [torch.zeros(1), torch.ones(2)]
+OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") and not name.startswith("_")]
+
+WITHOUT_FACTOR = [op for op in ReduceOp.RedOpType.__members__.values() if op != ReduceOp.PREMUL_SUM]
+
+
+def number_of(tensor: Tensor) -> tuple[int]:
+    return (next(i for i, known in enumerate(TENSORS) if known is tensor),)
+
+
+def through(value: Any) -> Any:
+    data = marshal.dumps(encode(value, number_of))
+    return decode(marshal.loads(data), lambda parts: TENSORS[parts[0]])
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 7, -1, 2.5, "text", [1, 2], [], timedelta(milliseconds=-1), torch.device("cpu", 0)]
+)
+def test_a_value_arrives_as_it_was(value: Any) -> None:
+    assert through(value) == value
+
+
+def test_tensors_are_found_again_however_deep_the_lists() -> None:
+    first, second = TENSORS
+    result = through([[first, second], (second,), []])
+    assert [[t.numel() for t in inner] for inner in result] == [[1, 2], [2], []]
+    assert result[0][0] is first
+
+
+@pytest.mark.parametrize("operation", WITHOUT_FACTOR, ids=str)
+def test_a_reduction_arrives_however_it_is_spelled(operation: Any) -> None:
+    assert through(operation) == operation
+    assert through(ReduceOp(operation)) == operation
+
+
+def test_a_reduction_keeps_its_factor() -> None:
+    sent = c10d._make_nccl_premul_sum(2.5)
+    assert through(sent).__getstate__() == sent.__getstate__()
+
+
+@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
+def test_options_keep_every_field(cls: Any) -> None:
+    options = cls()
+    changes = {
+        "timeout": timedelta(seconds=3),
+        "rootRank": 2,
+        "rootTensor": 1,
+        "device_ids": [1, 3],
+        "device": torch.device("cpu"),
+        "reduceOp": ReduceOp(ReduceOp.MAX),
+        "asyncOp": not options.asyncOp,
+    }
+    fields = [name for name, value in vars(cls).items() if isinstance(value, property)]
+    assert set(fields) <= set(changes)
+    for name in fields:
+        setattr(options, name, changes[name])
+    arrived = through(options)
+    assert type(arrived) is cls
+    assert {name: getattr(arrived, name) for name in fields} == {name: changes[name] for name in fields}
+
+
+def test_what_no_collective_takes_is_refused_by_name() -> None:
+    with pytest.raises(NotSupportedError, match="set"):
+        encode({1}, number_of)

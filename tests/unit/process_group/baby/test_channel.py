@@ -1,0 +1,107 @@
+"""Messages and descriptors between a process and its forks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from torchft_like.process_group.baby.channel import (
+    MESSAGE_BYTES_MAX,
+    Channel,
+    ChannelClosedError,
+)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    left, right = map(Channel, Channel.pair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_messages_arrive_apart_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    messages = [(1, "two", [3.0, None, (True,)], b"five"), (), ("last",)]
+    for message in messages:
+        left.send(message)
+    assert [right.receive()[0] for _ in messages] == messages
+
+
+@pytest.mark.parametrize("size", [MESSAGE_BYTES_MAX - 1, MESSAGE_BYTES_MAX, 5_000_000])
+def test_a_message_may_be_of_any_length(ends: tuple[Channel, Channel], size: int) -> None:
+    left, right = ends
+    before = len(os.listdir("/proc/self/fd"))
+    left.send(("long", b"x" * size))
+    assert right.receive() == (("long", b"x" * size), [])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("text", ["short", "long" * MESSAGE_BYTES_MAX])
+def test_descriptors_travel_with_their_message(ends: tuple[Channel, Channel], text: str) -> None:
+    left, right = ends
+    reading, writing = os.pipe()
+    left.send((text,), [reading, writing])
+    os.close(reading)
+    os.close(writing)
+    message, (own_reading, own_writing) = right.receive()
+    assert message == (text,)
+    os.write(own_writing, b"through")
+    assert os.read(own_reading, 7) == b"through"
+    os.close(own_reading)
+    os.close(own_writing)
+
+
+def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    left.send(("last words",))
+    left.close()
+    assert right.receive()[0] == ("last words",)
+    with pytest.raises(ChannelClosedError):
+        right.receive()
+    with pytest.raises(ChannelClosedError):
+        right.send(("nobody hears",))
+
+
+def test_the_end_of_the_other_side_ends_a_blocked_receive(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    failures: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            right.receive()
+        except ChannelClosedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    left.close()
+    thread.join(60)
+    assert len(failures) == 1
+
+
+def test_receiving_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
+    with pytest.raises(TimeoutError):
+        ends[0].receive(time.monotonic() + 0.01)
+
+
+def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
+    def fill() -> None:
+        while True:
+            ends[0].send((b"x" * 1000,), deadline=time.monotonic() + 0.01)
+
+    with pytest.raises(TimeoutError):
+        fill()
+
+
+def test_a_message_that_waits_is_seen_without_receiving_it(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    assert not right.has_message()
+    left.send((1,))
+    assert right.has_message()
+    assert right.receive()[0] == (1,)
+    assert not right.has_message()

@@ -1,0 +1,289 @@
+"""Baby Gloo: two members in this process, each with its backend in a subprocess."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
+from torchft_like.errors import (
+    ProcessGroupAbortedError,
+    ProcessGroupNotConfiguredError,
+    SubprocessLostError,
+)
+from torchft_like.process_group import ProcessGroup, ProcessGroupBabyGloo
+from torchft_like.process_group.baby import backend
+from torchft_like.process_group.baby.backend import RemoteBackend
+
+
+def baby() -> ProcessGroup:
+    return ProcessGroupBabyGloo(30)
+
+
+def backend_of(group: ProcessGroup) -> RemoteBackend:
+    remote: RemoteBackend = group.parent  # type: ignore[attr-defined]
+    return remote
+
+
+def process_of(group: ProcessGroup) -> psutil.Process:
+    return psutil.Process(backend_of(group).pid)
+
+
+def summed(party: Party, groups: list[ProcessGroup], shape: tuple[int, ...] = (3,)) -> list[Tensor]:
+    def add(rank: int, group: ProcessGroup) -> Tensor:
+        tensor = torch.full(shape, rank + 1.0)
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    return party.together(groups, add)
+
+
+def shared(tensor: Tensor) -> Tensor:
+    return tensor.share_memory_()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def shared_mappings(process: psutil.Process) -> list[str]:
+    """The segments that the subprocess has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [
+        line for line in lines if "rw-s" in line and ("/dev/shm/torch_" in line or "memfd:torchft" in line)
+    ]
+
+
+def test_the_backend_runs_in_another_process(party: Party) -> None:
+    groups = party.meet(2, baby)
+    pids = {process_of(group).pid for group in groups}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "staged"])
+def test_results_are_in_the_callers_tensors_by_wait_and_by_future(party: Party, is_shared: bool) -> None:
+    groups = party.meet(2, baby)
+    tensors = [torch.full((2, 3), rank + 1.0) for rank in range(2)]
+    if is_shared:
+        tensors = [shared(tensor) for tensor in tensors]
+
+    def reduce(rank: int, group: ProcessGroup) -> None:
+        group.allreduce([tensors[rank]]).wait()
+        assert tensors[rank].eq(3).all()
+        carried = group.allreduce([tensors[rank]]).get_future().wait()
+        assert carried[0] is tensors[rank]
+        assert tensors[rank].eq(6).all()
+
+    party.together(groups, reduce)
+
+
+def test_a_tensor_in_shared_memory_is_mapped_once_and_let_go_when_it_is_gone(party: Party) -> None:
+    groups = party.meet(2, baby)
+    before = len(shared_mappings(process_of(groups[0])))
+
+    def reduce(rank: int, group: ProcessGroup) -> None:
+        tensor = shared(torch.ones(1000))
+        for start in range(0, 1000, 100):
+            group.allreduce([tensor[start : start + 100]]).wait()
+
+    party.together(groups, reduce)
+    assert len(shared_mappings(process_of(groups[0]))) == before + 1
+    gc.collect()
+    summed(party, groups, ())  # the next request says what is gone; its tensor is staged
+    assert not [line for line in shared_mappings(process_of(groups[0])) if "/dev/shm/torch_" in line]
+
+
+def test_a_tensor_in_shared_memory_is_not_copied(party: Party) -> None:
+    groups = party.meet(2, baby)
+
+    def reduce(rank: int, group: ProcessGroup) -> None:
+        group.allreduce([shared(torch.ones(1000))]).wait()
+
+    party.together(groups, reduce)
+    assert not [line for line in shared_mappings(process_of(groups[0])) if "memfd:torchft" in line]
+
+
+def test_operations_are_counted_until_they_are_over(party: Party) -> None:
+    first, second = party.meet(2, baby)
+    assert isinstance(first, ProcessGroupBabyGloo)
+    works = [first.allreduce([torch.ones(1)]) for _ in range(5)]
+    assert first.num_active_work() == 5
+    for _ in range(5):
+        second.allreduce([torch.ones(1)]).wait()
+    for work in works:
+        assert isinstance(work, ProcessGroupBabyGloo.WORK_CLASS)
+        work.wait()
+    assert first.num_active_work() == 0
+
+
+def test_a_killed_backend_fails_what_is_under_way_and_configure_is_clean(party: Party) -> None:
+    groups = party.meet(2, baby)
+    waited = groups[0].allreduce([torch.ones(3)])
+    followed = groups[0].allreduce([torch.ones(3)]).get_future()
+    waiter = party.aside(waited.wait)
+    process_of(groups[0]).send_signal(signal.SIGKILL)
+    with pytest.raises(SubprocessLostError, match=r"SIGKILL.*configure"):
+        waiter.result(LIMIT_S)
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        followed.wait()
+    assert isinstance(groups[0].errored(), SubprocessLostError)
+    party.configure(groups)
+    assert groups[0].errored() is None
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_the_peers_of_a_killed_backend_hear_of_it(party: Party) -> None:
+    groups = party.meet(2, baby)
+    waiter = party.aside(groups[1].allreduce([torch.ones(3)]).wait)
+    process_of(groups[0]).send_signal(signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        waiter.result(LIMIT_S)
+
+
+def test_a_stopped_backend_is_ended_when_it_does_not_answer(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = party.meet(2, baby)
+    monkeypatch.setattr(backend, "SILENCE_S", 0.2)
+    victim = process_of(groups[0])
+    victim.send_signal(signal.SIGSTOP)
+    groups[0].set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(SubprocessLostError, match="did not answer"):
+        groups[0].allreduce([torch.ones(3)]).wait()
+    with pytest.raises(SubprocessLostError):
+        groups[0].allreduce([torch.ones(3)]).get_future().wait()
+    groups[0].set_timeout(timedelta(seconds=30))
+    party.configure(groups)
+    assert not victim.is_running()
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_an_abort_ends_what_is_under_way_and_the_subprocess(party: Party) -> None:
+    groups = party.meet(2, baby)
+    victim = process_of(groups[0])
+    waiter = party.aside(groups[0].allreduce([torch.ones(3)]).wait)
+    followed = groups[0].allreduce([torch.ones(3)]).get_future()
+    groups[0].abort("enough")
+    with pytest.raises(ProcessGroupAbortedError, match="enough"):
+        waiter.result(LIMIT_S)
+    with pytest.raises(RuntimeError, match="enough"):
+        followed.wait()
+    with pytest.raises(ProcessGroupAbortedError, match="enough"):
+        groups[0].allreduce([torch.ones(3)])
+    groups[0].shutdown()
+    assert not victim.is_running()
+
+
+def test_an_abort_ends_a_configure_whose_peer_never_comes(party: Party) -> None:
+    group = party.own(baby())
+    configured = party.aside(group.configure, party.prefix(), 0, 2)
+    deadline_free = threading.Event()
+    while not configured.done() and not group._generation:  # type: ignore[attr-defined]
+        deadline_free.wait(0.01)
+    group.abort("not today")
+    with pytest.raises(ProcessGroupAbortedError, match="not today"):
+        configured.result(LIMIT_S)
+
+
+def test_a_wrong_argument_is_an_error_of_the_call_and_the_group_stays(party: Party) -> None:
+    groups = party.meet(2, baby)
+    for group in groups:
+        with pytest.raises(RuntimeError, match="invalid tensor size"):
+            group.allreduce([torch.ones(2), torch.ones(3)]).wait()
+        assert group.errored() is None
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_a_wait_may_end_before_the_operation(party: Party) -> None:
+    groups = party.meet(2, baby)
+    tensor = torch.ones(3)
+    work = groups[0].allreduce([tensor])
+    with pytest.raises(RuntimeError, match="goes on"):
+        work.wait(timedelta(milliseconds=10))
+    assert not work.is_completed()
+    groups[1].allreduce([torch.ones(3)]).wait()
+    work.wait()
+    assert tensor.eq(2).all()
+
+
+def test_a_future_may_start_the_next_collective(party: Party) -> None:
+    groups = party.meet(2, baby)
+    finished = [threading.Event() for _ in groups]
+
+    def chain(rank: int, group: ProcessGroup) -> None:
+        tensor = torch.ones(2)
+
+        def again(_: object) -> None:
+            group.allreduce([tensor]).wait()
+            assert tensor.eq(4).all()
+            finished[rank].set()
+
+        group.allreduce([tensor]).get_future().add_done_callback(again)
+
+    party.together(groups, chain)
+    for event in finished:
+        wait_until(event)
+
+
+def test_every_message_size_goes_through(party: Party) -> None:
+    groups = party.meet(2, baby)
+
+    def many(rank: int, group: ProcessGroup) -> list[float]:
+        tensors = [torch.full((1,), float(i)) for i in range(3000)]  # the request is longer than a message
+        group.allreduce_coalesced(tensors).wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert party.together(groups, many)[1] == [2.0 * i for i in range(3000)]
+
+
+def test_the_source_of_a_receive_from_anyone_is_known(party: Party) -> None:
+    groups = party.meet(2, baby)
+    tensor = torch.zeros(4)
+    received = groups[0].recv_anysource([tensor], 3)
+    groups[1].send([torch.ones(4)], 0, 3).wait()
+    received.wait()
+    assert received._source_rank() == 1
+    assert tensor.eq(1).all()
+
+
+def test_the_environment_of_the_moment_counts(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = party.meet(2, baby)  # the fork server runs since before
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
+    with pytest.raises(ProcessGroupNotConfiguredError, match="nosuchinterface"):
+        party.configure(groups)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    party.configure(groups)
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_worlds_may_grow_and_shrink(party: Party) -> None:
+    groups = [party.own(baby()) for _ in range(3)]
+    for size in (1, 3, 2, 3, 1):
+        party.configure(groups[:size])
+        assert summed(party, groups[:size])[0].tolist() == [size * (size + 1) / 2] * 3
+
+
+def test_several_threads_may_wait_at_once(party: Party) -> None:
+    groups = party.meet(2, baby)
+    tensors = [[torch.full((10,), float(i)) for i in range(20)] for _ in groups]
+    works = [[group.allreduce([t]) for t in own] for group, own in zip(groups, tensors, strict=True)]
+    waits = [party.aside(work.wait) for row in works for work in row[::-1]]
+    assert all(wait.result(LIMIT_S) for wait in waits)
+    assert [t[0].item() for t in tensors[1]] == [2.0 * i for i in range(20)]
+
+
+def test_functions_of_torch_distributed_take_it(party: Party) -> None:
+    def gather(rank: int, group: ProcessGroup) -> list[float]:
+        outputs = [torch.zeros(2) for _ in range(2)]
+        dist.all_gather(outputs, torch.full((2,), float(rank)), group=group)
+        return [output[0].item() for output in outputs]
+
+    assert party.together(party.meet(2, baby), gather) == [[0, 1], [0, 1]]

@@ -1,0 +1,159 @@
+"""Tensors in memory that a subprocess can see."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+
+import pytest
+import torch
+
+from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.process_group.baby.memory import (
+    Exports,
+    Segment,
+    Staging,
+    TensorSpec,
+    open_segment,
+    tensor_at,
+)
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.share_memory_()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def seen_through(segment: Segment, spec: TensorSpec) -> torch.Tensor:
+    """The tensor as another process would map it."""
+    return tensor_at(open_segment(segment.descriptor, segment.nbytes), spec)
+
+
+def test_a_shared_tensor_is_found_where_it_is() -> None:
+    tensor = shared(torch.arange(12.0))
+    found = Exports().find(tensor.view(3, 4)[1:, ::2])
+    assert found is not None
+    seen = seen_through(*found)
+    assert seen.tolist() == [[4, 6], [8, 10]]
+    seen.fill_(-1)
+    assert tensor.tolist() == [0, 1, 2, 3, -1, 5, -1, 7, -1, 9, -1, 11]
+
+
+def test_views_of_one_storage_are_one_segment() -> None:
+    exports = Exports()
+    tensor = shared(torch.zeros(10))
+    segments = {exports.find(view)[0] for view in (tensor, tensor[2:], tensor.view(5, 2))}  # type: ignore[index]
+    assert len(segments) == 1
+
+
+def test_a_segment_is_dead_once_nobody_has_its_storage() -> None:
+    exports = Exports()
+    tensor = shared(torch.zeros(10))
+    found = exports.find(tensor)
+    assert found is not None
+    view = tensor[1:]
+    del tensor
+    gc.collect()
+    assert list(exports.take_dead()) == []
+    del view
+    gc.collect()
+    assert list(exports.take_dead()) == [found[0].number]
+    assert list(exports.take_dead()) == []
+
+
+def test_no_number_stands_for_two_storages() -> None:
+    exports = Exports()
+    numbers = []
+    for _ in range(50):
+        found = exports.find(shared(torch.zeros(10)))
+        assert found is not None
+        numbers.append(found[0].number)
+    assert len(set(numbers)) == 50
+    assert len(list(exports.take_dead())) == 50
+
+
+def test_an_ordinary_tensor_has_to_be_staged() -> None:
+    assert Exports().find(torch.zeros(3)) is None
+
+
+def test_shared_memory_with_a_name_has_to_be_staged_and_stays_where_it_is() -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        tensor = shared(torch.zeros(3))
+    finally:
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")  # type: ignore[no-untyped-call]
+    address = tensor.data_ptr()
+    assert Exports().find(tensor) is None
+    assert tensor.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(()),
+        torch.zeros(0),
+        torch.zeros(3, 5),
+        torch.zeros(3, 5).t(),
+        torch.zeros(8, 8)[1::2, ::3],
+        torch.zeros(7, dtype=torch.bfloat16),
+        torch.zeros(7, dtype=torch.complex128),
+        torch.zeros(7, dtype=torch.bool),
+        torch.zeros(3_000_000, dtype=torch.int8),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
+)
+def test_a_staged_tensor_keeps_its_form_and_its_values(tensor: torch.Tensor) -> None:
+    staging = Staging()
+    torch.manual_seed(1)
+    tensor.copy_(torch.randint(0, 2, tensor.shape))
+    block, spec = staging.stage(tensor)
+    tensor_at(block.storage, spec).copy_(tensor)
+    seen = seen_through(block.segment, spec)
+    assert (seen.shape, seen.stride(), seen.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert torch.equal(seen, tensor)
+    staging.close()
+
+
+def test_two_tensors_never_share_a_block_and_a_block_is_used_again() -> None:
+    staging = Staging()
+    first, second = (staging.stage(torch.zeros(16))[0] for _ in range(2))
+    assert (first.segment, first.start) != (second.segment, second.start)
+    staging.give_back([first])
+    assert staging.stage(torch.zeros(16))[0] is first
+    staging.close()
+
+
+def test_repeated_use_takes_no_more_memory() -> None:
+    staging = Staging()
+    for _ in range(100):
+        blocks = [staging.stage(torch.zeros(1000))[0] for _ in range(10)]
+        staging.give_back(blocks)
+    assert len({block.segment for block in blocks}) == 1
+    staging.close()
+
+
+def test_closing_gives_the_descriptors_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    staging = Staging()
+    staging.stage(torch.zeros(10))
+    staging.stage(torch.zeros(1_000_000))
+    assert len(os.listdir("/proc/self/fd")) > before
+    staging.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProcessGroupError, match=r"No space left.*share_memory_"):
+        Staging().stage(torch.zeros(10))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sparse_tensor_is_refused_by_name() -> None:
+    with pytest.raises(NotSupportedError, match="sparse"):
+        Staging().stage(torch.zeros(3).to_sparse())

@@ -1,0 +1,179 @@
+"""Whoever waits reads the answers, for everybody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from torchft_like.process_group.baby.channel import FOREVER, Channel
+from torchft_like.process_group.baby.protocol import Outcome
+from torchft_like.process_group.baby.requests import Request, Requests
+
+LIMIT_S = 60.0
+
+
+class Correspondence:
+    """Requests, and the end of the channel from which they are answered."""
+
+    def __init__(self) -> None:
+        near, far = Channel.pair()
+        self.far = Channel(far)
+        self.near = Channel(near)
+        self.silences = threading.Semaphore(0)
+        self.requests = Requests(self.near, self.silences.release)
+
+    def answer(self, request: Request, *parts: object) -> None:
+        self.far.send((request.number, Outcome.DONE.value, *parts))
+
+    def end(self) -> None:
+        self.far.close()
+        self.requests.end()
+        self.near.close()
+
+
+@pytest.fixture
+def talk() -> Iterator[Correspondence]:
+    correspondence = Correspondence()
+    yield correspondence
+    correspondence.end()
+
+
+def limit() -> float:
+    return time.monotonic() + LIMIT_S
+
+
+def test_an_answer_settles_its_request(talk: Correspondence) -> None:
+    request = talk.requests.add(FOREVER)
+    assert talk.requests.count() == 1
+    talk.answer(request, 5)
+    assert talk.requests.wait(request, limit())
+    assert (request.outcome, request.answer, talk.requests.count()) == (Outcome.DONE, (5,), 0)
+
+
+def test_answers_may_come_in_any_order(talk: Correspondence) -> None:
+    requests = [talk.requests.add(FOREVER) for _ in range(5)]
+    for request in reversed(requests):
+        talk.answer(request)
+    assert all(talk.requests.wait(request, limit()) for request in requests)
+
+
+def test_many_threads_wait_for_requests_of_their_own(talk: Correspondence) -> None:
+    requests = [talk.requests.add(FOREVER) for _ in range(64)]
+    with ThreadPoolExecutor(16) as pool:
+        waits = [pool.submit(talk.requests.wait, request, limit()) for request in requests]
+        for request in requests[1::2] + requests[::2]:
+            talk.answer(request)
+        assert all(wait.result(LIMIT_S) for wait in waits)
+
+
+def test_one_who_waits_long_does_not_keep_others_from_their_answers(talk: Correspondence) -> None:
+    late, early = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
+    with ThreadPoolExecutor(2) as pool:
+        long_wait = pool.submit(talk.requests.wait, late, limit())
+        short_wait = pool.submit(talk.requests.wait, early, limit())
+        talk.answer(early)
+        assert short_wait.result(LIMIT_S)
+        assert not long_wait.done()
+        talk.answer(late)
+        assert long_wait.result(LIMIT_S)
+
+
+def test_a_wait_ends_at_its_deadline_and_the_request_goes_on(talk: Correspondence) -> None:
+    request = talk.requests.add(FOREVER)
+    assert not talk.requests.wait(request, time.monotonic() + 0.01)
+    talk.answer(request)
+    assert talk.requests.wait(request, limit())
+    assert talk.silences.acquire(blocking=False) is False
+
+
+def test_a_follower_is_told_without_anybody_waiting(talk: Correspondence) -> None:
+    request = talk.requests.add(FOREVER)
+    told = threading.Event()
+    talk.requests.follow(request, lambda _: told.set())
+    talk.answer(request)
+    assert told.wait(LIMIT_S)
+
+
+def test_a_follower_that_comes_late_is_told_at_once(talk: Correspondence) -> None:
+    request = talk.requests.add(FOREVER)
+    talk.answer(request)
+    talk.requests.wait(request, limit())
+    told: list[Request] = []
+    talk.requests.follow(request, told.append)
+    assert told == [request]
+
+
+def test_a_follower_may_wait_for_another_request(talk: Correspondence) -> None:
+    first, second = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
+    done = threading.Event()
+
+    def wait_for_second(_: Request) -> None:
+        talk.requests.wait(second, limit())
+        done.set()
+
+    talk.requests.follow(first, wait_for_second)
+    talk.answer(first)
+    talk.answer(second)
+    assert done.wait(LIMIT_S)
+
+
+def test_whoever_waits_finds_the_effects_of_the_answer(talk: Correspondence) -> None:
+    effects: list[str] = []
+    request = talk.requests.add(FOREVER, lambda _: effects.append("copied back"))
+    talk.answer(request)
+    talk.requests.wait(request, limit())
+    assert effects == ["copied back"]
+
+
+def test_looking_takes_what_is_there_and_does_not_wait(talk: Correspondence) -> None:
+    requests = [talk.requests.add(FOREVER) for _ in range(3)]
+    talk.requests.look()
+    assert talk.requests.count() == 3
+    talk.answer(requests[0])
+    talk.answer(requests[2])
+    talk.requests.look()
+    assert [request.is_settled for request in requests] == [True, False, True]
+
+
+def test_the_end_of_the_subprocess_settles_everything_once(talk: Correspondence) -> None:
+    settled: list[Request] = []
+    requests = [talk.requests.add(FOREVER, settled.append) for _ in range(3)]
+    told = threading.Event()
+    talk.requests.follow(requests[2], lambda _: told.set())
+    talk.far.close()
+    assert all(talk.requests.wait(request, limit()) for request in requests)
+    assert told.wait(LIMIT_S)
+    assert sorted(r.number for r in settled) == sorted(r.number for r in requests)
+    assert {request.outcome for request in requests} == {None}
+
+
+def test_a_request_after_the_end_is_settled_at_once(talk: Correspondence) -> None:
+    talk.requests.end()
+    request = talk.requests.add(FOREVER)
+    assert talk.requests.wait(request, limit())
+    assert request.outcome is None
+
+
+def test_the_end_frees_everybody_who_waits(talk: Correspondence) -> None:
+    requests = [talk.requests.add(FOREVER) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(talk.requests.wait, request, limit()) for request in requests]
+        talk.far.close()
+        assert all(wait.result(LIMIT_S) for wait in waits)
+
+
+@pytest.mark.parametrize("is_followed", [False, True], ids=["waited for", "followed"])
+def test_a_request_that_is_not_answered_in_time_is_reported_once(
+    talk: Correspondence, is_followed: bool
+) -> None:
+    request = talk.requests.add(time.monotonic() + 0.01)
+    if is_followed:
+        talk.requests.follow(request, lambda _: None)
+    else:
+        assert not talk.requests.wait(request, time.monotonic() + 0.2)
+    assert talk.silences.acquire(timeout=LIMIT_S)
+    assert not talk.silences.acquire(timeout=0.05)
