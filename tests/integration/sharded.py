@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -25,7 +25,14 @@ from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas
 
-WAYS = ("hsdp", "hook", "tp")
+# How a network is sharded and its gradients are averaged, and how far from plain training it may come out.
+WAYS = {
+    "hsdp": 1e-6,  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
+    "sum": 1e-6,  # the same, but it asks for a sum, and divides by the group's size itself
+    "half": 2e-3,  # the same in half precision, divided in part before, in part after the sum
+    "tp": 1e-6,  # layers split over the ranks of the group
+    "hook": 1e-6,  # FSDP in the group, the Manager in its all-reduce hook
+}
 GROUP_SIZE = 2
 
 
@@ -44,7 +51,7 @@ class ShardedModel:
         """Shard the networks; called once, before the first step."""
         self._parts = {way: ShardedPart(way, manager) for way in WAYS}
         parameters = [p for part in self._parts.values() for p in part.net.parameters()]
-        self.net = nn.ModuleDict({way: part.net for way, part in self._parts.items()})
+        self.net = nn.ModuleList(part.net for part in self._parts.values())
         self.optimizer = make_optimizer(parameters)
         self._state = ShardedState(self.net, self.optimizer)
 
@@ -90,12 +97,17 @@ class ShardedPart:
         )
         if way == "tp":
             parallelize_module(self.net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        self._shard(mesh["dp_replicate", "dp_shard"])
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if way == "half" else None)
+        self._shard(mesh["dp_replicate", "dp_shard"], mp_policy=policy)
+        if way == "sum":
+            for module in (self.net[0], self.net[2], self.net):
+                assert isinstance(module, FSDPModule)
+                module.set_force_sum_reduction_for_comms(True)
 
-    def _shard(self, mesh: DeviceMesh) -> None:
+    def _shard(self, mesh: DeviceMesh, **options: Any) -> None:
         for layer in (self.net[0], self.net[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(self.net, mesh=mesh, **options)
 
 
 def make_net() -> nn.Sequential:

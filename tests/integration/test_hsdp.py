@@ -19,7 +19,7 @@ def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_trai
     tmp_path: Path,
 ) -> None:
     # With init_sync some ranks contribute to the first step and others heal in it: that is not replayed.
-    options = WorkerOptions(reduce="sharded", init_sync=False)
+    options = WorkerOptions(reduce="sharded", init_sync=False, pause_s=0.1)
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab", size=GROUP_SIZE, options=options)
         b.kill()
@@ -28,9 +28,10 @@ def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_trai
         again = cluster.start("b", size=GROUP_SIZE, options=options)
         cluster.wait_for_quorum_of(a, again)
         assert all(rank.events("heal") for rank in again.ranks)
+        assert any(len(c.members) > c.participants for c in a.ranks[0].commits()), "b did not heal beside a"
         for way in WAYS:
             for rank in (*a.ranks, *b.ranks, *again.ranks):
-                assert steps_that_match_the_replay(rank, a.ranks[0], way) >= 3
+                assert steps_that_match_the_replay(rank, a.ranks[0], way) > 0
 
 
 def steps_that_match_the_replay(rank: Rank, survivor: Rank, way: str) -> int:
@@ -40,7 +41,7 @@ def steps_that_match_the_replay(rank: Rank, survivor: Rank, way: str) -> int:
     for step, parameters in replay(survivor.commits(), "ab", way):
         if step in written:
             told = way_and_step(way, step)
-            torch.testing.assert_close(written[step], parameters, rtol=1e-5, atol=1e-6, msg=told)
+            torch.testing.assert_close(written[step], parameters, rtol=1e-5, atol=WAYS[way], msg=told)
             matching += 1
     return matching
 
