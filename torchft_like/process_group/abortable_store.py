@@ -32,6 +32,7 @@ from torchft_like.process_group.store import StoreAddress
 
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECONNECT_SECONDS = 0.02
+RECEIVE_BYTES = 64 * 1024
 
 _VALIDATION_MAGIC = 0x3C85F7CE
 _READY = 0
@@ -46,6 +47,7 @@ class _Query(IntEnum):
     CHECK = 5
     WAIT = 6
     DELETE_KEY = 8
+    MULTI_GET = 10
     PING = 13
 
 
@@ -90,6 +92,11 @@ class AbortableStore(Store):
         """The value of a key; waits until it has one."""
         self.wait([key])
         return self._wire.receive_bytes(self._ask(_Query.GET, self._key(key)))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that have one, in one question."""
+        deadline = self._ask(_Query.MULTI_GET, self._keys(keys))
+        return [self._wire.receive_bytes(deadline) for _ in keys]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; gives the sum."""
@@ -156,6 +163,7 @@ class _Wire:
         self._lock = threading.Lock()  # a shutdown comes before a connection or after, never between
         self._aborted = False
         self._socket: socket.socket | None = None
+        self._unread = bytearray()  # many values come in one answer
 
     def connect(self, deadline: float) -> None:
         family, _, _, _, target = self._resolve()
@@ -189,16 +197,16 @@ class _Wire:
                 data = data[self._open_socket().send(data) :]
 
     def receive(self, count: int, deadline: float) -> bytes:
-        parts: list[bytes] = []
-        while count:
+        while len(self._unread) < count:
             self._await(select.POLLIN, deadline)
             with self._translated():
-                part = self._open_socket().recv(count)
+                part = self._open_socket().recv(RECEIVE_BYTES)
             if not part:
                 raise self._lost(None)
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+            self._unread += part
+        received = bytes(self._unread[:count])
+        del self._unread[:count]
+        return received
 
     def receive_bytes(self, deadline: float) -> bytes:
         (count,) = struct.unpack("=Q", self.receive(8, deadline))

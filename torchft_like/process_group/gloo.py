@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.exchange import ExchangeStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.rendezvous import claim_prefix
@@ -59,7 +60,8 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
             store.connect()
             claim_prefix(store, membership)
             host = local_host_towards(membership.store.server.host, membership.store.server.port)
-            return _GlooBackend(store, host, membership, abort)
+            heard = ExchangeStore(store, membership.rank, membership.world_size)
+            return _GlooBackend(heard, host, membership, abort)
 
 
 class _GlooBackend:

@@ -30,8 +30,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator
 
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
@@ -43,8 +42,8 @@ KNOCK_SECONDS_MAX = 0.2
 _Registered = tuple[int, int]
 
 _logger = logging.getLogger(__name__)
-_descriptors = Path("/proc/self/fd")
-_descriptor_info = Path("/proc/self/fdinfo")
+_descriptors = "/proc/self/fd"
+_descriptor_info = "/proc/self/fdinfo"
 _creation = threading.Lock()  # our own devices shall not be mistaken for each other
 
 
@@ -106,7 +105,7 @@ class GlooDevice:
             for _ in range(ATTEMPTS_MAX):
                 before = {inode for _, inode in _open_sockets()}
                 device = _make_device(host)
-                found = [pair for pair in _listening_epolls() if pair[1][1] not in before]
+                found = list(_epolls_that_listen_since(before))
                 if len(found) == 1:
                     self._remember(*found[0])
                     return device
@@ -136,38 +135,44 @@ def _open_sockets() -> Iterator[_Registered]:
             yield fd, status.st_ino
 
 
-def _listening_epolls() -> Iterator[tuple[int, _Registered]]:
-    """Every epoll descriptor that watches a listening socket, with that socket."""
+def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _Registered]]:
+    """Every epoll descriptor that watches a listening socket whose inode is not in `before`, with that."""
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
-            if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(_descriptors / str(fd)):
-                yield from ((fd, watched) for watched in _registered(fd) if _is_listening(*watched))
+            if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(f"{_descriptors}/{fd}"):
+                new = [watched for watched in _registered(fd) if watched[1] not in before]
+                yield from ((fd, watched) for watched in new if _is_listening(*watched))
 
 
 def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
-    for name in os.listdir(_descriptors) if _descriptors.exists() else ():
-        with contextlib.suppress(OSError):
-            yield int(name), os.fstat(int(name))
+    for name in os.listdir(_descriptors) if os.path.exists(_descriptors) else ():
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # it was closed meanwhile
+        yield int(name), status
 
 
 def _registered(epoll: int) -> list[_Registered]:
     """What an epoll instance watches."""
-    pairs = []
-    for line in (_descriptor_info / str(epoll)).read_text().splitlines():
-        words = line.replace(":", " ").split()
-        if words[:1] == ["tfd"]:
-            pairs.append((int(words[1]), int(words[words.index("ino") + 1], 16)))
-    return pairs
+    with open(f"{_descriptor_info}/{epoll}") as lines:
+        return [_entry(line) for line in lines if line.startswith("tfd:")]
+
+
+def _entry(line: str) -> _Registered:
+    """From `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
+    words = line.replace(":", " ").split()
+    return int(words[1]), int(words[words.index("ino") + 1], 16)
 
 
 def _is_listening(fd: int, inode: int) -> bool:
     with _own_socket(fd, inode) as own:
-        return own is not None and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+        return own is not None and _listens(own)
 
 
 def _is_connection(fd: int, inode: int) -> bool:
     with _own_socket(fd, inode) as own:
-        return own is not None and not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return own is not None and not _listens(own)
 
 
 def _shut_down(fd: int, inode: int) -> bool:
@@ -176,11 +181,15 @@ def _shut_down(fd: int, inode: int) -> bool:
     The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
     """
     with _own_socket(fd, inode) as own:
-        if own is None or own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if own is None or _listens(own):
             return False
         with contextlib.suppress(OSError):
             own.shutdown(socket.SHUT_RDWR)
         return True
+
+
+def _listens(own: socket.socket) -> bool:
+    return own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
 
 
 @contextlib.contextmanager

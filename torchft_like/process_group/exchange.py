@@ -1,0 +1,106 @@
+"""What a backend says to all its peers through a store, said and heard at once.
+
+Gloo asks the store for every peer's addresses one after the other, three questions each, and the
+members of a group of n ask 3n² questions together, which one thread of the store answers. Here a
+member keeps what it sets to itself until it first asks for something. Then it publishes all of that
+under one key, waits for the keys of all members in one question, and fetches them in another; from
+there on it answers Gloo from memory.
+
+It knows that every member says something before it asks, which is how a full mesh is made, and
+nothing about what is said. What is set, or asked for, later goes to the store itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.abortable_store import AbortableStore
+
+_LENGTH = struct.Struct("=I")
+
+
+class ExchangeStore(Store):
+    """The store as a backend sees it while it is made.
+
+    Args:
+        store: through which the members hear each other.
+        rank, world_size: of the caller among the members.
+    """
+
+    def __init__(self, store: AbortableStore, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._known: dict[str, bytes] = {}
+        self._is_gathered = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Say something; it is heard once the caller asks."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if self._is_gathered:
+            self._store.set(key, data)
+        else:
+            self._known[key] = data
+
+    def get(self, key: str) -> bytes:
+        """What was said under a key; waits until it was."""
+        return self._known[key] if self._has([key]) else self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether something was said under every key."""
+        return self._has(keys) or self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until something was said under every key."""
+        if not self._has(keys):
+            self._store.wait([key for key in keys if key not in self._known], timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """See AbortableStore.add."""
+        return self._store.add(key, amount)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The limit of each question."""
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of each question."""
+        return self._store.timeout
+
+    def _has(self, keys: list[str]) -> bool:
+        if not self._is_gathered:
+            self._gather()
+        return all(key in self._known for key in keys)
+
+    def _gather(self) -> None:
+        self._store.set(f"member/{self._rank}", _encode(self._known))
+        everyone = [f"member/{rank}" for rank in range(self._world_size)]
+        self._store.wait(everyone)
+        for said in self._store.multi_get(everyone):
+            self._known.update(_decode(said))
+        self._is_gathered = True
+
+
+def _encode(said: Mapping[str, bytes]) -> bytes:
+    parts = [part for key, value in said.items() for part in (key.encode(), value)]
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _decode(data: bytes) -> dict[str, bytes]:
+    parts, rest = [], data
+    while len(rest) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(rest)[0]
+        if len(rest) < end:
+            break
+        parts.append(rest[_LENGTH.size : end])
+        rest = rest[end:]
+    if rest or len(parts) % 2:
+        raise ProcessGroupError("a member wrote something else into the store: do all run the same version?")
+    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
