@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,10 @@ def unchecked() -> ProcessGroup:
 def finish(act: Act, part: Part) -> None:
     if (work := act(part)) is not None:
         work.wait()
+
+
+def finish_own(acts: Sequence[Act], parts: list[Part], rank: int, _: object) -> None:
+    finish(acts[rank], parts[rank])
 
 
 def carried_out(party: Party, groups: list[ProcessGroup], act: Act) -> list[list[Tensor]]:
@@ -250,7 +255,7 @@ def test_every_overload_is_read(party: Party) -> None:
     ]
     for acts in right:
         parts = [Part(group, rank) for rank, group in enumerate(groups)]
-        party.together(groups, lambda rank, _, acts=acts, parts=parts: finish(acts[rank], parts[rank]))
+        party.together(groups, partial(finish_own, acts, parts))
     error = refused(party, groups, lambda p: p.group.reduce(p.tensor(4), 1, ReduceOp.MAX), CALLS["reduce"])
     assert error.aspect == "reduce op"
     error = refused(party, groups, lambda p: p.group.broadcast(p.tensor(4), 0), CALLS["broadcast"])
@@ -260,9 +265,13 @@ def test_every_overload_is_read(party: Party) -> None:
 def test_every_name_of_a_row_is_checked(party: Party) -> None:
     groups = party.meet(RANKS, checking)
     for name in BY_NAME["_allgather_base"].names:
-        act: Act = lambda p, name=name: getattr(p.group, name)(p.tensor(8), p.tensor(4))  # noqa: E731
+        act = partial(gather_as, name)
         error = refused(party, groups, act, parts=[Part(groups[0], 0), Part(groups[1], 1, scale=2)])
         assert error.aspect == "shape"
+
+
+def gather_as(name: str, part: Part) -> Any:
+    return getattr(part.group, name)(part.tensor(8), part.tensor(4))
 
 
 # What is uneven and right stays right; what is uneven and wrong is found.
@@ -328,6 +337,10 @@ def test_the_odd_one_of_four_is_named(party: Party) -> None:
     )
 
 
+def broadcast_like(tensor: Tensor, _: int, group: ProcessGroup) -> None:
+    group.broadcast_one(torch.ones_like(tensor), 0).wait()
+
+
 def test_scalars_empty_and_strided_tensors_are_compared_by_their_shape(party: Party) -> None:
     groups = party.meet(RANKS, checking)
     strange = (
@@ -337,9 +350,7 @@ def test_scalars_empty_and_strided_tensors_are_compared_by_their_shape(party: Pa
         torch.ones(3, dtype=torch.bfloat16),
     )
     for tensor in strange:
-        party.together(
-            groups, lambda _, group, like=tensor: group.broadcast_one(torch.ones_like(like), 0).wait()
-        )
+        party.together(groups, partial(broadcast_like, tensor))
     error = refused(
         party,
         groups,

@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
@@ -70,6 +71,12 @@ class Sockets:
             self._sockets.append(one)
             if self._is_cut:
                 _shut_down(one)
+
+    def drop(self, one: socket.socket) -> None:
+        """Close one of them."""
+        with self._lock:
+            self._sockets.remove(one)
+            one.close()
 
     def cut(self) -> None:
         """End every wait for them. From any thread; never blocks."""
@@ -260,20 +267,20 @@ class Hub:
         return self._referee.lose(rank)
 
     def _announce(self, rulings: Iterable[Ruling]) -> None:
-        pending = list(rulings)
-        bodies = {id(ruling.problem): encode_problem(ruling.problem) for ruling in pending}
+        """Send them; to rank 0 last, for what it does then may end all connections."""
+        pending = deque(sorted(rulings, key=lambda ruling: ruling.rank == 0))
         while pending:
-            ruling = pending.pop(0)
-            if ruling.rank not in self._open:
-                continue
-            message = encode_ruling(ruling.ticket, bodies[id(ruling.problem)])
-            try:
-                complete = self._connections[ruling.rank].send(message) == len(message)
-            except OSError:
-                complete = False
-            if not complete:  # it reads nothing, or is gone: nobody shall wait for it
-                pending += (more := self._lose(ruling.rank))
-                bodies |= {id(ruling.problem): encode_problem(ruling.problem) for ruling in more}
+            ruling = pending.popleft()
+            if ruling.rank in self._open and not self._send(ruling):
+                # It reads nothing, or is gone: nobody shall wait for it.
+                pending.extendleft(self._lose(ruling.rank))
+
+    def _send(self, ruling: Ruling) -> bool:
+        message = encode_ruling(ruling.ticket, encode_problem(ruling.problem))
+        try:
+            return self._connections[ruling.rank].send(message) == len(message)
+        except OSError:
+            return False
 
 
 def join(membership: Membership, abort: AbortSignal) -> Link:
@@ -320,8 +327,11 @@ def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> 
             with contextlib.suppress(TimeoutError):
                 connection = listener.accept()[0]
                 sockets.add(connection)
-                if (rank := _greeted(connection, token)) is not None and 0 < rank < membership.world_size:
+                rank = _greeted(connection, token)
+                if rank is not None and 0 < rank < membership.world_size:
                     connections[rank] = connection
+                else:
+                    sockets.drop(connection)
     return Link(own, Hub([connections[rank] for rank in range(membership.world_size)]))
 
 
@@ -341,7 +351,6 @@ def _greeted(connection: socket.socket, token: bytes) -> int | None:
         if secrets.compare_digest(secret, token):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return int(rank)
-    _shut_down(connection)
     return None
 
 

@@ -1,0 +1,130 @@
+"""What the check of collectives costs: an allreduce with it and without, beside torch's own check.
+
+All systems' groups live in the same processes and take turns, round after round, so that whatever else
+this machine does hits all of them alike; differences are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, _ProcessGroupWrapper
+
+from benchmarks.report import Result
+from torchft_like.process_group import ProcessGroupGloo as ReconfigurableGloo
+
+UNCHECKED, CHECKED = "unchecked", "check_collectives=True"
+TORCH, TORCH_DETAIL = "torch's Gloo", "torch's Gloo, DETAIL"
+BYTES = {"4 B": 4, "1 MB": 1 << 20}
+RANKS = (2, 4)
+TIMEOUT_S = 60.0
+REPLY_SECONDS_MAX = 120.0
+
+METHOD = [
+    "2 and 4 processes on one machine, one torch thread each; allreduce of float32, each waited for before "
+    "the next. A sample is the mean of a round's calls on rank 0.",
+    "The groups of all systems live side by side in the same processes and take turns. What is added, and "
+    "the ratio, are those of the same round.",
+    "torch's Gloo, DETAIL is what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a group.",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: int = 15
+    calls: int = 200
+
+
+QUICK = Plan(rounds=3, calls=50)
+
+Allreduce = Callable[[torch.Tensor], object]
+
+
+def main(plan: Plan = Plan()) -> Result:
+    result = Result("check_collectives", "What does the check of collectives cost?", METHOD)
+    for ranks in RANKS:
+        for case, size in BYTES.items():
+            samples = call_times(ranks, size, plan)
+            for system, of_system in samples.items():
+                result.add(f"allreduce {case}, {ranks} ranks", system, "µs", of_system)
+            _add_difference(result, f"added, {case}, {ranks} ranks", samples)
+    result.save()
+    return result
+
+
+def call_times(ranks: int, size: int, plan: Plan = QUICK) -> dict[str, list[float]]:
+    """Microseconds of an allreduce of `size` bytes for each system, a sample for each round."""
+    context = multiprocessing.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe() for _ in range(ranks)]
+    members = [
+        context.Process(target=_measure, args=(theirs, store.port, rank, ranks, size, plan), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    try:
+        for member in members:
+            member.start()
+        ours = pipes[0][0]
+        if not ours.poll(REPLY_SECONDS_MAX):
+            raise TimeoutError(f"rank 0 of {ranks} measured nothing in {REPLY_SECONDS_MAX:g} s")
+        samples: dict[str, list[float]] = ours.recv()
+        return samples
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+
+
+def _add_difference(result: Result, case: str, samples: dict[str, list[float]]) -> None:
+    for with_check, without in ((CHECKED, UNCHECKED), (TORCH_DETAIL, TORCH)):
+        pairs = list(zip(samples[with_check], samples[without], strict=True))
+        ratio = statistics.median(a / b for a, b in pairs)
+        result.add(case, with_check, "µs", [a - b for a, b in pairs], f"{ratio:.2f} x")
+
+
+def _measure(pipe: Connection, port: int, rank: int, ranks: int, size: int, plan: Plan) -> None:
+    torch.set_num_threads(1)
+    systems = _systems(port, rank, ranks)
+    tensor = torch.ones(size // 4)
+    samples: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(plan.rounds + 1):
+        for name, allreduce in systems.items():
+            start = time.perf_counter()
+            for _ in range(plan.calls):
+                allreduce(tensor)
+            if number > 0:  # the first round warms up
+                samples[name].append((time.perf_counter() - start) / plan.calls * 1e6)
+    if rank == 0:
+        pipe.send(samples)
+    pipe.recv()  # until killed: who ends first breaks the others' connections
+
+
+def _systems(port: int, rank: int, ranks: int) -> dict[str, Allreduce]:
+    systems: dict[str, Allreduce] = {}
+    for name, is_checking in ((UNCHECKED, False), (CHECKED, True)):
+        group = ReconfigurableGloo(TIMEOUT_S, check_collectives=is_checking)
+        group.configure(f"127.0.0.1:{port}/{name}", rank, ranks)
+        systems[name] = lambda tensor, group=group: group.allreduce([tensor]).wait()  # type: ignore[misc]
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    plain, inner, helper = (
+        ProcessGroupGloo(PrefixStore(f"torch{n}", store), rank, ranks, timedelta(seconds=TIMEOUT_S))
+        for n in range(3)
+    )
+    systems[TORCH] = lambda tensor: plain.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+    detail = _ProcessGroupWrapper(inner, helper)
+    systems[TORCH_DETAIL] = lambda tensor: detail.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+    return systems
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
+    main(QUICK if parser.parse_args().quick else Plan())
