@@ -214,12 +214,7 @@ class MemoryExports:
             self._dead.append(export)
 
     def _release(self, exports: Iterable[_Export]) -> None:
-        """Once for each, however often it is called."""
-        counters = []
-        for export in exports:
-            if export.counter is not None:
-                counters.append(export.counter)
-                export.counter = None
+        counters = [export.counter for export in exports if export.counter is not None]
         for counter in counters:
             self._cuda.decrement(*counter)
         if counters:

@@ -37,7 +37,7 @@ class Watched:
 
     Attributes:
         name: for messages.
-        is_over: as of now; whoever comes to know a better way to ask may replace it.
+        is_over: as of now; may be replaced by a better way to ask, together with `settle`.
         settle: called when it was cut off; gives what `is_over` is from then on, for a communicator
             that is being torn down must not be asked.
         limit_s: how long it may take.

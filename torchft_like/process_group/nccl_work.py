@@ -63,8 +63,10 @@ class NcclWork(ExplainedWork):
         if timeout or self._blocks_thread:
             self._block_thread(timeout)
         else:
-            # The watch lets go of the work, and so of the tensors: the stream keeps them safe from here.
-            self._watched.is_over = self._mark()
+            # The watch lets go of torch's work, and so of the tensors: this stream keeps them safe now.
+            is_past = self._mark()
+            self._watched.is_over = is_past
+            self._watched.settle = lambda: is_past
         self._check()
         return True
 

@@ -6,8 +6,10 @@ Whether the real ones behave as these do is what tests/gpu is for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -35,11 +37,12 @@ class FakeWork:
         self.device = device
         self.tensors = tensors
         self.is_done = False
-        self.is_off_the_device = False
+        self.off_the_device = threading.Event()
         self.error: Exception | None = None
 
     def finish(self) -> None:
-        self.is_done = self.is_off_the_device = True
+        self.is_done = True
+        self.off_the_device.set()
 
     def is_completed(self) -> bool:
         self.device.asked_during_abort += self.device.is_aborting.is_set()
@@ -123,7 +126,7 @@ class FakeNccl:
         wait_until(self.device.abort_may_end)
         if self.device.abort_takes_effect:
             for work in self.device.works:
-                work.is_off_the_device = True
+                work.off_the_device.set()
         self.device.is_aborting.clear()
         self.aborted.set()
 
@@ -134,10 +137,10 @@ class FakeEvent:
     device: FakeDevice
 
     def record(self, stream: object) -> None:
-        self.behind = list(self.device.stream_waits_for)
+        self.behind = [work.off_the_device for work in self.device.stream_waits_for]
 
     def query(self) -> bool:
-        return all(work.is_off_the_device for work in self.behind)
+        return all(off_the_device.is_set() for off_the_device in self.behind)
 
 
 @pytest.fixture
@@ -228,6 +231,26 @@ def test_wait_orders_the_stream_and_not_the_thread(group: ProcessGroupNCCL, devi
     device.works[-1].finish()
     assert work.is_completed()
     assert work.is_success()
+
+
+def test_waited_operation_holds_no_tensor(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    work = group.allreduce([torch.zeros(1)])
+    held = weakref.ref(device.works.pop())
+    assert held() is not None
+    work.wait()
+    device.stream_waits_for.clear()
+    del work
+    gc.collect()
+    assert held() is None
+
+
+def test_unwaited_operation_holds_its_tensors(group: ProcessGroupNCCL, device: FakeDevice) -> None:
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)])
+    held = weakref.ref(device.works.pop())
+    gc.collect()
+    assert held() is not None
 
 
 def test_future_is_torchs_own(group: ProcessGroupNCCL) -> None:
@@ -364,7 +387,7 @@ def test_next_generation_waits_until_the_device_has_let_go(
     with pytest.raises(TimeoutError):
         configuring.result(0.05)
     assert len(device.communicators) == 1
-    device.works[-1].is_off_the_device = True
+    device.works[-1].off_the_device.set()
     configuring.result(LIMIT_S)
     assert len(device.communicators) == 2
     assert group.errored() is None
@@ -379,7 +402,7 @@ def test_operations_that_no_abort_ends_are_an_error_with_the_cure(
     group.allreduce([torch.zeros(1)])
     with pytest.raises(ProcessGroupError, match="restart this process, or use ProcessGroupBabyNCCL"):
         group.configure(party.prefix(), 0, 1)
-    device.works[-1].is_off_the_device = True
+    device.works[-1].off_the_device.set()
 
 
 def test_two_members_connect_after_they_have_met(device: FakeDevice, party: Party) -> None:
