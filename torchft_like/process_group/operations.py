@@ -33,6 +33,9 @@ LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
 
+# The error that the caller shall see instead of the backend's; None if that says it best.
+Explain = Callable[[Exception], Exception | None]
+
 
 class Operations:
     """Those of one generation of a group."""
@@ -53,13 +56,16 @@ class Operations:
                 self._issued = [entry for entry in self._issued if _is_open(entry)]
                 self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
 
-    def follow(self, backend_future: Future[Any]) -> Future[Any]:
-        """A future that completes as the backend's does, or when the operation is given up."""
+    def follow(self, backend_future: Future[Any], explain: Explain = lambda _: None) -> Future[Any]:
+        """A future that completes as the backend's does, or when the operation is given up.
+
+        An error is told to `explain`, and told in its words, on the thread that completes the operation.
+        """
         own: Future[Any] = Future()
         with self._lock:
             self._futures.add(own)
             error = self._given_up
-        backend_future.add_done_callback(lambda done: self._complete(own, done))
+        backend_future.add_done_callback(lambda done: self._complete(own, done, explain))
         if error is not None and self._take(own):
             own.set_exception(error)
         return own
@@ -124,13 +130,13 @@ class Operations:
             self._futures.remove(own)
             return True
 
-    def _complete(self, own: Future[Any], done: Future[Any]) -> None:
+    def _complete(self, own: Future[Any], done: Future[Any], explain: Explain) -> None:
         if not self._take(own):
             return
         try:
             value = done.value()
         except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
-            own.set_exception(error)
+            own.set_exception(explain(error) or error)
         else:
             own.set_result(value)
 

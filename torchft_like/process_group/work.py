@@ -12,10 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupAbortedError
-from torchft_like.process_group.operations import Operations
-
-# The error that the caller shall see instead of the backend's; None if that says it best.
-Explain = Callable[[Exception], Exception | None]
+from torchft_like.process_group.operations import Explain, Operations
 
 
 class ExplainedWork(Work):
@@ -27,8 +24,8 @@ class ExplainedWork(Work):
 class GroupWork(Work):
     """An operation of a backend, whose errors are told in the group's words.
 
-    `get_future` completes on the backend's thread and carries its tensors, or its error as it was.
-    Only `wait` tells the group of an error.
+    The future completes on the backend's thread and carries its tensors, or the error. The group hears
+    of an error from whoever waits, or through the future if there is one.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class GroupWork(Work):
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
         if self._future is None:
-            self._future = self._operations.follow(self._work.get_future())
+            self._future = self._operations.follow(self._work.get_future(), self._explain)
         return self._future
 
     def is_completed(self) -> bool:

@@ -22,6 +22,7 @@ from torch.futures import Future
 from torchft_like.errors import (
     GroupLostError,
     NotSupportedError,
+    ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
     QuorumTimeoutError,
     ShutdownError,
@@ -29,6 +30,7 @@ from torchft_like.errors import (
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
@@ -474,3 +476,33 @@ def test_waiting_helper_is_honest() -> None:
         work.wait(timedelta(milliseconds=1))
     work.finish()
     wait_until(work.is_over)
+
+
+# Backends: who notices an error, and what they are told
+
+
+@pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_a_group_knows_of_its_error_from_the_future_as_from_the_wait(
+    party: Party, make: Callable[[float], Any], how: str
+) -> None:
+    first, second = party.meet(2, lambda: make(30))
+    work = first.allreduce([ones(2)])
+    future = work.get_future() if how == "future" else None
+    second.abort("on purpose")
+    with pytest.raises(RuntimeError):
+        future.wait() if future is not None else work.wait()
+    assert isinstance(first.errored(), RuntimeError)
+
+
+@pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_an_abort_is_told_in_the_same_words_by_the_future_as_by_the_wait(
+    party: Party, make: Callable[[float], Any], how: str
+) -> None:
+    first, _ = party.meet(2, lambda: make(30))
+    work = first.allreduce([ones(2)])
+    future = work.get_future() if how == "future" else None
+    first.abort("on purpose")
+    with pytest.raises(ProcessGroupAbortedError, match="on purpose"):
+        future.wait() if future is not None else work.wait()
