@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from .scene import Call, Scene, Size
@@ -55,16 +56,18 @@ def all_gather_coalesced(s: Scene) -> Call:
 
 def all_gather_joined(function: Any) -> Build:
     def build(s: Scene) -> Call:
+        s = s.easy()
         output = s.blank(s.joined())
-        return Call(function, (output, s.tensor()), output)
+        return Call(function, (output, s.tensor()), [output], contents_only=True)
 
     return build
 
 
 def all_gather_stacked(s: Scene) -> Call:
+    s = s.easy()
     output = s.blank((s.world, *s.kind.shape))
-    target = output.view(s.joined()) if s.is_reference and output.is_contiguous() else output
-    return Call(dist.all_gather_into_tensor, (target, s.tensor()), output)
+    target = output.view(s.joined()) if s.is_reference else output
+    return Call(dist.all_gather_into_tensor, (target, s.tensor()), [output], contents_only=True)
 
 
 def gather(s: Scene) -> Call:
@@ -79,21 +82,27 @@ def scatter(s: Scene) -> Call:
 
 
 def reduce_scatter(s: Scene) -> Call:
-    output = s.blank()
-    return Call(dist.reduce_scatter, (output, [s.tensor(rank) for rank in s.ranks]), output)
+    return _reduce_scatter(s.easy(), dist.reduce_scatter, lambda s: [s.tensor(rank) for rank in s.ranks])
 
 
 def reduce_scatter_joined(function: Any) -> Build:
     def build(s: Scene) -> Call:
-        output = s.blank()
-        return Call(function, (output, s.tensor(shape=s.joined())), output)
+        return _reduce_scatter(s.easy(), function, lambda s: s.tensor(shape=s.joined()))
 
     return build
 
 
 def reduce_scatter_stacked(s: Scene) -> Call:
+    def source(s: Scene) -> Tensor:
+        stacked = s.tensor(shape=(s.world, *s.kind.shape))
+        return stacked.view(s.joined()) if s.is_reference else stacked
+
+    return _reduce_scatter(s.easy(), dist.reduce_scatter_tensor, source)
+
+
+def _reduce_scatter(s: Scene, function: Any, source: Callable[[Scene], Any]) -> Call:
     output = s.blank()
-    return Call(dist.reduce_scatter_tensor, (output, s.tensor(shape=(s.world, *s.kind.shape))), output)
+    return Call(function, (output, source(s)), [output], future=[output], contents_only=s.mode == "sync")
 
 
 def all_to_all(s: Scene) -> Call:

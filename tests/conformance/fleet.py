@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from tests.integration.gloo_member import serve_store
 from torchft_like import LighthouseServer

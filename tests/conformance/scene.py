@@ -8,12 +8,14 @@ bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
+from torch._C import Future
+
+from torchft_like.process_group.collectives import tensors_of
 
 Size = tuple[int, ...]
 
@@ -101,7 +103,9 @@ class Scene:
     def blank(self, shape: Size | None = None) -> Tensor:
         """A tensor to be overwritten."""
         shape = self.kind.shape if shape is None else shape
-        return self._laid_out(torch.full(shape, 1 if self.kind.dtype == torch.bool else 99).to(self.kind.dtype))
+        return self._laid_out(
+            torch.full(shape, 1 if self.kind.dtype == torch.bool else 99).to(self.kind.dtype)
+        )
 
     def blanks(self) -> list[Tensor]:
         """One for each rank."""
@@ -111,6 +115,12 @@ class Scene:
         """The shape of all ranks' tensors, one after the other."""
         shape = self.kind.shape if shape is None else shape
         return (self.world * shape[0], *shape[1:]) if shape else (self.world,)
+
+    def easy(self) -> Scene:
+        """For torch's own group, where only plain tensors are right: the same values as such."""
+        if not self.is_reference:
+            return self
+        return replace(self, kind=Kind(self.kind.dtype, self.kind.shape or (1,)))
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
@@ -125,17 +135,30 @@ class Scene:
 
 @dataclass
 class Call:
-    """A call of a function that can be asynchronous, and what it fills."""
+    """A call of a function that can be asynchronous, and what it fills.
+
+    Attributes:
+        future: what the future carries, where torch's own work has none and is never completed.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     outputs: Any
     kwargs: dict[str, Any] = field(default_factory=dict)
+    future: Any = None
+    contents_only: bool = False  # torch's own group was given the same values in another shape
 
     def run(self, scene: Scene) -> Any:
         """Carry it out in the mode of the scene."""
         work = self.function(*self.args, group=scene.group, async_op=scene.mode != "sync", **self.kwargs)
-        return finish(work, scene.mode), self.outputs
+        if scene.is_reference and self.future is not None and scene.mode != "sync":
+            work.wait()
+            seen = (True, True, True) if scene.mode == "wait" else self.future
+        else:
+            seen = finish(work, scene.mode)
+        if self.contents_only:
+            return [tensor.reshape(-1) for tensor in tensors_of(self.outputs)]
+        return seen, self.outputs
 
 
 MODES = ("sync", "wait", "future", "then")
@@ -167,7 +190,10 @@ class Outcome:
         return f"{self.value!r}"[:600]
 
 
-def outcome_of(case: Callable[[Scene], Any], scene: Scene, swallowed: Callable[[], Exception | None]) -> Outcome:
+Case = Callable[[Scene], Any]
+
+
+def outcome_of(case: Case, scene: Scene, swallowed: Callable[[], Exception | None]) -> Outcome:
     """Run a case; an error that the group swallowed counts as raised."""
     try:
         value = detached(case(scene))

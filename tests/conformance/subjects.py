@@ -122,6 +122,7 @@ class Subject:
         worlds: the sizes that it can have; None for all.
         managed: configured by a Manager, at a lighthouse.
         device: where its tensors are.
+        moves_nothing: so it accepts what torch's own cannot move.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Subject:
     worlds: tuple[int, ...] | None = None
     managed: bool = False
     device: str = "cpu"
+    moves_nothing: bool = False
 
     @property
     def exists(self) -> bool:
@@ -152,7 +154,7 @@ SUBJECTS: tuple[Subject, ...] = (
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
     ),
     Subject("Managed", ManagedSeat, managed=True),
-    Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,)),
+    Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),
     *_optional("ProcessGroupNCCL", worlds=(1,), device="cuda"),
     *_optional("ProcessGroupBabyNCCL", worlds=(1,), device="cuda"),

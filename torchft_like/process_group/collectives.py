@@ -81,12 +81,29 @@ class Call:
         return ReduceOp(ReduceOp.SUM)
 
     @property
+    def options(self) -> tuple[Any, ...]:
+        """The other arguments, in the order in which they were given."""
+        places, names = self.collective.tensor_places, self.collective.tensor_names
+        positional = (value for place, value in enumerate(self.args) if place not in places)
+        return *positional, *(value for name, value in self.kwargs.items() if name not in names)
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, positional and by name, with each tensor replaced by what `change` makes of it."""
+        places, names = self.collective.tensor_places, self.collective.tensor_names
+        positional = (_map(v, change) if place in places else v for place, v in enumerate(self.args))
+        named = {name: _map(v, change) if name in names else v for name, v in self.kwargs.items()}
+        return tuple(positional), named
+
+    @property
     def result(self) -> list[Any]:
         """What the call's future carries: the outputs, as Gloo's own futures hold them."""
         if self.outputs is None:
             return []
-        if self.collective.output is not None and self.collective.output.depth == 0:
+        depth = self.collective.output.depth if self.collective.output is not None else 1
+        if depth == 0:
             return [self.outputs]
+        if depth == 2 and len(self.outputs) == 1:
+            return list(self.outputs[0])
         return list(self.outputs)
 
     def apply_locally(self, rank: int, world_size: int) -> None:
@@ -129,6 +146,17 @@ class Collective:
         """Every name under which torch may call it."""
         return (self.name, *self.aliases)
 
+    @property
+    def tensor_places(self) -> frozenset[int]:
+        """Where tensors stand among the positional arguments."""
+        return frozenset(argument.index for argument in (self.output, self.input) if argument is not None)
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """The names that the tensor arguments have in the overloads."""
+        arguments = [argument for argument in (self.output, self.input) if argument is not None]
+        return frozenset(name for argument in arguments for name in argument.names)
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Read one call.
 
@@ -157,6 +185,10 @@ def tensors_of(nested: Tensors) -> Iterator[Tensor]:
     elif nested is not None:
         for item in nested:
             yield from tensors_of(item)
+
+
+def _map(nested: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
+    return change(nested) if isinstance(nested, Tensor) else [_map(item, change) for item in nested]
 
 
 def _nest(value: Tensors, depth: int) -> Tensors:
@@ -198,8 +230,9 @@ def _spread_coalesced(call: Call, rank: int, world_size: int) -> None:
 def _fill(call: Call, rank: int, world_size: int) -> None:
     """An output that joins all ranks' tensors repeats the caller's."""
     for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
-        copies = output.numel() // max(source.numel(), 1)
-        output.view(copies, -1).copy_(source.reshape(1, -1).expand(copies, -1))
+        if source.numel():
+            copies = output.numel() // source.numel()
+            output.copy_(source.reshape(1, -1).expand(copies, -1).reshape(output.shape))
 
 
 def _own_item(call: Call, rank: int, world_size: int) -> None:
@@ -213,7 +246,7 @@ def _own_item(call: Call, rank: int, world_size: int) -> None:
 def _own_chunk(call: Call, rank: int, world_size: int) -> None:
     for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
         chunks = torch.split(source.reshape(-1), max(output.numel(), 1))
-        output.view(-1).copy_(chunks[min(rank, len(chunks) - 1)])
+        output.copy_(chunks[min(rank, len(chunks) - 1)].view(output.shape))
 
 
 def _own_to_own(call: Call, rank: int, world_size: int) -> None:

@@ -22,11 +22,11 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from lighthouse.address import LOOPBACK, local_host_towards
-from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.exchange import ExchangeStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.work import AbandonableWork
@@ -69,6 +69,7 @@ class _GlooBackend:
 
     def __init__(self, store: Store, host: str, membership: Membership, abort: AbortSignal) -> None:
         self._abort = abort
+        self._membership = membership
         self._device = GlooDevice(host)
         self._stillness = Stillness(GLOO_THREADS)
         abort.add(self._device.cut)
@@ -88,7 +89,10 @@ class _GlooBackend:
 
     def targets(self) -> tuple[object, ...]:
         """Gloo itself, and torch's shell around it for what it does not offer to Python."""
-        return _Replacements(self._gloo, self._abort), self._gloo, self._shell
+        if (gloo := self._gloo) is None:
+            return ()
+        gaps = GlooGaps(gloo, self._shell, self._membership.rank, self._membership.world_size)
+        return _Replacements(gloo, self._abort), gaps, gloo, self._shell
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See generation.Backend."""
@@ -115,14 +119,12 @@ class _GlooBackend:
 class _Replacements:
     """What has to be done in another way than Gloo does it."""
 
-    def __init__(self, gloo: TorchGloo | None, abort: AbortSignal) -> None:
+    def __init__(self, gloo: TorchGloo, abort: AbortSignal) -> None:
         self._gloo = gloo
         self._abort = abort
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Gloo notices no broken connection while it waits for any of them."""
-        if self._gloo is None:
-            raise ProcessGroupError("the group is closed")
         work: Work = self._gloo.recv_anysource(tensors, tag)  # type: ignore[attr-defined] # the stub lacks it
         return AbandonableWork(work, self._or_abort)
 

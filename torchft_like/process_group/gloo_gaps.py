@@ -1,0 +1,170 @@
+"""Collectives that torch's Gloo has only in part, made of those that it has.
+
+* Its reduce-scatters copy the result in `wait`: they have no future, never say that they are
+  completed, and do not tell a failure from a wait that is not over.
+* Its gathers into one tensor do not take the stacked shape, which NCCL takes.
+* Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
+  writes into what lies between the elements: without an error. Such a tensor is copied here.
+
+The bytes that come out are those that Gloo's own would give: its reduce-scatter is an allreduce, too.
+It knows nothing of the group around it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.collectives import (
+    BY_NAME,
+    POINT_TO_POINT,
+    Call,
+    Collective,
+    tensors_of,
+)
+from torchft_like.process_group.joint_work import JointWork
+
+
+class GlooGaps:
+    """Methods of a Gloo group, under the names of the table of collectives.
+
+    Args:
+        gloo: the group.
+        shell: torch's process group around it, for what `gloo` does not offer to Python.
+    """
+
+    def __init__(self, gloo: TorchGloo, shell: object, rank: int, world_size: int) -> None:
+        self._gloo = gloo
+        self._shell = shell
+        self._rank = rank
+        self._world_size = world_size
+
+    def __getattr__(self, name: str) -> Callable[..., Work]:
+        row = BY_NAME.get(name)
+        run = row.find_on(self._gloo, self._shell) if row is not None else None
+        if row is None or run is None or row.name in POINT_TO_POINT or not row.tensor_places:
+            raise AttributeError(name)
+        return functools.partial(_run_contiguous, row, run)
+
+    def _allgather_base(self, *args: Any, **kwargs: Any) -> Work:
+        return _run_contiguous(BY_NAME["_allgather_base"], self._gather, *args, **kwargs)
+
+    def _gather(self, output: Tensor, source: Tensor, *options: Any) -> Work:
+        gather = self._gloo._allgather_base  # type: ignore[attr-defined] # the stub lacks it
+        work: Work = gather(*self._joined(output, source), *options)
+        return work
+
+    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
+        """With outputs of either shape."""
+        return _run_contiguous(BY_NAME["allgather_into_tensor_coalesced"], self._gather_all, *args, **kwargs)
+
+    def _gather_all(self, outputs: list[Tensor], sources: list[Tensor], *options: Any) -> Work:
+        if len(outputs) != len(sources):
+            raise ProcessGroupError(f"{len(outputs)} outputs for {len(sources)} inputs")
+        pairs = list(map(self._joined, outputs, sources))
+        gather = self._gloo.allgather_into_tensor_coalesced  # type: ignore[attr-defined] # the stub lacks it
+        work: Work = gather([output for output, _ in pairs], [source for _, source in pairs], *options)
+        return work
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
+        """Each rank's part from a list."""
+        call = BY_NAME["reduce_scatter"].bind(args, kwargs)
+        if len(call.outputs) != 1 or len(call.inputs) != 1:
+            raise ProcessGroupError(f"reduce_scatter has one output, not {len(call.outputs)}")
+        (output,), (parts,) = call.outputs, call.inputs
+        if len(parts) != self._world_size:
+            raise ProcessGroupError(f"reduce_scatter got {len(parts)} inputs for {self._world_size} ranks")
+        for part in parts:
+            _check(output, part, output.shape)
+        return self._reduce_scatter(call, [output], [torch.cat([part.reshape(-1) for part in parts])])
+
+    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
+        call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
+        return self._reduce_scatter_tensors(call, [call.outputs], [call.inputs])
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
+        """Several tensors, each the concatenation or the stack of all ranks' parts."""
+        call = BY_NAME["reduce_scatter_tensor_coalesced"].bind(args, kwargs)
+        return self._reduce_scatter_tensors(call, call.outputs, call.inputs)
+
+    def _reduce_scatter_tensors(self, call: Call, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        if len(outputs) != len(inputs):
+            raise ProcessGroupError(f"{len(outputs)} outputs for {len(inputs)} inputs")
+        for output, source in zip(outputs, inputs, strict=True):
+            _check(output, source, *self._shapes_of_all(output))
+        return self._reduce_scatter(call, outputs, [source.clone().reshape(-1) for source in inputs])
+
+    def _reduce_scatter(self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Work:
+        """Reduce the flat `sources` over all ranks, then take the caller's part of each."""
+        options = AllreduceOptions()
+        options.reduceOp = call.reduce_op
+        for given in call.options:
+            options.timeout = getattr(given, "timeout", options.timeout)
+        reduce = self._gloo.allreduce  # type: ignore[attr-defined] # the stub lacks it
+        works: list[Work] = [reduce([source], options) for source in sources]
+
+        def take() -> list[Any]:
+            with torch.no_grad():
+                for output, source in zip(outputs, sources, strict=True):
+                    output.copy_(source.view(self._world_size, *output.shape)[self._rank])
+            return list(outputs)
+
+        return JointWork(works, take)
+
+    def _joined(self, output: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The output as the concatenation of all ranks' tensors, which is what Gloo takes."""
+        if output.shape != (self._world_size, *source.shape):
+            return output, source
+        if source.dim() == 0:
+            return output, source.view(1)
+        return output.view(self._world_size * source.shape[0], *source.shape[1:]), source
+
+    def _shapes_of_all(self, part: Tensor) -> tuple[Sequence[int], ...]:
+        stacked = (self._world_size, *part.shape)
+        if part.dim() == 0:
+            return (stacked,)
+        return (self._world_size * part.shape[0], *part.shape[1:]), stacked
+
+
+def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
+    """Run a call, on copies of those tensors that have gaps."""
+    if not kwargs and _is_contiguous(args[0]) and (1 not in row.tensor_places or _is_contiguous(args[1])):
+        return run(*args)
+    call = row.bind(args, kwargs)
+    copies: dict[int, Tensor] = {}
+
+    def contiguous(tensor: Tensor) -> Tensor:
+        return tensor if _is_contiguous(tensor) else copies.setdefault(id(tensor), tensor.contiguous())
+
+    positional, named = call.with_tensors(contiguous)
+    work = run(*positional, **named)
+    back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
+    return JointWork([work], functools.partial(_copy_back, call, back)) if back else work
+
+
+def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    with torch.no_grad():
+        for output, copy in back:
+            output.copy_(copy)
+    return call.result
+
+
+def _is_contiguous(nested: Any) -> bool:
+    if isinstance(nested, Tensor):
+        return nested.layout is not torch.strided or nested.is_contiguous()
+    return all(map(_is_contiguous, nested))
+
+
+def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:
+    if source.dtype != output.dtype:
+        raise ProcessGroupError(f"the input is {source.dtype}, the output {output.dtype}")
+    if not any(tuple(source.shape) == tuple(shape) for shape in shapes):
+        wanted = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ProcessGroupError(f"the input's shape is {tuple(source.shape)}, not {wanted}")

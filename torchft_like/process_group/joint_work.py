@@ -1,0 +1,109 @@
+"""Several operations as one.
+
+What is left to do once all of them are over (copy a result to where it belongs, say) is done once, by
+the backend's thread or by the one that waits, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+Finish = Callable[[], list[Any]]
+
+
+class JointWork(Work):
+    """A work that is over when all of `works` are, and that fails when one of them does.
+
+    Args:
+        works: of one backend, in the order in which they were begun.
+        finish: gives the result, once all have succeeded.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Finish) -> None:
+        super().__init__()
+        self._works = works
+        self._finish = _Once(finish)
+        self._future: Future[list[Any]] = _joined([work.get_future() for work in works]).then(self._settle)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all are over; a timeout holds for each.
+
+        Raises:
+            RuntimeError: of the first that failed.
+        """
+        for work in self._works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        self._finish()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Completes with the result."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether all are over, and the result is there or cannot come."""
+        return self._future.done() and all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self._finish.is_done
+
+    def exception(self) -> Any:
+        """The first error."""
+        errors = (work.exception() for work in self._works if work.is_completed())
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[Any]:
+        """The result, once it is there."""
+        return self._finish()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        for work in self._works:
+            work.synchronize()
+
+    def source_rank(self) -> int:
+        """Nobody: they may have come from many."""
+        return -1
+
+    _source_rank = source_rank
+
+    def _settle(self, done: Future[list[Future[Any]]]) -> list[Any]:
+        for future in done.value():
+            future.value()
+        return self._finish()
+
+
+def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
+    if futures:
+        return torch.futures.collect_all(futures)
+    nothing: Future[list[Future[Any]]] = Future()
+    nothing.set_result([])
+    return nothing
+
+
+class _Once:
+    """A function that is called once, however many threads ask for its result."""
+
+    def __init__(self, function: Finish) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._result: list[Any] = []
+        self.is_done = False
+
+    def __call__(self) -> list[Any]:
+        with self._lock:
+            if not self.is_done:
+                self._result = self._function()
+                self.is_done = True
+            return self._result
