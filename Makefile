@@ -1,10 +1,12 @@
 # Every target sets up the environment it needs: a fresh clone needs nothing but python3 and make.
 PYTHON ?= python3
+# For the GPU tests: the environment above has a CPU build of torch.
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format proto bench clean help
+.PHONY: demo test gpu-test lint format proto bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -14,6 +16,9 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,312 @@
+"""ProcessGroupNCCL on one GPU.
+
+NCCL refuses two ranks on one device, so groups here have one member, or two that never get to talk.
+An operation that takes too long is one behind a kernel that keeps the stream busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.unit.process_group.conftest import LIMIT_S, Party
+from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.process_group import ProcessGroupNCCL
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.cuda_ipc import TorchCuda
+from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.rendezvous import meet
+from torchft_like.process_group.store import parse_store_address
+
+LONG_CYCLES = 5_000_000_000  # two to five seconds of a GPU
+SHORT = timedelta(seconds=0.3)
+NCCL_THREADS = {"pt_nccl_watchdg", "pt_nccl_heartbt"}
+
+
+@pytest.fixture
+def group(party: Party) -> Iterator[ProcessGroupNCCL]:
+    """Configured, of one member."""
+    group = ProcessGroupNCCL(LIMIT_S)
+    group.configure(party.prefix(), 0, 1)
+    yield group
+    group.shutdown()
+    torch.cuda.synchronize()
+
+
+def busy() -> None:
+    """The current stream has something to do for some seconds."""
+    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_collectives_of_one_member(group: ProcessGroupNCCL) -> None:
+    tensor = torch.arange(4.0, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, 0, group=group)
+    gathered = [torch.zeros(4, device="cuda")]
+    dist.all_gather(gathered, tensor, group=group)
+    scattered = torch.zeros(4, device="cuda")
+    dist.reduce_scatter(scattered, [tensor], group=group)
+    flat = torch.zeros(4, device="cuda")
+    dist.all_gather_into_tensor(flat, tensor, group=group)
+    exchanged = torch.zeros(4, device="cuda")
+    dist.all_to_all_single(exchanged, tensor, group=group)
+    for result in (tensor, *gathered, scattered, flat, exchanged):
+        assert result.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert group.errored() is None
+
+
+def test_coalesced_collectives(group: ProcessGroupNCCL) -> None:
+    tensors = [torch.full((3,), float(value), device="cuda") for value in range(3)]
+    with _coalescing_manager(group, torch.device("cuda"), async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    manager.wait()
+    assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0]
+
+
+def test_future_carries_the_tensors(group: ProcessGroupNCCL) -> None:
+    tensor = torch.ones(4, device="cuda")
+    future = group.allreduce([tensor]).get_future().then(lambda done: done.value()[0] * 2)
+    assert future.wait().tolist() == [2.0] * 4
+
+
+def test_ddp_trains_over_the_group(group: ProcessGroupNCCL) -> None:
+    model = DistributedDataParallel(nn.Linear(8, 8).cuda(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.module.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    assert not torch.equal(before, model.module.weight)
+    assert group.errored() is None
+
+
+def test_wait_blocks_the_stream_and_not_the_thread(group: ProcessGroupNCCL) -> None:
+    busy()
+    tensor = torch.ones(4, device="cuda")
+    work = group.allreduce([tensor])
+    assert work.wait()
+    assert not work.is_completed()
+    assert tensor.tolist() == [1.0] * 4  # this does block
+    assert work.is_completed()
+    assert work.is_success()
+
+
+def test_barrier_blocks_the_thread(group: ProcessGroupNCCL) -> None:
+    busy()
+    is_past = TorchCuda().mark(torch.cuda.current_stream())
+    assert not is_past()
+    dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+    assert is_past()
+
+
+def test_torch_watches_nothing_so_nothing_ends_the_process(group: ProcessGroupNCCL) -> None:
+    dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    assert names & NCCL_THREADS == set()
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
+    group: ProcessGroupNCCL, party: Party
+) -> None:
+    group.set_timeout(SHORT)
+    busy()
+    work = group.allreduce([torch.ones(4, device="cuda")])
+    wait_for(lambda: group._generation is not None and group._generation.error() is not None)
+    with pytest.raises(ProcessGroupAbortedError, match=r"allreduce was not done within 0\.3 s"):
+        work.wait()
+    error = group.errored()
+    assert isinstance(error, ProcessGroupError)
+    assert not isinstance(error, ProcessGroupAbortedError)
+    assert "allreduce" in str(error)
+    group.set_timeout(timedelta(seconds=LIMIT_S))
+    assert_usable_again(group, party)
+
+
+def test_abort_from_another_thread_ends_a_blocked_wait(group: ProcessGroupNCCL, party: Party) -> None:
+    device = torch.cuda.current_device()
+
+    def wait() -> bool:
+        torch.cuda.set_device(device)
+        return work.wait(timedelta(seconds=LIMIT_S))
+
+    busy()
+    work = group.allreduce([torch.ones(4, device="cuda")])
+    waiting = party.aside(wait)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        waiting.result(LIMIT_S)
+    assert not isinstance(group.errored(), ProcessGroupAbortedError | None)
+    assert_usable_again(group, party)
+
+
+def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL) -> None:
+    tensor = torch.ones(4, device="cuda")
+    work = group.allreduce([tensor])
+    work.wait()
+    torch.cuda.synchronize()
+    assert group.errored() is None
+    group.abort("a member was lost")
+    assert isinstance(group.errored(), ProcessGroupAbortedError)
+    assert work.is_completed()
+    assert tensor.tolist() == [1.0] * 4
+
+
+def test_tensor_that_nobody_holds_is_kept_until_the_operation_is_over(group: ProcessGroupNCCL) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    busy()
+    group.allreduce([torch.ones(1 << 20, device="cuda")])
+    gc.collect()
+    assert torch.cuda.memory_allocated() >= before + (4 << 20)
+    wait_for(lambda: torch.cuda.memory_allocated() <= before)
+
+
+def test_waited_operation_holds_no_memory(group: ProcessGroupNCCL) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    busy()
+    group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL) -> None:
+    tensor = torch.ones(4, device="cuda")
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            tensor.add_(1)
+            group.allreduce([tensor])
+
+    with pytest.raises(NotSupportedError, match="cannot be captured in a CUDA graph"):
+        capture()
+
+
+def test_abort_reaches_a_configure_whose_peer_never_comes(party: Party) -> None:
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    configuring = party.aside(group.configure, party.prefix(), 0, 2)
+    with pytest.raises(TimeoutError):
+        configuring.result(0.3)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        configuring.result(LIMIT_S)
+    assert_usable_again(group, party)
+
+
+def test_peer_that_never_comes_is_named(party: Party) -> None:
+    group = ProcessGroupNCCL(SHORT)
+    party.own(group)
+    with pytest.raises(ProcessGroupError, match=r"rank 1 of 2 did not come within 0\.3 s"):
+        group.configure(party.prefix(), 0, 2)
+
+
+def test_abort_reaches_a_configure_whose_peer_is_lost_while_nccl_connects(party: Party) -> None:
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    prefix = party.prefix()
+    configuring = party.aside(group.configure, prefix, 0, 2)
+    membership = Membership(parse_store_address(prefix), 1, 2, timedelta(seconds=LIMIT_S))
+    with contextlib.closing(AbortableStore(membership.store, membership.timeout)) as peer:
+        peer.connect()
+        meet(peer, membership)
+    with pytest.raises(TimeoutError):
+        configuring.result(0.5)
+    group.abort("a member was lost")
+    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
+        configuring.result(LIMIT_S)
+    assert_usable_again(group, party)
+
+
+def test_what_nccl_refuses_is_an_error_and_not_the_end(party: Party) -> None:
+    """Two ranks on one device."""
+    prefix = party.prefix()
+    peer = multiprocessing.get_context("spawn").Process(target=_fail_to_configure, args=(prefix,))
+    peer.start()
+    group = ProcessGroupNCCL(20)
+    party.own(group)
+    try:
+        with pytest.raises(ProcessGroupError):
+            group.configure(prefix, 0, 2)
+        peer.join(LIMIT_S)
+        assert peer.exitcode == 0
+    finally:
+        peer.kill()
+        peer.join()
+    assert_usable_again(group, party)
+
+
+def test_works_in_a_child_process(party: Party) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_reduce_alone, args=(party.prefix(),))
+    child.start()
+    child.join(LIMIT_S)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_reconfigurations_leave_no_memory_and_no_thread(group: ProcessGroupNCCL, party: Party) -> None:
+    def step() -> tuple[int, int]:
+        assert_usable_again(group, party)
+        gc.collect()
+        return torch.cuda.mem_get_info()[0], len(list(Path("/proc/self/task").iterdir()))
+
+    for _ in range(5):
+        step()
+    free_before, threads_before = step()
+    for _ in range(30):
+        step()
+    wait_for(lambda: step()[1] <= threads_before + 4)
+    assert step()[0] >= free_before - (64 << 20)
+
+
+def assert_usable_again(group: ProcessGroupNCCL, party: Party) -> None:
+    group.configure(party.prefix(), 0, 1)
+    tensor = torch.full((4,), 3.0, device="cuda")
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [3.0] * 4
+    assert group.errored() is None
+
+
+def _fail_to_configure(prefix: str) -> None:
+    group = ProcessGroupNCCL(20)
+    try:
+        group.configure(prefix, 1, 2)
+    except ProcessGroupError:
+        os._exit(0)
+    os._exit(1)
+
+
+def _reduce_alone(prefix: str) -> None:
+    group = ProcessGroupNCCL(LIMIT_S)
+    group.configure(prefix, 0, 1)
+    tensor = torch.ones(4, device="cuda")
+    group.allreduce([tensor]).wait()
+    succeeded = tensor.tolist() == [1.0] * 4 and group.errored() is None
+    group.shutdown()
+    os._exit(0 if succeeded else 1)
