@@ -19,7 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -115,18 +115,32 @@ def swallowed(pg: ProcessGroup, call: Call, report: Report) -> Work | None:
 
 def skipped(call: Call, pg: ProcessGroup) -> Work | None:
     """Do not run a call, and leave its outputs in a defined state."""
-    _fill_in(call, pg)
-    return None if call.collective.blocking else DoneWork(call.result)
+    place = _place_in(pg)
+    _fill_in(call, place)
+    return None if call.collective.blocking else DoneWork(call.result, source=place.peer)
 
 
-def _fill_in(call: Call, pg: ProcessGroup) -> None:
+class _Place(NamedTuple):
+    rank: int
+    size: int
+
+    @property
+    def peer(self) -> int:
+        """Whom to name as the sender of what nobody sent: torch insists on a member, not the caller."""
+        return 0 if self.rank else min(1, self.size - 1)
+
+
+def _place_in(pg: ProcessGroup) -> _Place:
+    try:
+        return _Place(pg.rank(), max(pg.size(), 1))
+    except FaultToleranceError:  # it was never configured
+        return _Place(0, 1)
+
+
+def _fill_in(call: Call, place: _Place) -> None:
     """What `call` gives when nobody else takes part; zeros if its tensors do not fit the group's size."""
     try:
-        rank, size = pg.rank(), max(pg.size(), 1)
-    except FaultToleranceError:  # it was never configured
-        rank, size = 0, 1
-    try:
-        call.apply_locally(rank, size)
+        call.apply_locally(*place)
     except (IndexError, RuntimeError, ValueError) as error:
         _logger.debug("%s was called with tensors that do not fit: %s", call.collective.name, error)
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # of tensors that cannot be written to
@@ -200,8 +214,8 @@ class SwallowingWork(Work):
         self._work.block_current_stream()
 
     def source_rank(self) -> int:
-        """Who sent what a receive from any source got; -1 if nobody did."""
-        return -1 if self._has_failed else self._work._source_rank()
+        """Who sent what a receive from any source got; after an error, some other member."""
+        return _place_in(self._pg).peer if self._has_failed else self._work._source_rank()
 
     _source_rank = source_rank
 
@@ -220,4 +234,4 @@ class SwallowingWork(Work):
             self._has_failed = True
             is_in_place = self._call.collective.input == self._call.collective.output
             if not is_in_place and self._work.is_completed():
-                _fill_in(self._call, self._pg)
+                _fill_in(self._call, _place_in(self._pg))

@@ -130,12 +130,16 @@ class DoneWork(Work):
     """An operation that is over: it carries `result`, or `error`.
 
     Both `wait` and `get_future` give the same.
+
+    Args:
+        source: what `source_rank` says; -1 is nobody.
     """
 
-    def __init__(self, result: list[Any], error: Exception | None = None) -> None:
+    def __init__(self, result: list[Any], error: Exception | None = None, source: int = -1) -> None:
         super().__init__()
         self._result = result
         self._error = error
+        self._source = source
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True, or the error."""
@@ -169,8 +173,8 @@ class DoneWork(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Nobody."""
-        return -1
+        """Who sent what a receive from any source got."""
+        return self._source
 
     _source_rank = source_rank
 

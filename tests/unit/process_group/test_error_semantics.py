@@ -217,6 +217,7 @@ def test_a_failure_is_noticed_however_one_asks_and_outputs_get_a_value(
     NOTICE[how](work)
     assert isinstance(subject.error(), OopsError)
     assert (work.wait(), work.is_success(), work.exception()) == (True, True, None)
+    assert work.source_rank() == 0, "nobody sent anything, but torch wants a member's rank"
     if name in IN_PLACE:
         assert all(torch.equal(output, torch.full((2,), SPOILT)) for output in outputs), "left alone"
     else:
@@ -233,7 +234,7 @@ def test_after_an_error_calls_are_skipped_with_defined_outputs_until_configure(k
         assert_as_alone(name, outputs)
         if work is not None:
             assert (work.wait(), work.is_completed(), work.is_success()) == (True, True, True)
-            assert (work.exception(), work.source_rank()) == (None, -1)
+            assert (work.exception(), work.source_rank()) == (None, 0)
             assert [id(t) for t in tensors_of(work.get_future().wait())] == [id(t) for t in outputs]
             assert [id(t) for t in tensors_of(work.result())] == [id(t) for t in outputs]
     assert subject.inner.calls[name] == 0
@@ -350,6 +351,30 @@ def test_a_skipped_call_whose_tensors_do_not_fit_leaves_zeros(name: str, args: t
     assert getattr(subject.group, name)(*args).wait()
     for output in tensors_of(args[0]):
         assert torch.equal(output, torch.zeros_like(output))
+
+
+def test_torchs_functions_for_messages_and_objects_go_on_after_an_error(party: Party) -> None:
+    first, second = [ErrorSwallowingProcessGroupWrapper(group) for group in party.meet(2)]
+    for group in (first, second):
+        group.register(f"messages-{group.rank()}")
+        group.report_error(OopsError())
+    try:
+        assert dist.recv(torch.ones(1), group=second) == 0
+        assert dist.recv(torch.ones(1), group=first) == 1
+        dist.send(torch.ones(1), group_dst=0, group=second)
+        exchange = [
+            dist.P2POp(dist.isend, torch.ones(1), group=second, group_peer=0),
+            dist.P2POp(dist.irecv, torch.ones(1), group=second, group_peer=0),
+        ]
+        assert all(work.wait() for work in dist.batch_isend_irecv(exchange))
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, "mine", group=second)
+        assert objects == ["mine", "mine"]
+        with pytest.raises(EOFError):  # torch unpickles the message that did not come
+            dist.scatter_object_list([None], None, group_src=0, group=second)
+    finally:
+        first.unregister()
+        second.unregister()
 
 
 def test_configure_is_not_swallowed(party: Party) -> None:
