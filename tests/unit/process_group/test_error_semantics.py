@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Unpack
 
 import pytest
@@ -531,3 +532,10 @@ def test_an_abort_is_told_in_the_same_words_by_the_future_as_by_the_wait(
     first.abort("on purpose")
     with pytest.raises(ProcessGroupAbortedError, match="on purpose"):
         future.wait() if future is not None else work.wait()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_about_process_groups_says_what_is_left_in_the_outputs_of(name: str) -> None:
+    page = Path(__file__).parents[3] / "docs" / "process-groups.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert len([row for row in rows if f"`{name}`" in row.split("|")[1]]) == 1
