@@ -77,7 +77,7 @@ def test_collectives_of_one_member(group: ProcessGroupNCCL) -> None:
 
 def test_coalesced_collectives(group: ProcessGroupNCCL) -> None:
     tensors = [torch.full((3,), float(value), device="cuda") for value in range(3)]
-    with _coalescing_manager(group, torch.device("cuda"), async_ops=True) as manager:
+    with _coalescing_manager(group, async_ops=True) as manager:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
     manager.wait()
