@@ -1,7 +1,7 @@
 """A backend in a subprocess, seen from the trainer.
 
-It turns calls of collectives into requests, and takes care that the subprocess sees the tensors. What
-happens to an answer is the business of `requests` and `work`; how a subprocess comes to be, of
+It turns calls of collectives into requests. How the subprocess comes to see the tensors is the business
+of a `Lender`; what happens to an answer, of `requests` and `work`; how a subprocess comes to be, of
 `nursery`.
 
 INVARIANT: to end the subprocess is to end every operation. Nothing of it can touch a tensor after its
@@ -14,31 +14,22 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode
 from torchft_like.process_group.baby.channel import ChannelClosedError, Message
-from torchft_like.process_group.baby.memory import (
-    Block,
-    Exports,
-    Segment,
-    Staging,
-    TensorSpec,
-    tensor_at,
-)
+from torchft_like.process_group.baby.lending import Lender, Loan
 from torchft_like.process_group.baby.nursery import Child
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.work import BabyWork
-from torchft_like.process_group.collectives import BY_NAME, Call, Collective, tensors_of
+from torchft_like.process_group.collectives import BY_NAME, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Membership
 
 # How much later than an operation's own timeout its subprocess counts as silent.
@@ -46,49 +37,50 @@ SILENCE_S = 5.0
 GONE_S_MAX = 10.0
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What runs in the subprocess, each as `module:class`.
+
+    Attributes:
+        group: a ReconfigurableProcessGroup whose backend it is.
+        borrower: the other side of the lender.
+    """
+
+    group: str
+    borrower: str
+
+
 class RemoteBackend:
     """See generation.Backend.
 
     Args:
         child: the subprocess, which from now on belongs to this object.
-        staging: room for tensors that do not live in shared memory.
+        lender: for the tensors; used by this object alone.
         abort: ends the subprocess when it is set.
     """
 
-    def __init__(self, child: Child, staging: Staging, abort: AbortSignal) -> None:
+    def __init__(self, child: Child, lender: Lender, abort: AbortSignal) -> None:
         self._child = child
-        self._staging = staging
+        self._lender = lender
         self._abort = abort
-        self._exports = Exports()
         self._requests = Requests(child.channel, self._end_silent)
-        self._sending = threading.Lock()  # a request comes after the segments that it needs
-        self._mapped: set[int] = set()
+        self._sending = threading.Lock()  # a request comes after the letters that it needs
         self._timeout_s = 0.0
         self._why_ended: str | None = None
         self._offered: frozenset[str] = frozenset()
         abort.add(child.kill)
 
-    def begin(self, backend: str, membership: Membership) -> None:
+    def begin(self, recipe: Recipe, membership: Membership) -> None:
         """Have the subprocess make its backend.
-
-        Args:
-            backend: `module:class` of a ReconfigurableProcessGroup.
-            membership: what it is made for.
 
         Raises:
             ProcessGroupError: it could not; the text says why.
         """
         self._timeout_s = membership.timeout.total_seconds()
         request = self._requests.add(self._deadline(None))
-        parts = (
-            dict(os.environ),
-            backend,
-            str(membership.store),
-            membership.rank,
-            membership.world_size,
-            self._timeout_s,
-        )
-        self._send((ToChild.BEGIN.value, request.number, *parts), request.deadline)
+        members = (str(membership.store), membership.rank, membership.world_size, self._timeout_s)
+        how = (recipe.group, recipe.borrower, self._lender.greeting())
+        self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *members), request.deadline)
         self._requests.wait(request, request.deadline + GONE_S_MAX)
         if request.outcome is not Outcome.DONE:
             raise self.describe(request)
@@ -112,7 +104,8 @@ class RemoteBackend:
     def set_timeout(self, timeout: timedelta) -> None:
         """See generation.Backend."""
         self._timeout_s = timeout.total_seconds()
-        self._send((ToChild.SET_TIMEOUT.value, UNASKED, self._timeout_s), self._deadline(None))
+        with self._sending:
+            self._send((ToChild.SET_TIMEOUT.value, UNASKED, self._timeout_s), self._deadline(None))
 
     def break_off(self) -> None:
         """See generation.Backend."""
@@ -128,6 +121,7 @@ class RemoteBackend:
         self._child.kill()
         self._child.wait_ended(GONE_S_MAX)
         self._requests.end()
+        self._lender.close()
         self._child.close()
 
     @property
@@ -140,52 +134,46 @@ class RemoteBackend:
         self._requests.look()
         return self._requests.count()
 
+    def lost(self) -> Exception | None:
+        """The error if the subprocess is gone."""
+        return self._gone() if self._child.has_ended() else None
+
     def describe(self, request: Request) -> Exception:
         """See work.Failures."""
-        if request.outcome is not None:
-            return outcomes.error_from(request.answer)
-        self._why_ended = why = self._why_ended or self._child.how_ended()
-        return SubprocessLostError(
-            f"the backend's subprocess {self._child.pid} is gone: {why}; configure() starts another"
-        )
+        return self._gone() if request.outcome is None else outcomes.error_from(request.answer)
 
     def _run(self, collective: Collective, *args: Any, **kwargs: Any) -> Work | None:
         call = collective.bind(args, kwargs)
-        tensors = _Tensors(call, self._exports, self._staging)
-        try:
-            plain = [encode(value, tensors.locate) for value in args]
-            named = {name: encode(value, tensors.locate) for name, value in kwargs.items()}
-        except BaseException:
-            self._staging.give_back(tensors.blocks)
-            raise
-        request = self._requests.add(self._deadline(call), tensors.settle)
-        message = (ToChild.RUN.value, request.number, collective.name, plain, named)
-        self._send(message, request.deadline, tensors.segments)
-        work = BabyWork(self._requests, request, call.result, self)
+        with self._sending:
+            loan = self._lender.lend(call)
+            request = self._requests.add(self._deadline(call), loan.settle)
+            self._send(self._message(call, loan, request), request.deadline)
+        work = loan.work(self._requests, request, call.result, self)
         if not collective.blocking:
             return work
         work.wait()
         return None
 
-    def _send(self, message: Message, deadline: float, segments: Iterable[Segment] = ()) -> None:
+    def _message(self, call: Call, loan: Loan, request: Request) -> Message:
         try:
-            with self._sending:
-                for segment in segments:
-                    if segment.number not in self._mapped:
-                        self._map(segment, deadline)
-                for number in self._exports.take_dead():
-                    self._mapped.discard(number)
-                    self._child.channel.send((ToChild.UNMAP.value, UNASKED, number), (), deadline)
-                self._child.channel.send(message, (), deadline)
+            plain = [encode(value, loan.locate) for value in call.args]
+            named = {name: encode(value, loan.locate) for name, value in call.kwargs.items()}
+            context = loan.context()
+        except BaseException:
+            self._requests.withdraw(request)
+            raise
+        return ToChild.RUN.value, request.number, call.collective.name, plain, named, context
+
+    def _send(self, message: Message, deadline: float) -> None:
+        channel = self._child.channel
+        try:
+            for letter, descriptors in self._lender.letters():
+                channel.send(letter, descriptors, deadline)
+            channel.send(message, (), deadline)
         except ChannelClosedError:
             pass  # whoever reads the channel finds that out, too, and settles the request
         except TimeoutError:
             self._end_silent()
-
-    def _map(self, segment: Segment, deadline: float) -> None:
-        header = (ToChild.MAP.value, UNASKED, segment.number, segment.nbytes)
-        self._child.channel.send(header, [segment.descriptor], deadline)
-        self._mapped.add(segment.number)
 
     def _deadline(self, call: Call | None) -> float:
         timeout_s = self._timeout_s
@@ -203,43 +191,9 @@ class RemoteBackend:
             self._why_ended = self._why_ended or why
             self._child.kill()
 
-
-class _Tensors:
-    """The tensors of one call: where the subprocess finds them, and what is to be copied back."""
-
-    def __init__(self, call: Call, exports: Exports, staging: Staging) -> None:
-        self._call = call
-        self._exports = exports
-        self._staging = staging
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self.blocks: list[Block] = []
-        self.segments: list[Segment] = []
-
-    def locate(self, tensor: Tensor) -> TensorSpec:
-        """The segment, and the place in it, that holds the tensor for the subprocess."""
-        found = self._exports.find(tensor)
-        segment, spec = found if found is not None else self._stage(tensor)
-        self.segments.append(segment)
-        return spec
-
-    def settle(self, request: Request) -> None:
-        """The request is over: what the subprocess has written goes where the caller expects it."""
-        if request.outcome is Outcome.DONE and self._copies:
-            try:
-                with torch.no_grad():
-                    for tensor, staged in self._copies:
-                        tensor.copy_(staged)
-            except RuntimeError as error:
-                request.outcome, request.answer = Outcome.REFUSED, outcomes.answer_for(error)
-        self._staging.give_back(self.blocks)
-
-    def _stage(self, tensor: Tensor) -> tuple[Segment, TensorSpec]:
-        block, spec = self._staging.stage(tensor)
-        self.blocks.append(block)
-        staged = tensor_at(block.storage, spec)
-        if any(tensor is own for own in tensors_of(self._call.inputs)):
-            with torch.no_grad():
-                staged.copy_(tensor)
-        if any(tensor is own for own in tensors_of(self._call.outputs)):
-            self._copies.append((tensor, staged))
-        return block.segment, spec
+    def _gone(self) -> SubprocessLostError:
+        why = self._why_ended or self._requests.last_words or self._child.how_ended()
+        self._why_ended = why
+        return SubprocessLostError(
+            f"the backend's subprocess {self._child.pid} is gone: {why}; configure() starts another"
+        )

@@ -21,16 +21,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import decode
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
-from torchft_like.process_group.baby.memory import TensorSpec, open_segment, tensor_at
-from torchft_like.process_group.baby.protocol import Outcome, ToChild
-from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT
+from torchft_like.process_group.baby.lending import Borrower
+from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
 from torchft_like.process_group.generation import AbortSignal, Backend, Membership
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
@@ -60,9 +60,11 @@ def _end_with(trainer: int) -> None:
 class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._segments: dict[int, torch.UntypedStorage] = {}
         self._methods: dict[str, Callable[..., Work | None]] = {}
         self._backend: Backend | None = None
+        self._borrower: Borrower | None = None
+        self._abort = AbortSignal()
+        self._abort.add(self._end)
         self._waiters = ThreadPoolExecutor(WAITERS_MAX, thread_name_prefix="torchft-baby-wait")
 
     def run(self) -> None:
@@ -72,7 +74,7 @@ class _Server:
             ChannelClosedError: it is.
         """
         handlers: dict[int, Callable[..., None]] = {
-            ToChild.RUN.value: self._start,
+            ToChild.RUN.value: self._run,
             ToChild.MAP.value: self._map,
             ToChild.UNMAP.value: self._unmap,
             ToChild.SET_TIMEOUT.value: self._set_timeout,
@@ -80,13 +82,17 @@ class _Server:
         }
         while True:
             (kind, request, *body), descriptors = self._channel.receive()
-            handlers[kind](request, *body, *descriptors)
+            handlers[kind](request, *body, *((descriptors,) if kind == ToChild.MAP else ()))
 
-    def _begin(self, request: int, environment: dict[str, str], backend: str, *membership: Any) -> None:
+    def _begin(
+        self, request: int, environment: dict[str, str], group: str, borrower: str, *more: Any
+    ) -> None:
         os.environ.clear()
         os.environ.update(environment)
+        greeting, *membership = more
         try:
-            self._backend = _make(backend, *membership)
+            self._borrower = _load(borrower)(greeting)
+            self._backend = _make(_load(group), *membership, abort=self._abort)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
             return
@@ -94,38 +100,42 @@ class _Server:
         self._methods = {name: method for name, method in found if method is not None}
         self._answer(request, Outcome.DONE, list(self._methods))
 
-    def _map(self, _: int, segment: int, nbytes: int, descriptor: int) -> None:
-        self._segments[segment] = open_segment(descriptor, nbytes)
-        os.close(descriptor)
+    def _map(self, _: int, *details: Any) -> None:
+        *storage, descriptors = details
+        self._borrowed().map(tuple(storage), descriptors)
 
-    def _unmap(self, _: int, segment: int) -> None:
-        self._segments.pop(segment, None)
+    def _unmap(self, _: int, storage: int) -> None:
+        self._borrowed().unmap(storage)
 
     def _set_timeout(self, _: int, timeout_s: float) -> None:
         if self._backend is not None:
             self._backend.set_timeout(timedelta(seconds=timeout_s))
 
-    def _start(self, request: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        method = self._methods[name]
+    def _run(self, request: int, name: str, args: list[Any], kwargs: dict[str, Any], context: Any) -> None:
+        borrower = self._borrowed()
         try:
-            arguments = [decode(value, self._tensor) for value in args]
-            named = {key: decode(value, self._tensor) for key, value in kwargs.items()}
-            if name == "monitored_barrier":
-                self._waiters.submit(self._wait, request, functools.partial(method, *arguments, **named))
-                return
-            work = method(*arguments, **named)
+            arguments = [decode(value, borrower.tensor) for value in args]
+            named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
+            with borrower.entered(context):
+                start = functools.partial(self._methods[name], *arguments, **named)
+                if BY_NAME[name].blocking:
+                    self._waiters.submit(self._wait, request, start)
+                    return
+                work = start()
+                answer = borrower.answer_when_started(work)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.REFUSED, *outcomes.answer_for(error))
             return
-        if work is None:
-            self._answer(request, Outcome.DONE)
-        elif name in POINT_TO_POINT:
+        if answer is not None:
+            self._answer(request, Outcome.DONE, *answer)
+        elif work is not None:
+            self._answer_when_over(request, name, work)
+
+    def _answer_when_over(self, request: int, name: str, work: Work) -> None:
+        if name in POINT_TO_POINT:
             self._waiters.submit(self._wait, request, work.wait, work)
         else:
             work.get_future().add_done_callback(functools.partial(self._finish, request))
-
-    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
-        return tensor_at(self._segments[spec[0]], spec)
 
     def _finish(self, request: int, done: Future[Any]) -> None:
         """On a thread of the backend."""
@@ -144,17 +154,38 @@ class _Server:
         else:
             self._answer(request, Outcome.DONE, *_source_of(work))
 
+    def _borrowed(self) -> Borrower:
+        if self._borrower is None:
+            raise ProcessGroupError("the subprocess was not told yet what to be")
+        return self._borrower
+
+    def _end(self) -> None:
+        """The backend has given up, and nothing of it may go on: the trainer hears why, and all ends."""
+        self._answer(UNASKED, Outcome.FAILED, str(self._abort.reason))
+        os._exit(1)
+
     def _answer(self, request: int, outcome: Outcome, *parts: Any) -> None:
         with contextlib.suppress(ChannelClosedError):  # the reading thread finds it out, too
             self._channel.send((request, outcome.value, *parts))
 
 
-def _make(backend: str, store: str, rank: int, world_size: int, timeout_s: float) -> Backend:
-    module, _, name = backend.partition(":")
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _make(
+    group: type[ReconfigurableProcessGroup],
+    store: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    *,
+    abort: AbortSignal,
+) -> Backend:
     timeout = timedelta(seconds=timeout_s)
-    group: ReconfigurableProcessGroup = getattr(importlib.import_module(module), name)(timeout)
     members = Membership(parse_store_address(store), rank, world_size, timeout)
-    return group._create(members, AbortSignal())
+    return group(timeout)._create(members, abort)
 
 
 def _source_of(work: Work | None) -> tuple[int, ...]:

@@ -7,11 +7,13 @@ to a process that can be killed. That is how such a group is aborted, and how it
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby.backend import RemoteBackend
-from torchft_like.process_group.baby.memory import Staging
+from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
+from torchft_like.process_group.baby.cpu_lending import CpuLender
+from torchft_like.process_group.baby.cpu_memory import Staging
+from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.baby.work import BabyWork
 from torchft_like.process_group.generation import AbortSignal, Membership
@@ -29,37 +31,47 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
+        check_collectives: see ReconfigurableProcessGroup.
 
     Attributes:
         WORK_CLASS: what its collectives return.
     """
 
     WORK_CLASS: ClassVar[type[BabyWork]] = BabyWork
-    BACKEND: ClassVar[str] = ""  # module:class of the group whose backend runs in the subprocess
+    RECIPE: ClassVar[Recipe]
 
-    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        super().__init__(timeout)
-        self._staging = Staging()
+    def __init__(
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+    ) -> None:
+        super().__init__(timeout, check_collectives=check_collectives)
         nursery.start()
+
+    def errored(self) -> Exception | None:
+        """See ProcessGroup.errored; notices that the subprocess is gone, even if nobody waits for it."""
+        if (error := super().errored()) is not None or (backend := self._remote()) is None:
+            return error
+        return backend.lost()
 
     def num_active_work(self) -> int:
         """How many operations are not over."""
-        try:
-            backend: RemoteBackend = self.parent
-        except ProcessGroupError:
-            return 0
-        return backend.num_active_work()
+        backend = self._remote()
+        return 0 if backend is None else backend.num_active_work()
 
-    def shutdown(self) -> None:
-        """See ProcessGroup.shutdown."""
-        super().shutdown()
-        self._staging.close()
+    def _lender(self) -> Lender:
+        """For the tensors of a new generation."""
+        raise NotImplementedError
+
+    def _remote(self) -> RemoteBackend | None:
+        try:
+            return cast("RemoteBackend", self.parent)
+        except ProcessGroupError:
+            return None
 
     def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
         child = nursery.take(abort, membership.timeout.total_seconds())
-        backend = RemoteBackend(child, self._staging, abort)
+        backend = RemoteBackend(child, self._lender(), abort)
         try:
-            backend.begin(self.BACKEND, membership)
+            backend.begin(self.RECIPE, membership)
         except BaseException:
             backend.close()
             raise
@@ -74,8 +86,25 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     most uses ProcessGroupGloo, which needs no subprocess to be aborted, is the better choice.
     """
 
-    BACKEND = "torchft_like.process_group.gloo:ProcessGroupGloo"
+    RECIPE = Recipe(
+        group="torchft_like.process_group.gloo:ProcessGroupGloo",
+        borrower="torchft_like.process_group.baby.cpu_lending:CpuBorrower",
+    )
+
+    def __init__(
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+    ) -> None:
+        super().__init__(timeout, check_collectives=check_collectives)
+        self._staging = Staging()
+
+    def shutdown(self) -> None:
+        """See ProcessGroup.shutdown."""
+        super().shutdown()
+        self._staging.close()
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-baby-gloo."""
         return "torchft-baby-gloo"
+
+    def _lender(self) -> CpuLender:
+        return CpuLender(self._staging)

@@ -26,16 +26,16 @@ class FromServer(IntEnum):
 class ToChild(IntEnum):
     """From the trainer to a fork; answered by (request, outcome, ...) unless the request is UNASKED."""
 
-    BEGIN = 0  # (request, environment, backend, store, rank, world_size, timeout)
-    MAP = 1  # (UNASKED, segment, bytes) with the segment's descriptor
-    UNMAP = 2  # (UNASKED, segment)
-    RUN = 3  # (request, collective, args, kwargs)
+    BEGIN = 0  # (request, environment, group, borrower, greeting, store, rank, world_size, timeout)
+    MAP = 1  # (UNASKED, storage, what the kind of memory needs to map it), perhaps with a descriptor
+    UNMAP = 2  # (UNASKED, storage)
+    RUN = 3  # (request, collective, args, kwargs, what the kind of memory needs besides)
     SET_TIMEOUT = 4  # (UNASKED, timeout)
 
 
 class Outcome(IntEnum):
     """How a request ended: the second item of its answer."""
 
-    DONE = 0  # (value,)
+    DONE = 0  # what the collective, or the kind of memory, has to say
     FAILED = 1  # (type, text): the backend is of no use any more
     REFUSED = 2  # (type, text): nothing has happened

@@ -49,6 +49,9 @@ class Request:
 class Requests:
     """Those to one subprocess.
 
+    Attributes:
+        last_words: what the subprocess said without being asked, before it ended itself.
+
     Args:
         channel: to the subprocess; its answers are read here and nowhere else.
         on_silence: called when a request's deadline has passed without an answer; has to end the
@@ -67,6 +70,7 @@ class Requests:
         self._follower: threading.Thread | None = None
         self._due: deque[tuple[Settled, Request]] = deque()
         self._is_over = False
+        self.last_words: str | None = None
 
     def add(self, deadline: float, on_settled: Settled | None = None) -> Request:
         """A new request, before it is sent: its answer may come at once."""
@@ -78,6 +82,13 @@ class Requests:
         if is_over:
             self._settle(request)
         return request
+
+    def withdraw(self, request: Request) -> None:
+        """It will not be sent."""
+        with self._turn:
+            was_open = self._open.pop(request.number, None) is not None
+        if was_open:
+            self._settle(request)
 
     def wait(self, request: Request, deadline: float) -> bool:
         """Until the request is settled; False if `deadline` came first."""
@@ -162,7 +173,9 @@ class Requests:
             return
         with self._turn:
             request = self._open.pop(number, None)
-        if request is not None:
+        if number == UNASKED:
+            self.last_words = str(answer[-1])
+        elif request is not None:
             request.outcome, request.answer = Outcome(outcome), tuple(answer)
             self._settle(request)
 

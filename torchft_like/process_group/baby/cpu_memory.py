@@ -1,4 +1,4 @@
-"""Tensors in memory that a subprocess can see.
+"""CPU memory that a subprocess can see.
 
 A segment is a file in memory, known by number, that the trainer hands to the subprocess once. A
 tensor that lives in shared memory is a segment by itself and is never copied. Any other is *staged*:
@@ -27,16 +27,12 @@ import torch
 from torch import Tensor
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, spec_of
 
 BLOCK_BYTES_MIN = 64
 SLAB_BYTES_MAX = 1024 * 1024
 SLAB_BLOCKS_MAX = 64
 
-# (segment, dtype, offset in elements, sizes, strides)
-TensorSpec = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
-
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 _numbers = itertools.count(1)
 _maps = Path("/proc/self/maps")
 
@@ -58,12 +54,6 @@ def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:
-    """The tensor that `spec` describes, over the storage of its segment."""
-    _, dtype, offset, sizes, strides = spec
-    return torch.empty(0, dtype=_DTYPES[dtype]).set_(storage, offset, sizes, strides)
-
-
 class Exports:
     """Storages of the trainer that live in shared memory already."""
 
@@ -82,7 +72,7 @@ class Exports:
             if not _has_descriptor(storage):
                 return None
             segment = self._export(storage)
-        return segment, _spec(segment.number, int(tensor.storage_offset()), tensor)
+        return segment, spec_of(tensor, segment.number)
 
     def take_dead(self) -> Iterator[int]:
         """The numbers of the segments that nobody uses any more, each once."""
@@ -151,7 +141,7 @@ class Staging:
                 "group: only dense CPU tensors can"
             )
         block = self._take(_extent_bytes(tensor))
-        return block, _spec(block.segment.number, block.start // tensor.element_size(), tensor)
+        return block, spec_of(tensor, block.segment.number, block.start // tensor.element_size())
 
     def give_back(self, blocks: Iterable[Block]) -> None:
         """The blocks may be used for other tensors."""
@@ -201,7 +191,3 @@ def _extent_bytes(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _spec(segment: int, offset: int, tensor: Tensor) -> TensorSpec:
-    return segment, _DTYPE_INDEX[tensor.dtype], offset, tuple(tensor.shape), tensor.stride()

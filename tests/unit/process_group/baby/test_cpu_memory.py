@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.memory import (
+from torchft_like.process_group.baby.cpu_memory import (
     Exports,
     Segment,
     Staging,
-    TensorSpec,
     open_segment,
-    tensor_at,
 )
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
