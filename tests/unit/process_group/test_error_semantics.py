@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from torchft_like.errors import (
     GroupLostError,
@@ -30,142 +29,20 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
-    ManagedProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
-from torchft_like.process_group.work import DoneWork
 
 from .conftest import LIMIT_S, Party, wait_until
+from .failing import SPOILT, OopsError, PendingWork, Subject
 from .test_collectives import ALONE, garbage, ones
 
 NAMES = [row.name for row in COLLECTIVES]
 RETURN_WORK = [row.name for row in COLLECTIVES if not row.blocking]
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
-SPOILT = -7.0
-
-
-class OopsError(Exception):
-    """A fault that nobody else raises."""
-
-
-class Failing(ProcessGroupDummy):
-    """Rank 1 of 3; what it runs is spoilt, and fails when told to."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-        self.error_at_issue: Exception | None = None
-        self.works: list[PendingWork] = []
-        self.aborts: list[str] = []
-
-    def size(self) -> int:
-        return 3
-
-    def rank(self) -> int:
-        return 1
-
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
-        self.aborts.append(reason)
-
-    def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:
-        self.calls[collective.name] += 1
-        if self.error_at_issue is not None:
-            raise self.error_at_issue
-        for output in tensors_of(collective.bind(args, kwargs).outputs):
-            output.fill_(SPOILT)
-        if collective.blocking:
-            raise OopsError
-        self.works.append(PendingWork())
-        return self.works[-1]
-
-
-class PendingWork(DoneWork):
-    """Over once it is told to be."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.is_over = threading.Event()
-        self.future: Future[Any] = Future()
-
-    def finish(self, error: Exception | None = None) -> None:
-        self._error = error
-        self.is_over.set()
-        if error is None:
-            self.future.set_result([])
-        else:
-            self.future.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self.is_over.wait(LIMIT_S if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("it takes too long")
-        return super().wait()
-
-    def get_future(self) -> Future[Any]:
-        return self.future
-
-    def is_completed(self) -> bool:
-        return self.is_over.is_set()
-
-
-class FakeManager:
-    """Its answers are those of a Manager that is at rank 1 of 3, or in the trouble that it is given."""
-
-    def __init__(self, pg: Any) -> None:
-        self.process_group = pg
-        self.error: Exception | None = None
-        self.trouble: Exception | None = None
-
-    def wait_quorum(self) -> None:
-        if self.trouble is not None:
-            raise self.trouble
-
-    def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> Any:
-        self.wait_quorum()
-        return DoneWork([tensor])
-
-    def num_participants(self) -> int:
-        self.wait_quorum()
-        return 3
-
-    def participating_rank(self) -> int | None:
-        self.wait_quorum()
-        return 1
-
-    def errored(self) -> Exception | None:
-        return self.error
-
-    def report_error(self, e: Exception) -> None:
-        self.error = self.error or e
-
-
-class Subject:
-    """A group that swallows errors, and the one within that has them."""
-
-    def __init__(self, kind: str) -> None:
-        self.inner = Failing()
-        if kind == "managed":
-            self.manager = FakeManager(self.inner)
-            self.group: Any = ManagedProcessGroup(self.manager)
-            self.error: Callable[[], Any] = self.manager.errored
-            self.configure: Callable[[], None] = self._begin_step
-        else:
-            swallowing = ErrorSwallowingProcessGroupWrapper(self.inner)
-            self.group, self.error = swallowing, swallowing.error
-            self.configure = lambda: swallowing.configure("127.0.0.1:1/x", 1, 3)
-
-    def _begin_step(self) -> None:
-        self.inner.configure("127.0.0.1:1/x", 1, 3)
-        self.manager.error = None
-
-    def call(self, name: str) -> tuple[Any, list[Tensor]]:
-        """Rank 1's call in a world of 3: the work, and the outputs."""
-        args = copy.deepcopy(ALONE[name][0])
-        work = getattr(self.group, name)(*args)
-        return work, list(tensors_of(BY_NAME[name].bind(args, {}).outputs))
-
 
 KINDS = ["swallowing", "managed"]
 TABLE = [
