@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -33,7 +33,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
     `fut` itself is not cancelled, for torch futures cannot be; what it brings later is dropped.
     """
-    timed: Future[T] = Future()
+    timed: Future[T] = empty_future()
     once = _Once()
 
     def expire() -> None:
@@ -48,6 +48,16 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     timer = _TIMERS.call_later(timeout.total_seconds(), expire)
     fut.add_done_callback(complete)
     return timed
+
+
+def empty_future() -> Future[Any]:
+    """A future that may be given tensors of any device that this process uses.
+
+    torch wants to know beforehand on which devices the result may be.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return Future()
+    return Future(devices=[torch.device("cuda", index) for index in range(torch.cuda.device_count())])
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:

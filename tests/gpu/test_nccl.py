@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
-from torchft_like.process_group import ProcessGroupNCCL
+from torchft_like.futures import future_timeout
+from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.cuda_ipc import TorchCuda
 from torchft_like.process_group.generation import Membership
@@ -125,7 +126,7 @@ def test_torch_watches_nothing_so_nothing_ends_the_process(group: ProcessGroupNC
     dist.all_reduce(torch.ones(1, device="cuda"), group=group)
     names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert names & NCCL_THREADS == set()
-    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
 
 
 def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
@@ -172,6 +173,19 @@ def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL)
     assert isinstance(group.errored(), ProcessGroupAbortedError)
     assert work.is_completed()
     assert tensor.tolist() == [1.0] * 4
+
+
+def test_swallowed_error_leaves_a_future_with_tensors_of_the_device(group: ProcessGroupNCCL) -> None:
+    swallowing = ErrorSwallowingProcessGroupWrapper(group)
+    group.abort("a member was lost")
+    tensor = torch.ones(4, device="cuda")
+    assert swallowing.allreduce([tensor]).get_future().wait()[0].is_cuda
+    assert swallowing.error() is not None
+
+
+def test_bounded_future_carries_tensors_of_the_device(group: ProcessGroupNCCL) -> None:
+    future = group.allreduce([torch.ones(4, device="cuda")]).get_future()
+    assert future_timeout(future, timedelta(seconds=LIMIT_S)).wait()[0].tolist() == [1.0] * 4
 
 
 def test_tensor_that_nobody_holds_is_kept_until_the_operation_is_over(group: ProcessGroupNCCL) -> None:

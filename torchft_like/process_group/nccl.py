@@ -12,8 +12,8 @@ torch's own watchdog ends the process when an operation fails or takes too long:
 else by way of the flight recorder, which the monitor of *another* group of the process heeds. It can
 only be told so by the environment, which holds for all groups, and its monitor cannot be told at all.
 So these groups are made without one, and `DeviceWatch` does its work: TORCH_NCCL_BLOCKING_WAIT, which
-torch reads in the constructor, is set around that call. Its other meaning, that `wait` blocks the
-thread, does not come into play, because `NcclWork` never calls torch's `wait`.
+torch reads in the constructor, is set around that call and put back. Its other meaning, that `wait`
+blocks the thread, does not come into play, because `NcclWork` never calls torch's `wait`.
 
 An abort is only as good as NCCL's own. Where it has to succeed, ProcessGroupBabyNCCL runs NCCL in a
 process that can be killed.
@@ -53,10 +53,10 @@ from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 POLL_S = 0.002
 # How much later than its own limits a `configure` is given up, whatever it does.
 GRACE_S = 5.0
-# Read by torch in the constructor of a group, and put back after it.
+# Read by torch in the constructor of a group: (torch's own default, what these groups are made with).
 _CONSTRUCTOR_ENVIRONMENT = {
-    "TORCH_NCCL_BLOCKING_WAIT": "1",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": ("0", "1"),
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": ("1", "0"),
 }
 # Read once in the life of a process.
 _CONNECT_TIMEOUT_VARIABLE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -80,9 +80,9 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """
 
     def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        _require_nccl()
+        require_nccl()
         super().__init__(timeout)
-        os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(self._timeout.total_seconds())))
+        _prepare_environment(self._timeout)
         self._device: torch.device | None = None
         self._backends: list[_NcclBackend] = []  # the present one, and those that may still be at work
 
@@ -363,7 +363,12 @@ class _Calls:
         raise AttributeError(f"NCCL has no {name}")
 
 
-def _require_nccl() -> None:
+def require_nccl() -> None:
+    """Raise if there is nothing here for NCCL to run on.
+
+    Raises:
+        NotSupportedError: this torch has no NCCL, or sees no GPU; names the cure.
+    """
     if not dist.is_nccl_available():
         raise NotSupportedError(
             f"torch {torch.__version__} was built without NCCL: install a CUDA build of torch, "
@@ -382,7 +387,7 @@ def _make_nccl(store: Store, membership: Membership) -> Any:
     options = TorchNCCL.Options()
     options.config.blocking = 0
     options._timeout = membership.timeout
-    with _environment(_CONSTRUCTOR_ENVIRONMENT):
+    with _constructor_environment():
         return TorchNCCL(store, membership.rank, membership.world_size, options)
 
 
@@ -395,20 +400,27 @@ def _shell_around(nccl: Any, membership: Membership, device: torch.device) -> To
     return shell
 
 
+def _prepare_environment(timeout: timedelta) -> None:
+    """Give every variable a value now: later they are replaced, never added.
+
+    A replacement leaves the environment where it is. An addition moves it, under the feet of native
+    threads that may be reading it.
+    """
+    os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(timeout.total_seconds())))
+    for name, (default, _) in _CONSTRUCTOR_ENVIRONMENT.items():
+        os.environ.setdefault(name, default)
+
+
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """The variables have these values in the block."""
+def _constructor_environment() -> Iterator[None]:
+    """In the block a group that is made gets no watchdog."""
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
+        before = {name: os.environ[name] for name in _CONSTRUCTOR_ENVIRONMENT}
+        os.environ.update({name: wanted for name, (_, wanted) in _CONSTRUCTOR_ENVIRONMENT.items()})
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            os.environ.update(before)
 
 
 def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

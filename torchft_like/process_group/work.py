@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.futures import empty_future
 from torchft_like.process_group.operations import Explain, Operations
 
 
@@ -149,7 +150,7 @@ class DoneWork(Work):
 
     def get_future(self) -> Future[Any]:
         """A completed future."""
-        future: Future[Any] = Future()
+        future = empty_future()
         if self._error is not None:
             future.set_exception(self._error)
         else:

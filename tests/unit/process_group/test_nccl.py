@@ -10,7 +10,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -144,7 +143,7 @@ class FakeEvent:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(FakeEvent, "device", device, raising=False)
     real_ones = torch.ones
@@ -166,9 +165,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setattr(nccl, "_make_nccl", lambda store, members: FakeNccl(device, members.world_size))
     monkeypatch.setattr(nccl, "_shell_around", lambda inner, members, device: inner)
     monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
-    yield device
-    os.environ.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT", None)
+    # What the class sets must go when the test is over: `delenv` restores only what was there before.
+    for name in ("TORCH_NCCL_NONBLOCKING_TIMEOUT", *nccl._CONSTRUCTOR_ENVIRONMENT):
+        monkeypatch.setenv(name, "to be removed")
+        monkeypatch.delenv(name)
+    return device
 
 
 @pytest.fixture
@@ -204,13 +205,17 @@ def test_nonblocking_calls_give_up_after_the_groups_timeout(device: FakeDevice) 
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
 
 
-def test_constructor_environment_holds_for_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHFT_TEST_SET", "before")
-    monkeypatch.delenv("TORCHFT_TEST_UNSET", raising=False)
-    with nccl._environment({"TORCHFT_TEST_SET": "in", "TORCHFT_TEST_UNSET": "in"}):
-        assert os.environ["TORCHFT_TEST_SET"] == os.environ["TORCHFT_TEST_UNSET"] == "in"
-    assert os.environ["TORCHFT_TEST_SET"] == "before"
-    assert "TORCHFT_TEST_UNSET" not in os.environ
+def test_constructor_environment_holds_for_the_constructor(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocking, warning = nccl._CONSTRUCTOR_ENVIRONMENT
+    monkeypatch.delenv(blocking, raising=False)
+    monkeypatch.setenv(warning, "false")
+    ProcessGroupNCCL()
+    assert (os.environ[blocking], os.environ[warning]) == ("0", "false")
+    with nccl._constructor_environment():
+        assert (os.environ[blocking], os.environ[warning]) == ("1", "0")
+    assert (os.environ[blocking], os.environ[warning]) == ("0", "false")
 
 
 def test_synchronous_call_gets_a_handle_too(group: ProcessGroupNCCL, device: FakeDevice) -> None:
