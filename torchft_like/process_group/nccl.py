@@ -127,12 +127,12 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         return [torch.device("cuda")]
 
     def _create(self, membership: Membership, abort: AbortSignal) -> _NcclBackend:
-        if (device := self._device) is None:
-            raise ProcessGroupError("the group has no device: call configure()")
+        device = self._device or torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device):  # what is current is a matter of the thread
             for backend in tuple(self._backends):
                 backend.wait_still(membership.timeout, abort)
-                self._backends.remove(backend)
+                with contextlib.suppress(ValueError):  # an aborted `configure` may be doing the same
+                    self._backends.remove(backend)
             backend = self._connect(membership, abort, device)
         self._backends.append(backend)
         return backend
