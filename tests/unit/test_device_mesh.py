@@ -37,6 +37,9 @@ class Quorum:
     def be(self, rank: int | None, participants: int) -> None:
         self.rank, self.participants = rank, participants
 
+    def init_process_group(self) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+
     def num_participants(self) -> int:
         self.wait_quorum()
         return self.participants
@@ -256,6 +259,20 @@ def test_a_mesh_of_nothing_but_the_elastic_dimension(quorum: Quorum) -> None:
         assert mesh._flatten("all").size() == 3
         with pytest.raises(KeyError):
             mesh["tp"]
+
+
+def test_the_manager_starts_the_default_group_if_there_is_none(quorum: Quorum) -> None:
+    try:
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(2, 1),
+            mesh_dim_names=("dp", "fsdp"),
+            replicate_dim=0,
+            manager=quorum,
+        )
+        assert mesh["fsdp"].get_group() is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
@@ -54,6 +55,26 @@ def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
             f"within {config.connect_timeout_s:g} s; check that rank 0 has started and its log for errors"
         ) from error
     return parse_address(store.get(_key(config)).decode(), "address of the ManagerServer")
+
+
+def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:
+    """`dist.init_process_group` in a part of the store that no earlier start of the group has written to.
+
+    torchrun keeps its store when it starts a group again, and torch's own rendezvous uses the same keys:
+    a rank would find the address of one that is dead, and fail or hang.
+
+    Args:
+        store: the group's.
+        incarnation: the same on all ranks of this start of the group, and different in every other.
+        config: of this rank.
+        backend: as torch takes it; None for its choice.
+    """
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"default_group/{incarnation}", store),
+        rank=config.group_rank,
+        world_size=config.group_world_size,
+    )
 
 
 def _key(config: ManagerConfig) -> str:

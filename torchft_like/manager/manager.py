@@ -43,6 +43,7 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
+from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedWork, finished, reduction
 from torchft_like.manager.quorum_driver import QuorumDriver
@@ -384,6 +385,10 @@ class Manager:
     def process_group(self) -> ProcessGroup:
         """The group that the Manager configures for every new quorum."""
         return self._group.pg
+
+    def init_process_group(self, backend: str | None = None) -> None:
+        """Start torch's default group over this replica group; see `start_default_group` for why here."""
+        start_default_group(self._store, self._replica_id, self._config, backend)
 
     # ------------------------------------------------------------------------- the end
 

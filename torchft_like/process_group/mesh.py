@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,13 +31,20 @@ from torchft_like.process_group.torch_mesh import insert_dimension, set_groups
 _registrations = itertools.count()
 
 
+class MeshManager(GroupManager, Protocol):
+    """What a mesh needs of a Manager."""
+
+    def init_process_group(self) -> None:
+        """Start torch's default process group over the ranks of this replica group."""
+
+
 def ft_init_device_mesh(
     *,
     device_type: str,
     mesh_shape: Sequence[int],
     mesh_dim_names: Sequence[str],
     replicate_dim: int,
-    manager: GroupManager,
+    manager: MeshManager,
 ) -> ManagedDeviceMesh:
     """`init_device_mesh` for a job with replica groups: one dimension is the manager's quorum.
 
@@ -50,8 +57,8 @@ def ft_init_device_mesh(
         )
         fully_shard(model, mesh=mesh)
 
-    Every rank of the replica group calls it. Like torch's, it starts the default process group if there
-    is none; that one spans the replica group, not the job.
+    Every rank of the replica group calls it. Where there is no default process group it has the manager
+    start one; that one spans the replica group, not the job.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -66,13 +73,13 @@ def ft_init_device_mesh(
     shape, names = list(mesh_shape), tuple(mesh_dim_names)
     if len(shape) != len(names) or not 0 <= replicate_dim < len(names):
         raise ValueError(f"shape {tuple(shape)}, names {names} and replicate_dim {replicate_dim} do not fit")
+    if not dist.is_initialized():
+        manager.init_process_group()
     del shape[replicate_dim]
     static = None
     if shape:
         static_names = names[:replicate_dim] + names[replicate_dim + 1 :]
         static = init_device_mesh(device_type, tuple(shape), mesh_dim_names=static_names)
-    elif not dist.is_initialized():
-        dist.init_process_group()
     return ManagedDeviceMesh(static, names, ManagedProcessGroup(manager), replicate_dim)
 
 
