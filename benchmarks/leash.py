@@ -16,12 +16,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent = int(sys.argv[1])
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent, whose id is given, dies."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit("the parent died before the leash was on")
-    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ Case = list[dict[str, Any]]
 def plot(result: dict[str, Any]) -> None:
     """Write results/<name>.png: a panel for each case, a bar for each system, a dot for each sample."""
     mpl.use("Agg")
-    cases = by_case(result["rows"])
+    curves = by_case([{**row, "case": _without_number(row)} for row in result["rows"] if _is_on_curve(row)])
+    cases = by_case([row for row in result["rows"] if not _is_on_curve(row)]) | curves
     columns = min(COLUMNS_MAX, len(cases))
     lines = math.ceil(len(cases) / columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.3 * lines + 0.8), squeeze=False)
     panels = list(axes.flat)
     for panel, (case, rows) in zip(panels, cases.items(), strict=False):
-        _draw_case(panel, case, rows)
+        (_draw_curves if case in curves else _draw_case)(panel, case, rows)
     for unused in panels[len(cases) :]:
         unused.set_visible(False)
     machine = result["machine"]
@@ -50,6 +51,37 @@ def by_case(rows: Case) -> dict[str, Case]:
     for row in rows:
         cases.setdefault(row["case"], []).append(row)
     return cases
+
+
+def _is_on_curve(row: dict[str, Any]) -> bool:
+    return row.get("at") is not None
+
+
+def _without_number(row: dict[str, Any]) -> str:
+    return str(row["case"]).replace(f"{row['at']:g} ", "n ", 1) if _is_on_curve(row) else str(row["case"])
+
+
+def _draw_curves(axes: Axes, case: str, rows: Case) -> None:
+    """The median of every system over the number, with the span from the least to the most as a shade."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    colors = _colors([{"system": system} for system in systems])
+    for system, color in zip(systems, colors, strict=True):
+        points = [row for row in rows if row["system"] == system and row["median"] is not None]
+        at = [row["at"] for row in points]
+        axes.plot(at, [row["median"] for row in points], ".-", color=color, label=system)
+        axes.fill_between(
+            at, [row["min"] for row in points], [row["max"] for row in points], color=color, alpha=0.12
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(
+        sorted({row["at"] for row in rows}), [f"{x:g}" for x in sorted({row["at"] for row in rows})]
+    )
+    axes.set_title(case, fontsize=8)
+    axes.set_xlabel("n", fontsize=7)
+    axes.set_ylabel(rows[0]["unit"], fontsize=7)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=6)
 
 
 def _draw_case(axes: Axes, case: str, rows: Case) -> None:

@@ -22,13 +22,17 @@ PACKAGES = ("torch", "grpcio", "protobuf")
 
 @dataclass
 class Row:
-    """The samples of one system in one case. No samples means that it never happened: see `note`."""
+    """The samples of one system in one case. No samples means that it never happened: see `note`.
+
+    Rows with an `at` are drawn as curves over it: a number of ranks, for example.
+    """
 
     case: str
     system: str
     unit: str
     samples: list[float]
     note: str = ""
+    at: float | None = None
 
     @property
     def median(self) -> float | None:
@@ -59,8 +63,16 @@ class Result:
     rows: list[Row] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
 
-    def add(self, case: str, system: str, unit: str, samples: Iterable[float], note: str = "") -> Row:
-        row = Row(case, system, unit, list(samples), note)
+    def add(
+        self,
+        case: str,
+        system: str,
+        unit: str,
+        samples: Iterable[float],
+        note: str = "",
+        at: float | None = None,
+    ) -> Row:
+        row = Row(case, system, unit, list(samples), note, at)
         self.rows.append(row)
         print(f"{self.name}: {case}: {system}: {_summary(row)}", flush=True)
         return row

@@ -12,10 +12,17 @@ import time
 import traceback
 from collections.abc import Callable
 
-from benchmarks import growth, heal, lighthouse_cost, plots, recovery, step_time, tables
+from benchmarks import growth, heal, lighthouse_cost, plots, process_groups, recovery, step_time, tables
 from benchmarks.peer import PEER, PeerUnavailableError
 from benchmarks.report import RESULTS, Result, load
 from benchmarks.systems import TORCHFT
+
+
+def _of_groups(name: str) -> Callable[[bool], Result]:
+    return lambda quick: process_groups.RESULTS[name](
+        process_groups.QUICK if quick else process_groups.Plan()
+    )
+
 
 BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
@@ -23,12 +30,18 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
     "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),
+    **{name: _of_groups(name) for name in process_groups.RESULTS},
 }
 
 
 def main() -> int:
     options = _options()
-    failed = [] if options.tables else _measure_all(options.names, options.quick)
+    return measure([] if options.tables else options.names, options.quick)
+
+
+def measure(names: list[str], quick: bool) -> int:
+    """Some benchmarks, then the plots and tables of all that is saved; the exit status."""
+    failed = _measure_all(names, quick) if names else []
     for name in saved_results():
         plots.plot(load(name))
     tables.write_readme(saved_results())
