@@ -138,6 +138,21 @@ def test_a_late_error_of_an_earlier_configuration_is_no_news(kind: str, name: st
     assert len(subject.inner.aborts) == aborts, "the new configuration was not aborted"
 
 
+def test_an_error_that_comes_as_configure_begins_is_no_news_either() -> None:
+    subject = Subject("swallowing")
+    work = subject.call("allgather")[0]
+    begin = subject.inner.configure
+
+    def configure(*args: Any, **kwargs: Any) -> None:
+        subject.inner.works[0].finish(OopsError())
+        assert work.wait(), "before the inner group knows that it is configured anew"
+        begin(*args, **kwargs)
+
+    subject.inner.configure = configure  # type: ignore[method-assign]
+    subject.configure()
+    assert (subject.error(), subject.inner.aborts) == (None, [])
+
+
 @every
 @pytest.mark.parametrize("mistake", [TypeError, ValueError, NotImplementedError, NotSupportedError])
 def test_mistakes_of_the_caller_are_raised_and_cost_nothing(

@@ -305,6 +305,19 @@ def test_a_store_that_rank_0_serves_ends_when_all_have_met(party: Party) -> None
     assert party.together(groups, reduced) == [2.0, 2.0]
 
 
+def test_a_group_whose_members_are_lost_as_they_meet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ProcessGroup] = []
+
+    def barrier(group: ProcessGroup) -> None:
+        made.append(group)
+        raise RuntimeError("a member is gone")
+
+    monkeypatch.setattr(ProcessGroupGloo, "barrier", barrier)
+    with pytest.raises(RuntimeError, match="is gone"):
+        create("torchft-gloo", options(HashStore(), 0, 1))
+    assert "shut down" in str(made[0].errored())
+
+
 def test_what_cannot_be_made_says_why() -> None:
     with pytest.raises(ValueError, match="world of 1"):
         create("torchft-dummy", options(HashStore(), 1, 2))
