@@ -1,6 +1,6 @@
 """Process groups whose members can change, and which can be aborted at any moment."""
 
-from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo
+from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.dummy import ProcessGroupDummy
 from torchft_like.process_group.fault_injection import (
@@ -24,6 +24,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupBaby",
     "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",

@@ -30,6 +30,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,18 @@ _NO_COUNTER = b"/torchft-nobody-counts-here"
 
 class TorchCuda:
     """What is asked of torch, in one place."""
+
+    def use_device(self, index: int) -> None:
+        """Make it the thread's current device."""
+        torch.cuda.set_device(index)
+
+    def current_stream(self, device: torch.device | None = None) -> torch.cuda.Stream:
+        """Of a device, or of the current one."""
+        return torch.cuda.current_stream(device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """In the block this is the current stream."""
+        return torch.cuda.stream(stream)
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         """Make the memory mappable for others; sets a new counter to one."""

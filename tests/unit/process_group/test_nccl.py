@@ -97,7 +97,8 @@ class FakeNccl:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.device.connecting.set()
-        wait_until(self.device.may_connect)
+        if self is self.device.communicators[0]:
+            wait_until(self.device.may_connect)
         self.is_connected = True
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -442,6 +443,22 @@ def test_abort_while_nccl_connects_is_heard_at_once_and_reaches_the_communicator
     assert not device.communicators[0].aborted.is_set()
     device.may_connect.set()
     wait_until(device.communicators[0].aborted)
+
+
+def test_configure_anew_does_not_wait_for_one_that_still_connects(device: FakeDevice, party: Party) -> None:
+    device.may_connect.clear()
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    superseded = party.aside(group.configure, party.prefix(), 0, 1)
+    wait_until(device.connecting)
+    group.configure(party.prefix(), 0, 1)
+    with pytest.raises(ProcessGroupAbortedError, match="configured anew"):
+        superseded.result(LIMIT_S)
+    device.may_connect.set()
+    wait_until(device.communicators[0].aborted)
+    assert not device.communicators[1].aborted.is_set()
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert group.errored() is None
 
 
 def test_peer_that_never_comes_is_named(device: FakeDevice, party: Party) -> None:

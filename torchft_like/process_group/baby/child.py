@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
@@ -79,6 +80,7 @@ class _Server:
             ToChild.UNMAP.value: self._unmap,
             ToChild.SET_TIMEOUT.value: self._set_timeout,
             ToChild.BEGIN.value: self._begin,
+            ToChild.WARM_UP.value: self._warm_up,
         }
         while True:
             (kind, request, *body), descriptors = self._channel.receive()
@@ -99,6 +101,12 @@ class _Server:
         found = ((c.name, c.find_on(*self._backend.targets())) for c in COLLECTIVES)
         self._methods = {name: method for name, method in found if method is not None}
         self._answer(request, Outcome.DONE, list(self._methods))
+
+    def _warm_up(self, _: int, environment: dict[str, str], device: int) -> None:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.cuda.set_device(device)
+        torch.ones(1, device="cuda")
 
     def _map(self, _: int, *details: Any) -> None:
         *storage, descriptors = details

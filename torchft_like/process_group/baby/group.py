@@ -6,17 +6,25 @@ to a process that can be killed. That is how such a group is aborted, and how it
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
-from typing import ClassVar, cast
+from typing import ClassVar, Unpack, cast
+
+import torch
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
+from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.cpu_lending import CpuLender
 from torchft_like.process_group.baby.cpu_memory import Staging
+from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaLender
 from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.nursery import nursery
+from torchft_like.process_group.baby.protocol import UNASKED, ToChild
 from torchft_like.process_group.baby.work import BabyWork
+from torchft_like.process_group.base import About
 from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
@@ -61,6 +69,10 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         """For the tensors of a new generation."""
         raise NotImplementedError
 
+    def _warm_up(self) -> Message | None:
+        """What a spare is told beforehand."""
+        return None
+
     def _remote(self) -> RemoteBackend | None:
         try:
             return cast("RemoteBackend", self.parent)
@@ -75,7 +87,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         except BaseException:
             backend.close()
             raise
-        nursery.prepare_spare()
+        nursery.prepare_spare(self._warm_up())
         return backend
 
 
@@ -108,3 +120,60 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
     def _lender(self) -> CpuLender:
         return CpuLender(self._staging)
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """Collectives over NCCL (CUDA tensors) in a subprocess, on the device that is current in `configure`.
+
+    The subprocess has a CUDA context of its own (some hundred MB of the device), and so has its spare.
+    `wait` makes the current stream wait, not the thread.
+
+    Args:
+        timeout, check_collectives: see ProcessGroupBaby.
+
+    Raises:
+        NotSupportedError: this torch has no NCCL, or sees no GPU.
+    """
+
+    WORK_CLASS = BabyWorkNCCL
+    RECIPE = Recipe(
+        group="torchft_like.process_group.nccl:ProcessGroupNCCL",
+        borrower="torchft_like.process_group.baby.cuda_lending:CudaBorrower",
+    )
+
+    def __init__(
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+    ) -> None:
+        require_nccl()
+        super().__init__(timeout, check_collectives=check_collectives)
+        self._device: torch.device | None = None
+
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
+        """See ProcessGroup.configure."""
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        super().configure(store_addr, rank, world_size, **about)
+
+    def errored(self) -> Exception | None:
+        """Wait for the current stream, then tell what made the group unusable, if anything."""
+        try:
+            torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            return error
+        return super().errored()
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """torchft-baby-nccl."""
+        return "torchft-baby-nccl"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _lender(self) -> CudaLender:
+        if self._device is None:
+            raise ProcessGroupError("the group has no device: call configure()")
+        return CudaLender(self._device)
+
+    def _warm_up(self) -> Message | None:
+        device = None if self._device is None else self._device.index
+        return (ToChild.WARM_UP.value, UNASKED, dict(os.environ), device)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchft_like.errors import SubprocessLostError
-from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
+from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, Message
 from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
@@ -129,11 +129,15 @@ class Nursery:
         finally:
             abort.remove(self._wake)
 
-    def prepare_spare(self) -> None:
-        """Have a fork ready for the next `take`; returns at once."""
+    def prepare_spare(self, letter: Message | None = None) -> None:
+        """Have a fork ready for the next `take`; returns at once.
+
+        Args:
+            letter: what it is told as soon as it is there.
+        """
         with self._changed:
             if self._server is not None and not self._server.is_gone:
-                self._server.expect(1)
+                self._server.expect(1, letter)
 
     def how_ended(self, pid: int) -> str:
         """How a fork came to its end."""
@@ -191,13 +195,15 @@ class _Server:
         self._changed = changed
         self._spares: deque[Child] = deque()
         self._expected = 0
+        self._letter: Message | None = None
         self.ends: dict[int, str] = {}
         self.is_gone = False
         self._process, self._control = _start_server()
         threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
 
-    def expect(self, count: int) -> None:
-        """See to it that so many forks are there, or on their way."""
+    def expect(self, count: int, letter: Message | None = None) -> None:
+        """See to it that so many forks are there, or on their way; new ones get the letter."""
+        self._letter = letter
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
         while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
@@ -248,7 +254,11 @@ class _Server:
 
     def _add(self, pid: int, end: int, watch: int) -> None:
         self._expected -= 1
-        self._spares.append(Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end))))
+        child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
+        self._spares.append(child)
+        if self._letter is not None:
+            with contextlib.suppress(ChannelClosedError):  # it is found dead when it is taken
+                child.channel.send(self._letter)
 
 
 def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:

@@ -31,6 +31,7 @@ class ToChild(IntEnum):
     UNMAP = 2  # (UNASKED, storage)
     RUN = 3  # (request, collective, args, kwargs, what the kind of memory needs besides)
     SET_TIMEOUT = 4  # (UNASKED, timeout)
+    WARM_UP = 5  # (UNASKED, environment, device index): make a CUDA context
 
 
 class Outcome(IntEnum):

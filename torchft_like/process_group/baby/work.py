@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -59,7 +58,7 @@ class BabyWork(ExplainedWork):
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
         if self._future is None:
-            self._future = Future()
+            self._future = self._new_future()
             self._requests.follow(self._request, self._complete)
         return self._future
 
@@ -75,13 +74,7 @@ class BabyWork(ExplainedWork):
 
     def exception(self) -> Exception | None:
         """The error, once it failed."""
-        if not self.is_completed() or self._request.outcome is Outcome.DONE:
-            return None
-        if self._error is None:
-            error = self._failures.describe(self._request)
-            was_refused = self._request.outcome is Outcome.REFUSED
-            self._error = error if was_refused else self.explain(error) or error
-        return self._error
+        return self._error_of_request() if self.is_completed() else None
 
     def result(self) -> list[Any]:
         """The output tensors."""
@@ -101,13 +94,25 @@ class BabyWork(ExplainedWork):
         """Until the operation is done."""
         self.wait()
 
+    def _error_of_request(self) -> Exception | None:
+        if not self._request.is_settled or self._request.outcome is Outcome.DONE:
+            return None
+        if self._error is None:
+            error = self._failures.describe(self._request)
+            was_refused = self._request.outcome is Outcome.REFUSED
+            self._error = error if was_refused else self.explain(error) or error
+        return self._error
+
     def _complete(self, _: Request) -> None:
         if self._future is None:
             return
         if (error := self.exception()) is None:
-            self._future.set_result(self._result)
+            self._set_result(self._future)
         else:
             self._future.set_exception(error)
 
+    def _new_future(self) -> Future[Any]:
+        return Future()
 
-MakeWork = Callable[[Requests, Request, list[Any], Failures], BabyWork]
+    def _set_result(self, future: Future[Any]) -> None:
+        future.set_result(self._result)

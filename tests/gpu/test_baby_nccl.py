@@ -1,0 +1,199 @@
+"""ProcessGroupBabyNCCL on one GPU: a world of one, NCCL in the subprocess."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit.process_group.conftest import LIMIT_S, Party
+from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
+from torchft_like.process_group import ProcessGroupBabyNCCL
+from torchft_like.process_group.baby.backend import RemoteBackend
+
+LONG_CYCLES = 5_000_000_000  # two to five seconds of a GPU
+
+
+@pytest.fixture
+def group(party: Party) -> Iterator[ProcessGroupBabyNCCL]:
+    """Configured, of one member, without the check, which would wait for the others before each operation."""
+    group = ProcessGroupBabyNCCL(LIMIT_S, check_collectives=False)
+    group.configure(party.prefix(), 0, 1)
+    yield group
+    group.shutdown()
+    torch.cuda.synchronize()
+
+
+def busy() -> None:
+    """The current stream has something to do for some seconds."""
+    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def subprocess_of(group: ProcessGroupBabyNCCL) -> psutil.Process:
+    remote: RemoteBackend = group.parent
+    return psutil.Process(remote.pid)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_collectives_reach_the_callers_tensors(group: ProcessGroupBabyNCCL) -> None:
+    tensor = torch.arange(4.0, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    gathered = torch.zeros(1, 4, device="cuda")
+    dist.all_gather_into_tensor(gathered, tensor, group=group)
+    assert gathered.tolist() == [[0, 1, 2, 3]]
+
+
+def test_an_average_of_one_is_what_it_was_through_every_kind_of_view(group: ProcessGroupBabyNCCL) -> None:
+    base = torch.arange(100.0, device="cuda")
+    for view in (base, base[10:20], base.view(10, 10)[3], base[:0]):
+        before = view.clone()
+        dist.all_reduce(view, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(view, before)
+
+
+def test_no_thread_waits_for_the_device(group: ProcessGroupBabyNCCL) -> None:
+    tensor = torch.ones(1000, device="cuda")
+    group.allreduce([tensor]).wait()
+    torch.cuda.synchronize()
+    busy()
+    tensor.fill_(2.0)
+    work = group.allreduce([tensor])
+    work.wait()
+    assert not torch.cuda.current_stream().query()  # it is still busy with what came before
+    assert not work.is_completed()
+    doubled = tensor * 2
+    torch.cuda.synchronize()
+    assert work.is_completed()
+    assert doubled.eq(4).all()
+
+
+def test_the_order_of_streams_holds_both_ways(group: ProcessGroupBabyNCCL) -> None:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    tensor = torch.zeros(1_000_000, device="cuda")
+    torch.cuda.synchronize()
+    for number in range(20):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+            tensor.fill_(float(number))
+            work = group.allreduce([tensor])
+        work.wait()  # on the default stream
+        assert tensor.eq(number).all()
+        side.wait_stream(torch.cuda.current_stream())
+
+
+def test_the_future_carries_the_tensors_in_the_order_of_its_stream(group: ProcessGroupBabyNCCL) -> None:
+    tensor = torch.zeros(1000, device="cuda")
+    busy()
+    tensor.fill_(3.0)
+    carried = group.allreduce([tensor]).get_future().wait()
+    assert carried[0] is tensor
+    assert tensor.eq(3).all()
+
+
+def test_memory_of_dropped_tensors_comes_back(group: ProcessGroupBabyNCCL) -> None:
+    def drop_some() -> None:
+        for _ in range(10):
+            group.allreduce([torch.ones(25_000_000, device="cuda")]).wait()
+        torch.cuda.synchronize()
+
+    def settle() -> None:
+        gc.collect()
+        for _ in range(3):  # the subprocess is told, unmaps, and says so with a later answer
+            group.allreduce([torch.ones(1, device="cuda")]).wait()
+            torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    drop_some()
+    settle()
+    before = torch.cuda.memory_reserved()
+    for _ in range(5):
+        drop_some()
+        settle()
+    assert torch.cuda.memory_reserved() <= before + 4 * 1024 * 1024
+
+
+def test_nothing_leaks_when_the_subprocess_is_killed_in_an_operation(
+    party: Party, group: ProcessGroupBabyNCCL
+) -> None:
+    def one_life() -> None:
+        tensor = torch.ones(25_000_000, device="cuda")
+        busy()
+        work = group.allreduce([tensor])
+        work.wait()
+        subprocess_of(group).send_signal(signal.SIGKILL)
+        wait_for(lambda: group.parent.lost() is not None)
+        torch.cuda.synchronize()
+        assert isinstance(group.errored(), SubprocessLostError)
+        group.configure(party.prefix(), 0, 1)
+
+    def measure() -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    one_life()
+    before = measure()
+    for _ in range(3):
+        one_life()
+    after = measure()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 4 * 1024 * 1024
+
+
+def test_an_abort_ends_the_subprocess_and_the_stream_goes_on(group: ProcessGroupBabyNCCL) -> None:
+    victim = subprocess_of(group)
+    work = group.allreduce([torch.ones(4, device="cuda")])
+    group.abort("enough")
+    with pytest.raises(ProcessGroupAbortedError, match="enough"):
+        group.allreduce([torch.ones(4, device="cuda")])
+    torch.cuda.synchronize()
+    wait_for(lambda: not victim.is_running())
+    del work
+
+
+def test_an_operation_that_takes_too_long_ends_the_subprocess_not_the_trainer(
+    group: ProcessGroupBabyNCCL,
+) -> None:
+    group.set_timeout(timedelta(seconds=0.3))
+    busy()
+    group.allreduce([torch.ones(4, device="cuda")])
+    wait_for(lambda: group.parent.lost() is not None)
+    assert isinstance(group.errored(), SubprocessLostError)
+
+
+def test_configure_is_aborted_while_the_other_never_comes(party: Party) -> None:
+    group = ProcessGroupBabyNCCL(LIMIT_S, check_collectives=False)
+    configured = party.aside(group.configure, party.prefix(), 0, 2)
+    begun = threading.Event()
+    while group._generation is None and not configured.done():
+        begun.wait(0.01)
+    group.abort("not today")
+    with pytest.raises(ProcessGroupAbortedError, match="not today"):
+        configured.result(LIMIT_S)
+    group.shutdown()
+
+
+def test_the_spare_has_a_context_before_it_is_needed(party: Party, group: ProcessGroupBabyNCCL) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        group.configure(party.prefix(), 0, 1)
+        group.allreduce([torch.ones(4, device="cuda")]).wait()
+        torch.cuda.synchronize()
+    # The ones before are gone, with their contexts; a spare is there or on its way.
+    wait_for(lambda: torch.cuda.mem_get_info()[0] > free - 3 * 1024**3)
