@@ -232,9 +232,9 @@ def test_abort_reaches_a_configure_whose_peer_never_comes(party: Party) -> None:
 
 
 def test_peer_that_never_comes_is_named(party: Party) -> None:
-    group = ProcessGroupNCCL(SHORT)
+    group = ProcessGroupNCCL(1)
     party.own(group)
-    with pytest.raises(ProcessGroupError, match=r"rank 1 of 2 did not come within 0\.3 s"):
+    with pytest.raises(ProcessGroupError, match="rank 1 of 2 did not come within 1 s"):
         group.configure(party.prefix(), 0, 2)
 
 
