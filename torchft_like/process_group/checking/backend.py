@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -173,12 +173,13 @@ class CheckedBackend:
         with self._lock:
             ticket = next(self._tickets)
             overdue = partial(self._say_overdue, ticket) if description.rule == PAIRED else None
-            work = CheckedWork(description, timeout, overdue)
+            streams = _streams_of(call)
+            work = CheckedWork(description, timeout, overdue, [stream.device for stream in streams])
             if self._ended is not None:
                 work.refuse(self._error_at(self._ended, work))
                 return work
             deadline_s = math.inf if overdue else time.monotonic() + seconds
-            self._pending[ticket] = _Pending(work, call, run, deadline_s, _streams_of(call))
+            self._pending[ticket] = _Pending(work, call, run, deadline_s, streams)
             with contextlib.suppress(OSError):  # then the link's thread settles what is pending
                 self._link.send(Request(CALL, ticket, seconds, encode_description(description)))
         return work
@@ -227,15 +228,21 @@ class CheckedWork(Work):
         description: what it is.
         timeout: of a wait that names none.
         overdue: what to do when somebody has waited that long before it has started; a ruling follows.
+        devices: other than the CPU, where its tensors live.
     """
 
     def __init__(
-        self, description: Description, timeout: timedelta, overdue: Callable[[], None] | None
+        self,
+        description: Description,
+        timeout: timedelta,
+        overdue: Callable[[], None] | None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__()
         self._description = description
         self._timeout = timeout
         self._overdue = overdue
+        self._devices = list(devices)
         self._lock = threading.Lock()
         self._settled = threading.Event()
         self._work: Work | None = None
@@ -287,7 +294,7 @@ class CheckedWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = Future()
+            self._future = Future(devices=self._devices)
             is_settled = self._settled.is_set()
         if is_settled:
             self._complete(self._future)
@@ -333,8 +340,9 @@ class CheckedWork(Work):
                 return
             self._overdue()
             timeout = timedelta(seconds=SILENCE_S_MAX)
-        if not self._settled.wait(None if timeout is None else timeout.total_seconds()):
-            raise ProcessGroupError(f"{self}: the ranks have not agreed on it within {timeout}")
+        seconds = None if timeout is None else timeout.total_seconds()
+        if not self._settled.wait(seconds):
+            raise ProcessGroupError(f"{self}: timed out, some ranks have not come within {seconds:g} s")
 
     def _complete(self, future: Future[Any]) -> None:
         if self._error is not None:
