@@ -29,6 +29,7 @@ from torchft_like.process_group.cuda_ipc import (
 
 LIMIT_S = 60.0
 POLL_S = 0.005
+EVENTS_PREPARED = 8
 
 
 @dataclass
@@ -50,7 +51,9 @@ class Child:
         process.start()
         there.close()
         child = cls(here, process, exports or MemoryExports())
-        assert child.ask("hello") == "ready"
+        prepared = child.events.prepare(torch.cuda.current_stream(), EVENTS_PREPARED)
+        for message in child.ask("hello", prepared):
+            child.done_events.open(message)
         return child
 
     def ask(self, *request: Any) -> Any:
@@ -101,9 +104,11 @@ class _Server:
         self.events = OwnEvents()
         self.peer_events = PeerEvents()
 
-    def hello(self) -> str:
+    def hello(self, prepared: list[EventMessage]) -> list[EventMessage]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        return "ready"
+        for message in prepared:
+            self.peer_events.open(message)
+        return self.events.prepare(torch.cuda.current_stream(), EVENTS_PREPARED)
 
     def map(self, message: MemoryMessage) -> bool:
         self.imports.map(message)

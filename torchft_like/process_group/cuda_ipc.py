@@ -299,6 +299,15 @@ class OwnEvents:
         self._devices.append(device)
         return len(self._events) - 1, device, self._cuda.handle_of(event)
 
+    def prepare(self, stream: torch.cuda.Stream, count: int) -> list[EventMessage]:
+        """Make some that the other side may open now, while nothing runs.
+
+        Opening one later may wait for a device that is busy, and the thread with it.
+        """
+        messages = [self.record(stream) for _ in range(count)]
+        self.free(number for number, _, _ in messages)
+        return messages
+
     def free(self, numbers: Iterable[int]) -> None:
         """The other side's device has passed its waits for these."""
         for number in numbers:

@@ -287,6 +287,17 @@ def test_event_is_recorded_anew_only_after_every_wait_for_it(machine: Machine) -
     assert own.record(here) == (0, 0, None)
 
 
+def test_prepared_events_are_opened_before_they_are_needed(machine: Machine) -> None:
+    own, peer = OwnEvents(machine), PeerEvents(machine)
+    here: Any = Stream()
+    for message in own.prepare(here, 3):
+        peer.open(message)
+    messages = [own.record(here) for _ in range(3)]
+    assert sorted(messages) == [(0, 0, None), (1, 0, None), (2, 0, None)]
+    for number, _, _ in messages:
+        peer.wait(number, Stream())  # type: ignore[arg-type]
+
+
 def test_events_of_different_devices_are_not_mixed_up(machine: Machine) -> None:
     own = OwnEvents(machine)
     one: Any = Stream(device=1)
