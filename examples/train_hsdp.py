@@ -1,0 +1,297 @@
+"""Train a small GPT that is sharded over the ranks of a replica group; whole groups may die on the way.
+
+On one machine, with a lighthouse and two replica groups of two ranks each, one of which is killed:
+
+    python examples/train_hsdp.py --local --kill-at-step 20
+
+As on a cluster, each replica group under a torchrun of its own, which starts it again when it fails:
+
+    python -m lighthouse --bind 127.0.0.1:29510 --min_replicas 1
+    TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 torchrun --standalone --nproc_per_node 2 --max-restarts 3 \\
+        examples/train_hsdp.py --replica-id 0
+    (the same with --replica-id 1)
+
+FSDP shards parameters, gradients and optimizer state over the ranks of a group (`dp_shard`), and averages
+gradients over the groups of the quorum (`dp_replicate`). A group that comes back heals over the network,
+each rank from the same rank of another group. What is saved in --checkpoint-dir is for the day when no
+group is left: started again, they all go on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+import torch.distributed as dist
+from tiny_gpt import TinyGPT, next_byte_loss
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
+
+from torchft_like import LighthouseServer, Manager, Optimizer, ProcessGroupGloo, stop_on_signals
+from torchft_like.device_mesh import ft_init_device_mesh
+from torchft_like.digest import state_digest
+from torchft_like.errors import ConnectError, CoordinationError
+from torchft_like.fsdp import ShardedState
+
+CONTEXT = 64  # bytes that the model sees at once
+BATCH_SIZE = 4  # windows per rank and step
+
+
+def train(args: argparse.Namespace) -> None:
+    """One rank of one replica group."""
+    rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    torch.manual_seed(args.seed)  # the same in all groups: a tensor that ranks hold copies of is equal in all
+
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=args.min_replicas,
+        replica_id=f"group-{args.replica_id}",
+    )
+    with manager, stop_on_signals(manager) as stop:
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(args.num_replicas, group_size),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+            replicate_dim=0,
+            manager=manager,
+        )
+        model = TinyGPT(width=48, layers=2, context=CONTEXT)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        optimizer = Optimizer(manager, adamw)
+
+        state = ShardedState(model, adamw)
+        manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
+        checkpoints = Checkpoints(args.checkpoint_dir, manager, model, adamw)
+        if checkpoints.resume():
+            report("resumed", args, manager, state)
+
+        everybody = mesh._flatten("dp").get_group()  # all ranks of all groups
+        data = StandardLibraryText(args.seed, shard=args.replica_id * group_size + rank)
+        while not stop.requested and not is_done(manager, args):
+            inputs, targets = data.batch(manager.current_step())
+            optimizer.zero_grad()
+            loss = next_byte_loss(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, dist.ReduceOp.AVG, group=everybody)
+            optimizer.step()
+            if manager.current_step() % args.checkpoint_every == 0:
+                checkpoints.save()
+            if rank == 0:
+                step, participants = manager.current_step(), manager.num_participants()
+                print(f"step {step}  loss {mean.item():.3f}  participants {participants}", flush=True)
+            time.sleep(args.pause)
+        checkpoints.save()
+        report("finished", args, manager, state)
+    dist.destroy_process_group()
+
+
+def is_done(manager: Manager, args: argparse.Namespace) -> bool:
+    """Whether the last step is committed, and with --finish-together by all of the groups."""
+    everybody = manager.num_participants() >= args.num_replicas
+    return manager.current_step() >= args.steps and (everybody or not args.finish_together)
+
+
+def report(what: str, args: argparse.Namespace, manager: Manager, state: ShardedState) -> None:
+    """Print the step and a digest of all shards of this group, parameters and optimizer."""
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, state_digest(state.state_dict()))
+    if dist.get_rank() == 0:
+        digest = state_digest({"shards": digests})
+        result = {what: args.replica_id, "step": manager.current_step(), "digest": digest}
+        print(json.dumps(result), flush=True)
+
+
+class Checkpoints:
+    """Checkpoints on a disk that all groups reach; each is written by one group, every shard by its rank."""
+
+    def __init__(
+        self, folder: Path | None, manager: Manager, model: nn.Module, adamw: torch.optim.Optimizer
+    ) -> None:
+        self.folder, self.manager, self.model, self.adamw = folder, manager, model, adamw
+        self.saved_step = 0
+
+    def save(self) -> None:
+        """Between two steps, unless it is done. Of the groups that participate the first one saves."""
+        step = self.manager.current_step()
+        if self.folder is None or step == self.saved_step or self.manager.participating_rank() != 0:
+            return
+        save(self.state(), checkpoint_id=self.folder / f"step-{step}")
+        self.saved_step = step
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint that was written to the end; whether there is one."""
+        chosen = [self.newest()]
+        dist.broadcast_object_list(chosen)  # another group may finish one just now: all ranks load the same
+        if chosen[0] is None:
+            return False
+        state = self.state()
+        load(state, checkpoint_id=chosen[0])
+        set_state_dict(
+            self.model, self.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.manager.load_state_dict(state["manager"])
+        self.saved_step = self.manager.current_step()
+        return True
+
+    def newest(self) -> Path | None:
+        written = self.folder.glob("step-*/.metadata") if self.folder is not None else ()
+        folders = (path.parent for path in written)
+        return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.adamw)
+        return {"model": model, "optimizer": optimizer, "manager": self.manager.state_dict()}
+
+
+class StandardLibraryText:
+    """The source text of Python's standard library; a batch depends on seed, shard and step alone."""
+
+    def __init__(self, seed: int, shard: int) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        self.bytes = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+        self.key = f"{seed}/{shard}"
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each; targets are one byte ahead."""
+        starts = random.Random(f"{self.key}/{step}").sample(range(len(self.bytes) - CONTEXT - 1), BATCH_SIZE)
+        tokens = torch.stack([self.bytes[start : start + CONTEXT + 1] for start in starts]).long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+# ------------------------------------------------------------- all of it on this machine
+
+
+class LocalGroup:
+    """A replica group under a torchrun of its own, and what it prints."""
+
+    def __init__(self, index: int, lighthouse: str, kill_at_step: int | None) -> None:
+        self.index = index
+        self.kill_at_step = kill_at_step
+        self.result: dict[str, Any] = {}
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        own = ["--replica-id", str(index), "--finish-together"]
+        self.process = subprocess.Popen(
+            [sys.executable, *torchrun, "--nproc_per_node=2", "--max-restarts=3", *sys.argv, *own],
+            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        for line in self.process.stdout or ():
+            print(f"group {self.index} | {line.rstrip()}", flush=True)
+            words = line.split()
+            if line.startswith("{"):
+                self.result = json.loads(line)
+            elif (
+                words[:1] == ["step"] and self.kill_at_step is not None and int(words[1]) >= self.kill_at_step
+            ):
+                self.kill_at_step = None
+                self.kill_ranks()
+
+    def kill_ranks(self) -> None:
+        """SIGKILL to every rank at once; torchrun starts them again."""
+        print(f"group {self.index} | killed", flush=True)
+        for rank in psutil.Process(self.process.pid).children():
+            rank.kill()
+
+    def end(self) -> None:
+        """Leave nothing behind, however the run went."""
+        if self.process.poll() is None:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            for member in family:
+                member.kill()
+            psutil.wait_procs(family)
+        self.reader.join()
+
+
+def run_locally(args: argparse.Namespace) -> int:
+    """A lighthouse here, the groups as processes; 0 if all of them end with the same bits."""
+    sys.argv.remove("--local")
+    signal.signal(signal.SIGTERM, _interrupt)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
+    groups: list[LocalGroup] = []
+    try:
+        for index in range(args.num_replicas):
+            kill_at_step = args.kill_at_step if index == args.num_replicas - 1 else None
+            groups.append(LocalGroup(index, lighthouse.address(), kill_at_step))
+        codes = [group.process.wait() for group in groups]
+    finally:
+        for group in groups:
+            group.end()
+        lighthouse.shutdown()
+    digests = {group.result.get("digest") for group in groups}
+    is_identical = len(digests) == 1 and None not in digests and not any(codes)
+    print("all groups ended with the same bits" if is_identical else f"failed: {codes}, {digests}")
+    return 0 if is_identical else 1
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT with fault-tolerant hybrid sharding.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--local", action="store_true", help="start everything on this machine")
+    parser.add_argument("--kill-at-step", type=int, help="with --local: kill the last group here, once")
+    parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
+    parser.add_argument("--num-replicas", type=int, default=2, help="replica groups that share the data")
+    parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
+    parser.add_argument("--steps", type=int, default=100, help="committed steps until the end")
+    parser.add_argument("--finish-together", action="store_true", help="go on until all groups are there")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save here, and resume from here")
+    parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between two checkpoints")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.local:
+        try:
+            sys.exit(run_locally(args))
+        except KeyboardInterrupt:
+            sys.exit("interrupted; every group has been ended")
+    if "RANK" not in os.environ:
+        sys.exit("train_hsdp.py: start it with torchrun, or with --local")
+    try:
+        train(args)
+    except (CoordinationError, ConnectError) as error:  # a wrong setting, or nobody there
+        sys.exit(f"train_hsdp.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
