@@ -30,7 +30,8 @@ from torchft_like.process_group.baby.channel import Channel, ChannelClosedError,
 from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
-HOW_ENDED_S_MAX = 2.0
+HOW_ENDED_S_MAX = 5.0
+ENDS_KNOWN_MAX = 64
 
 _BOOTSTRAP = (
     "import json, sys; control, trainer, sys.path[:] = json.loads(sys.argv[1]); "
@@ -145,7 +146,7 @@ class Nursery:
             if (server := self._server) is None or not server.ask_end(pid):
                 return "its fork server has ended"
             self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX)
-            return server.ends.pop(pid, "its fork server has ended")
+            return server.ends.get(pid, "its fork server has ended or does not answer")
 
     def stop(self) -> None:
         """End the server, and with it every fork."""
@@ -244,13 +245,18 @@ class _Server:
                     if kind == FromServer.FORKED:
                         self._add(pid, *descriptors)
                     else:
-                        self.ends[pid] = rest[0]
+                        self._note_end(pid, rest[0])
                     self._changed.notify_all()
         except ChannelClosedError:
             self._control.close()
             with self._changed:
                 self.is_gone = True
                 self._changed.notify_all()
+
+    def _note_end(self, pid: int, how: str) -> None:
+        self.ends[pid] = how
+        if len(self.ends) > ENDS_KNOWN_MAX:
+            del self.ends[next(iter(self.ends))]
 
     def _add(self, pid: int, end: int, watch: int) -> None:
         self._expected -= 1
