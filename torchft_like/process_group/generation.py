@@ -189,8 +189,10 @@ class Generation:
             if self.abort_signal.reason is not None:
                 raise self._aborted() from error
             raise
-        if work is None:
-            return None
+        return None if work is None else self.handle(collective, work)
+
+    def handle(self, collective: Collective, work: Work) -> Work:
+        """What the caller gets for a work of the backend."""
         if isinstance(work, ExplainedWork):
             work.explain = self.explain
             return work
@@ -206,7 +208,7 @@ class Generation:
         """
         if self.abort_signal.reason is not None:
             return self._aborted()
-        if isinstance(error, CollectiveRefusedError):
+        if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
         if self._failure is None:
             self._failure = type(error)(*error.args)  # a copy: frames would keep the backend

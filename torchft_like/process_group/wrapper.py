@@ -158,7 +158,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             self._epoch += 1
         if previous is not None:
             previous.end("the group is being configured anew")
-        generation.make(checked(self._create) if self._is_checking else self._create)
+        generation.make(checked(self._create, generation.handle) if self._is_checking else self._create)
         self._members = members
         self._global_ranks = global_ranks
         self._refresh_registration()

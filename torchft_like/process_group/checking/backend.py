@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.futures import Future
 
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -39,15 +38,19 @@ from torchft_like.process_group.checking.descriptions import describe, timeout_o
 from torchft_like.process_group.checking.link import End, Link, join
 from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request, encode_description
 from torchft_like.process_group.checking.referee import Problem
-from torchft_like.process_group.checking.rules import PAIRED, Description, Disagreement
+from torchft_like.process_group.checking.rules import PAIRED, Disagreement
+from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedWork
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective, tensors_of
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
-SILENCE_S_MAX = 5.0  # by how much the referee may miss a deadline before it counts as gone
 
 
-def checked(create: Create) -> Create:
+# Makes of a work of the real backend what its caller gets.
+Handle = Callable[[Collective, Work], Work]
+
+
+def checked(create: Create, handle: Handle) -> Create:
     """Make what `create` makes, with a referee in front of it. A group of one has nobody to ask."""
 
     def create_checked(membership: Membership, abort: AbortSignal) -> Backend:
@@ -55,7 +58,7 @@ def checked(create: Create) -> Create:
         if membership.world_size == 1:
             return backend
         try:
-            return CheckedBackend(backend, join(membership, abort), membership, abort)
+            return CheckedBackend(backend, handle, join(membership, abort), membership, abort)
         except BaseException:
             backend.close()
             raise
@@ -82,11 +85,16 @@ class CheckedBackend:
 
     Args:
         backend: what runs the collectives.
+        handle: for its works.
         link: to the referee, not yet started.
     """
 
-    def __init__(self, backend: Backend, link: Link, membership: Membership, abort: AbortSignal) -> None:
+    def __init__(
+        self, backend: Backend, handle: Handle, link: Link, membership: Membership, abort: AbortSignal
+    ) -> None:
         self._backend = backend
+        self._handle = handle
+        self._methods = _methods_of(backend)
         self._link = link
         self._rank, self._world_size = membership.rank, membership.world_size
         self._timeout = membership.timeout
@@ -105,8 +113,8 @@ class CheckedBackend:
 
     def targets(self) -> tuple[object, ...]:
         """The same collectives as the real backend's, checked."""
-        found = ((row, row.find_on(*self._backend.targets())) for row in COLLECTIVES)
-        return (SimpleNamespace(**{row.name: self._checked(row, run) for row, run in found if run}),)
+        rows = (row for row in COLLECTIVES if row.name in self._methods)
+        return (SimpleNamespace(**{row.name: partial(self._run, row) for row in rows}),)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See generation.Backend."""
@@ -127,6 +135,7 @@ class CheckedBackend:
         self._abort.remove(self._link.cut)
         self._link.cut()
         self._link.join()
+        self._methods.clear()
         self._backend.close()
 
     # For the link, on its thread.
@@ -138,7 +147,7 @@ class CheckedBackend:
         if pending is None:
             return
         if problem is None:
-            pending.start()
+            self._start(pending)
         else:
             pending.work.refuse(_error_for(problem))
 
@@ -156,17 +165,14 @@ class CheckedBackend:
         for one in pending.values():
             one.work.refuse(self._error_at(why, one.work))
 
-    def _checked(self, row: Collective, run: Callable[..., Any]) -> Callable[..., Any]:
-        def submit(*args: Any, **kwargs: Any) -> Work | None:
-            work = self._submit(row.bind(args, kwargs), run)
-            if not row.blocking:
-                return work
-            work.wait()
-            return None
+    def _run(self, row: Collective, *args: Any, **kwargs: Any) -> Work | None:
+        work = self._submit(row.bind(args, kwargs))
+        if not row.blocking:
+            return work
+        work.wait()
+        return None
 
-        return submit
-
-    def _submit(self, call: Call, run: Callable[..., Any]) -> CheckedWork:
+    def _submit(self, call: Call) -> CheckedWork:
         description = describe(call, self._world_size)
         timeout = timeout_of(call) or self._timeout
         seconds = timeout.total_seconds()
@@ -179,10 +185,23 @@ class CheckedBackend:
                 work.refuse(self._error_at(self._ended, work))
                 return work
             deadline_s = math.inf if overdue else time.monotonic() + seconds
-            self._pending[ticket] = _Pending(work, call, run, deadline_s, streams)
+            self._pending[ticket] = _Pending(work, call, deadline_s, streams)
             with contextlib.suppress(OSError):  # then the link's thread settles what is pending
                 self._link.send(Request(CALL, ticket, seconds, encode_description(description)))
         return work
+
+    def _start(self, pending: _Pending) -> None:
+        """Run a call as its caller would have, on the streams that were the caller's."""
+        row, work = pending.call.collective, pending.work
+        try:
+            with contextlib.ExitStack() as current:
+                for stream in pending.streams:
+                    current.enter_context(torch.cuda.stream(stream))
+                # The bound method is in no variable: see Generation.run.
+                started = self._methods[row.name](*pending.call.args, **pending.call.kwargs)
+            work.follow(None if started is None else self._handle(row, started))
+        except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
+            work.refuse(_as_refusal(error))
 
     def _error_at(self, why: End, work: CheckedWork) -> Exception:
         """For a call that will hear no ruling."""
@@ -200,166 +219,25 @@ class CheckedBackend:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A call that waits for its ruling, and how it is started then."""
+    """A call that waits for its ruling."""
 
     work: CheckedWork
     call: Call
-    run: Callable[..., Any]
     deadline_s: float
     streams: tuple[torch.cuda.Stream, ...]
 
-    def start(self) -> None:
-        """Run it, as the caller would have, on the streams that were the caller's."""
-        try:
-            with contextlib.ExitStack() as current:
-                for stream in self.streams:
-                    current.enter_context(torch.cuda.stream(stream))
-                self.work.follow(self.run(*self.call.args, **self.call.kwargs))
-        except RuntimeError as error:
-            self.work.refuse(CollectiveRefusedError(str(error)))
-        except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
-            self.work.refuse(error.with_traceback(None))
+
+def _methods_of(backend: Backend) -> dict[str, Callable[..., Work | None]]:
+    found = ((row.name, row.find_on(*backend.targets())) for row in COLLECTIVES)
+    return {name: method for name, method in found if method is not None}
 
 
-class CheckedWork(Work):
-    """An operation that may not have started yet.
-
-    Args:
-        description: what it is.
-        timeout: of a wait that names none.
-        overdue: what to do when somebody has waited that long before it has started; a ruling follows.
-        devices: other than the CPU, where its tensors live.
-    """
-
-    def __init__(
-        self,
-        description: Description,
-        timeout: timedelta,
-        overdue: Callable[[], None] | None,
-        devices: Sequence[torch.device] = (),
-    ) -> None:
-        super().__init__()
-        self._description = description
-        self._timeout = timeout
-        self._overdue = overdue
-        self._devices = list(devices)
-        self._lock = threading.Lock()
-        self._settled = threading.Event()
-        self._work: Work | None = None
-        self._error: Exception | None = None
-        self._future: Future[Any] | None = None
-
-    def __str__(self) -> str:
-        return self._description.text()
-
-    def follow(self, work: Work | None) -> None:
-        """It has started, and is now what `work` is; None where it is over."""
-        with self._lock:
-            self._work = work
-            future = self._future
-            self._settled.set()
-        if future is not None:
-            self._complete(future)
-
-    def refuse(self, error: Exception) -> None:
-        """It will not start."""
-        with self._lock:
-            self._error = error
-            future = self._future
-            self._settled.set()
-        if future is not None:
-            future.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is done.
-
-        Raises:
-            CollectiveMismatchError: the ranks do not agree on it.
-            CollectiveTimeoutError: a rank has not come.
-            RuntimeError: the backend failed, or `timeout` is over.
-        """
-        started_s = time.monotonic()
-        self._await_ruling(timeout)
-        if self._error is not None:
-            raise self._error
-        if self._work is None:
-            return True
-        if timeout is None:
-            return self._work.wait()
-        left_s = timeout.total_seconds() - (time.monotonic() - started_s)
-        return self._work.wait(timedelta(seconds=max(left_s, 0.001)))
-
-    def get_future(self) -> Future[Any]:
-        """Completes as the backend's does, or with the refusal."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = Future(devices=self._devices)
-            is_settled = self._settled.is_set()
-        if is_settled:
-            self._complete(self._future)
-        return self._future
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._settled.is_set() and (self._work is None or self._work.is_completed())
-
-    def is_success(self) -> bool:
-        """Whether it is done without an error."""
-        return self.is_completed() and self._error is None and (self._work is None or self._work.is_success())
-
-    def exception(self) -> Any:
-        """The error, once it failed."""
-        return self._work.exception() if self._work is not None else self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors, once it is done."""
-        return self._work.result() if self._work is not None else []
-
-    def source_rank(self) -> int:
-        """Who sent what a receive from any source got."""
-        return self._work._source_rank() if self._work is not None else -1
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """Make the current stream wait; blocks until the operation has started."""
-        self._await_ruling(None)
-        if self._work is not None:
-            self._work.synchronize()
-
-    def block_current_stream(self) -> None:
-        """As `synchronize`."""
-        self._await_ruling(None)
-        if self._work is not None:
-            self._work.block_current_stream()
-
-    def _await_ruling(self, timeout: timedelta | None) -> None:
-        if self._overdue is not None:
-            if self._settled.wait((timeout or self._timeout).total_seconds()):
-                return
-            self._overdue()
-            timeout = timedelta(seconds=SILENCE_S_MAX)
-        seconds = None if timeout is None else timeout.total_seconds()
-        if not self._settled.wait(seconds):
-            raise ProcessGroupError(f"{self}: timed out, some ranks have not come within {seconds:g} s")
-
-    def _complete(self, future: Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        elif self._work is None:
-            future.set_result([])
-        else:
-            self._work.get_future().add_done_callback(lambda done: _hand_on(done, future))
-
-
-def _hand_on(done: Future[Any], future: Future[Any]) -> None:
-    try:
-        value = done.value()
-    except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
-        future.set_exception(error)
-    else:
-        future.set_result(value)
+def _as_refusal(error: Exception) -> Exception:
+    """What the backend says to a call before it begins. It may also say that it is no more."""
+    is_typed = isinstance(error, ProcessGroupError) and type(error) is not ProcessGroupError
+    if isinstance(error, RuntimeError) and not (is_typed or isinstance(error, NotImplementedError)):
+        return CollectiveRefusedError(str(error))
+    return error.with_traceback(None)
 
 
 def _error_for(problem: Problem) -> Exception:
