@@ -12,6 +12,7 @@ from torchft_like import (
     LighthouseServer,
     Manager,
     Optimizer,
+    ProcessGroupBabyNCCL,
     ProcessGroupNCCL,
     PureDistributedDataParallel,
 )
@@ -25,12 +26,12 @@ def model() -> nn.Module:
     return nn.Linear(8, 8).cuda()
 
 
-@pytest.fixture
-def manager(model: nn.Module) -> Iterator[Manager]:
+@pytest.fixture(params=[ProcessGroupNCCL, ProcessGroupBabyNCCL])
+def manager(request: pytest.FixtureRequest, model: nn.Module) -> Iterator[Manager]:
     """The only replica."""
     lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=100)
     manager = Manager(
-        ProcessGroupNCCL(LIMIT_S),
+        request.param(LIMIT_S),
         model.load_state_dict,
         model.state_dict,
         min_replica_size=1,

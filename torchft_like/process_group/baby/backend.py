@@ -68,7 +68,9 @@ class RemoteBackend:
         self._timeout_s = 0.0
         self._why_ended: str | None = None
         self._offered: frozenset[str] = frozenset()
-        abort.add(child.kill)
+        self._ending = threading.Lock()
+        self._cut_off: int | None = None
+        abort.add(self._kill)
 
     def begin(self, recipe: Recipe, membership: Membership) -> None:
         """Have the subprocess make its backend.
@@ -84,7 +86,9 @@ class RemoteBackend:
         self._requests.wait(request, request.deadline + GONE_S_MAX)
         if request.outcome is not Outcome.DONE:
             raise self.describe(request)
-        self._offered = frozenset(request.answer[0])
+        offered, greeting = request.answer
+        self._lender.greeted(greeting)
+        self._offered = frozenset(offered)
 
     @property
     def inner(self) -> object:
@@ -117,8 +121,8 @@ class RemoteBackend:
 
     def close(self) -> None:
         """See generation.Backend."""
-        self._abort.remove(self._child.kill)
-        self._child.kill()
+        self._abort.remove(self._kill)
+        self._kill()
         self._child.wait_ended(GONE_S_MAX)
         self._requests.end()
         self._lender.close()
@@ -137,6 +141,11 @@ class RemoteBackend:
     def lost(self) -> Exception | None:
         """The error if the subprocess is gone."""
         return self._gone() if self._child.has_ended() else None
+
+    def cut_off(self) -> int:
+        """How many operations were not over when the subprocess was killed from here."""
+        with self._ending:
+            return self._cut_off or 0
 
     def describe(self, request: Request) -> Exception:
         """See work.Failures."""
@@ -189,7 +198,13 @@ class RemoteBackend:
     def _end(self, why: str) -> None:
         if not self._child.has_ended():
             self._why_ended = self._why_ended or why
-            self._child.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        with self._ending:
+            if self._cut_off is None:
+                self._cut_off = self._lender.cut_off() + self._requests.count()
+        self._child.kill()
 
     def _gone(self) -> SubprocessLostError:
         why = self._why_ended or self._requests.last_words or self._child.how_ended()

@@ -100,7 +100,7 @@ class _Server:
             return
         found = ((c.name, c.find_on(*self._backend.targets())) for c in COLLECTIVES)
         self._methods = {name: method for name, method in found if method is not None}
-        self._answer(request, Outcome.DONE, list(self._methods))
+        self._answer(request, Outcome.DONE, list(self._methods), self._borrower.greeting())
 
     def _warm_up(self, _: int, environment: dict[str, str], device: int) -> None:
         os.environ.clear()

@@ -50,6 +50,13 @@ class CpuLender:
     def greeting(self) -> None:
         """Nothing has to be known."""
 
+    def greeted(self, greeting: None) -> None:
+        """Nothing has to be known."""
+
+    def cut_off(self) -> int:
+        """None: what has begun and is not over has not been answered either, and its work fails."""
+        return 0
+
     def close(self) -> None:
         """There is nothing to take back: the memory went with the process."""
 
@@ -121,6 +128,9 @@ class CpuBorrower:
 
     def __init__(self, _: None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def greeting(self) -> None:
+        """Nothing has to be known."""
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
         """See lending.Borrower."""

@@ -43,6 +43,7 @@ from torchft_like.process_group.cuda_ipc import (
     stream_message,
 )
 
+EVENTS_PREPARED = 16
 TORCH_CUDA = TorchCuda()
 
 
@@ -76,9 +77,21 @@ class CudaLender:
         for number in self._memory.take_dead():
             yield (ToChild.UNMAP.value, UNASKED, number), ()
 
-    def greeting(self) -> int:
-        """The device's index."""
-        return int(self._device.index)
+    def greeting(self) -> Any:
+        """The device's index, and events to be opened while nothing runs."""
+        with self._lock:
+            events = self._events.prepare(self.cuda.current_stream(self._device), EVENTS_PREPARED)
+        return self._device.index, events
+
+    def greeted(self, greeting: list[EventMessage]) -> None:
+        """See lending.Lender."""
+        with self._lock:
+            for event in greeting:
+                self._peers.open(event)
+
+    def cut_off(self) -> int:
+        """See lending.Lender."""
+        return sum(not loan.is_over() for loan in tuple(self._running))
 
     def close(self) -> None:
         """See lending.Lender."""
@@ -246,16 +259,23 @@ class CudaBorrower:
     """See lending.Borrower.
 
     Args:
-        device: the index of the group's device.
+        greeting: the lender's.
     """
 
-    def __init__(self, device: int, cuda: TorchCuda = TORCH_CUDA) -> None:
+    def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
+        device, events = greeting
         self._cuda = cuda
         self._memory = MemoryImports(cuda)
         self._events = OwnEvents(cuda)
         self._peers = PeerEvents(cuda)
         self._streams = MirroredStreams(cuda)
         cuda.use_device(device)
+        for event in events:
+            self._peers.open(event)
+
+    def greeting(self) -> list[EventMessage]:
+        """Events to be opened while nothing runs."""
+        return self._events.prepare(self._cuda.current_stream(), EVENTS_PREPARED)
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
         """See lending.Borrower."""

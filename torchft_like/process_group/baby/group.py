@@ -12,7 +12,7 @@ from typing import ClassVar, Unpack, cast
 
 import torch
 
-from torchft_like.errors import ProcessGroupError
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
 from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.cpu_lending import CpuLender
@@ -52,6 +52,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
     ) -> None:
         super().__init__(timeout, check_collectives=check_collectives)
+        self._latest: RemoteBackend | None = None
         nursery.start()
 
     def errored(self) -> Exception | None:
@@ -81,7 +82,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
 
     def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
         child = nursery.take(abort, membership.timeout.total_seconds())
-        backend = RemoteBackend(child, self._lender(), abort)
+        self._latest = backend = RemoteBackend(child, self._lender(), abort)
         try:
             backend.begin(self.RECIPE, membership)
         except BaseException:
@@ -154,12 +155,20 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         super().configure(store_addr, rank, world_size, **about)
 
     def errored(self) -> Exception | None:
-        """Wait for the current stream, then tell what made the group unusable, if anything."""
+        """Wait for the current stream, then tell what made the group unusable, if anything.
+
+        ProcessGroupAbortedError means that every operation was over before the abort; any other error that
+        some were not, so that their outputs hold anything.
+        """
         try:
             torch.cuda.current_stream().synchronize()
-        except RuntimeError as error:
-            return error
-        return super().errored()
+        except RuntimeError as device_error:
+            return device_error
+        error = super().errored()
+        count = 0 if self._latest is None else self._latest.cut_off()
+        if isinstance(error, ProcessGroupAbortedError) and count:
+            return SubprocessLostError(f"{count} operations were not over when the group ended: {error}")
+        return error
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-baby-nccl."""

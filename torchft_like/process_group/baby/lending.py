@@ -54,12 +54,21 @@ class Lender(Protocol):
     def greeting(self) -> Any:
         """What the subprocess's side is made of, as plain data."""
 
+    def greeted(self, greeting: Any) -> None:
+        """What the subprocess's side had to say when it was made."""
+
+    def cut_off(self) -> int:
+        """The subprocess is about to be killed: how many operations that it has begun are not over."""
+
     def close(self) -> None:
         """The subprocess is dead and reaped: everything is the trainer's again."""
 
 
 class Borrower(Protocol):
     """The subprocess's side; for the thread that reads requests."""
+
+    def greeting(self) -> Any:
+        """For `Lender.greeted`, once the backend is made; as plain data."""
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
         """A storage that later requests use."""
