@@ -12,7 +12,17 @@ import time
 import traceback
 from collections.abc import Callable
 
-from benchmarks import growth, heal, lighthouse_cost, plots, process_groups, recovery, step_time, tables
+from benchmarks import (
+    check_collectives,
+    growth,
+    heal,
+    lighthouse_cost,
+    plots,
+    process_groups,
+    recovery,
+    step_time,
+    tables,
+)
 from benchmarks.peer import PEER, PeerUnavailableError
 from benchmarks.report import RESULTS, Result, load
 from benchmarks.systems import TORCHFT
@@ -30,6 +40,9 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
     "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),
+    "check_collectives": lambda quick: check_collectives.main(
+        check_collectives.QUICK if quick else check_collectives.Plan()
+    ),
     **{name: _of_groups(name) for name in process_groups.RESULTS},
 }
 
