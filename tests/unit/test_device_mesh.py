@@ -190,10 +190,12 @@ def test_torch_joins_a_slice_with_one_of_the_fixed_mesh(mesh: ManagedDeviceMesh)
 def test_an_unflattened_dimension_leaves_the_elastic_one_where_it_is(
     mesh: ManagedDeviceMesh, quorum: Quorum
 ) -> None:
-    quorum.be(1, 2)
+    quorum.be(1, 3)
     unflat = mesh._unflatten("tp", (2, 1), ("cp", "ep"))
     assert unflat.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "ep")
-    assert unflat.shape == (2, 2, 2, 1)
+    assert unflat.shape == (3, 2, 2, 1)
+    last = extend_device_mesh(mesh["dp_shard", "tp"], mesh._group(), "dp", dim=2)
+    assert last._unflatten(0, (1, 2), ("a", "b")).shape == (1, 2, 2, 3)
     with pytest.raises(NotSupportedError):
         mesh._unflatten("dp_replicate", (2, 1), ("a", "b"))
 

@@ -30,8 +30,11 @@ Handler = Callable[[Call], Work]
 class FlattenedProcessGroup(ProcessGroupWrapper):
     """The ranks of `within`, times those of `across`.
 
-    It has the reductions to all, broadcast, gathering to all and the barrier. `wait` is called on the
-    first half of an operation before the second begins, so only the second half is asynchronous.
+    It has the reductions to all, broadcast, gathering to all and the barrier. The first half of an
+    operation is waited for before the second begins, so only the second is asynchronous.
+
+    INVARIANT: what is done within does not depend on the elastic group, whose error one rank of a replica
+    group may know of before another does: all of them do the same, and none waits for one that does not.
 
     Args:
         within: a group of torch's that joins the ranks of this replica group.
@@ -46,12 +49,12 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         self._within = within
         self._inner_size = inner_size
         self._handlers: Mapping[str, Handler] = {
-            "allreduce": self._reduce,
-            "allreduce_coalesced": self._reduce,
+            "allreduce": self._within_then_across,
+            "allreduce_coalesced": self._within_then_across,
             "broadcast": self._broadcast,
             "allgather": self._gather,
             "_allgather_base": self._gather,
-            "barrier": self._meet,
+            "barrier": self._within_then_across,
         }
 
     def size(self) -> int:
@@ -73,16 +76,18 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
             )
         return handler(collective.bind(args, kwargs))
 
-    def _reduce(self, call: Call) -> Work:
-        """Averages are right, too: every replica group has equally many ranks."""
-        self._do_within(call)
-        return self._do_across(call)
+    def _within_then_across(self, call: Call) -> Work:
+        """Averages come out right, as replica groups are equally large; and whoever has met across knows
+        that all have met within."""
+        name = call.collective.name
+        getattr(self._within, name)(*call.args, **call.kwargs).wait()
+        work: Work = getattr(self.parent, name)(*call.args, **call.kwargs)
+        return work
 
     def _broadcast(self, call: Call) -> Work:
-        """Within the root's replica group, then from each of its ranks across."""
+        """Within, then across from every rank of the root's replica group."""
         across_root, within_root = self._split(_root_of(call))
-        if self.parent.rank() == across_root:
-            self._within.broadcast(call.outputs, _options(within_root)).wait()
+        self._within.broadcast(call.outputs, _options(within_root)).wait()
         work: Work = self.parent.broadcast(call.outputs, _options(across_root))
         return work
 
@@ -93,21 +98,6 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
                 for within_rank, row in enumerate(rows):
                     outputs[self._rank_of(across_rank, within_rank)].copy_(row)
         return DoneWork(call.result)
-
-    def _meet(self, call: Call) -> Work:
-        """Whoever leaves the second meeting within knows that all have met across."""
-        self._do_within(call)
-        self._do_across(call).wait()
-        return self._do_within(call)
-
-    def _do_within(self, call: Call) -> Work:
-        work: Work = getattr(self._within, call.collective.name)(*call.args, **call.kwargs)
-        work.wait()
-        return work
-
-    def _do_across(self, call: Call) -> Work:
-        work: Work = getattr(self.parent, call.collective.name)(*call.args, **call.kwargs)
-        return work
 
     @staticmethod
     def _gather_in(group: dist.ProcessGroup, source: torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchft_like.process_group.flattened import FlattenedProcessGroup
 
 ACROSS, WITHIN = 2, 2
 SIZE = ACROSS * WITHIN
+LATE_S = 0.2
 Groups = list[ProcessGroup]
 
 
@@ -92,6 +94,8 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(party: Party, groups: 
     arrived: list[int] = []
 
     def meet(rank: int, group: ProcessGroup) -> int:
+        if rank == SIZE - 1:
+            time.sleep(LATE_S)  # a barrier that does not wait is found out in that time
         arrived.append(rank)
         group.barrier().wait()
         return len(arrived)
