@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test gpu-test lint format proto bench clean help
+.PHONY: demo test gpu-test lint format proto bench leaks clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,6 +34,9 @@ proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 
 bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
 	$(BIN)/python -m benchmarks.run
+
+leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 5 minutes
+	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

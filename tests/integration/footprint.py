@@ -1,0 +1,119 @@
+"""What a process and its descendants hold, and what they hold more of than before.
+
+Counted: processes, threads by name, descriptors by kind, entries of /dev/shm, mapped files by name,
+anonymous mappings, and resident memory. Two footprints differ where something was left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SETTLE_S = 30.0
+PAUSE_S = 0.05
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much more there may be of what no program holds constant: the allocator's work.
+
+    Attributes:
+        mappings: anonymous ones: arenas and the stacks of threads that the C library keeps.
+        bytes: of resident memory.
+    """
+
+    mappings: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """See the module."""
+
+    things: Counter[str]
+    mappings: int
+    resident: int
+
+    def excess(self, before: Footprint, allowed: Allowance) -> list[str]:
+        """What there is more of than before, in words."""
+        found = [f"{count} more: {thing}" for thing, count in sorted((self.things - before.things).items())]
+        if (mappings := self.mappings - before.mappings) > allowed.mappings:
+            found.append(f"{mappings} more: anonymous mappings")
+        if (resident := self.resident - before.resident) > allowed.bytes:
+            found.append(f"{resident / MB:.1f} MB more: resident memory")
+        return found
+
+
+def take() -> Footprint:
+    """Of this process, with its descendants."""
+    gc.collect()
+    own = psutil.Process()
+    everybody = [own, *own.children(recursive=True)]
+    things = Counter(thing for process in everybody for thing in _things(process.pid))
+    things.update(f"/dev/shm/{_kind(name)}" for name in os.listdir("/dev/shm"))
+    names = _mapped(own.pid)
+    things.update(f"mapped {_kind(name)}" for name in names if name)
+    return Footprint(things, sum(not name for name in names), own.memory_info().rss)
+
+
+def excess_after(before: Footprint, allowed: Allowance) -> list[str]:
+    """What is still held once what ends by itself has had time to end."""
+    deadline = time.monotonic() + SETTLE_S
+    while (found := take().excess(before, allowed)) and time.monotonic() < deadline:
+        time.sleep(PAUSE_S)
+    return found
+
+
+def left_by(act: Callable[[int], object], warm_up: int, repeats: int, allowed: Allowance) -> list[str]:
+    """What `repeats` calls leave behind, after `warm_up` that are not counted."""
+    for index in range(warm_up):
+        act(index)
+    before = _settled()
+    for index in range(repeats):
+        act(warm_up + index)
+    return excess_after(before, allowed)
+
+
+def _settled() -> Footprint:
+    """A footprint that does not shrink any more: what is about to end must not hide what is left."""
+    deadline = time.monotonic() + SETTLE_S
+    last = take()
+    while time.monotonic() < deadline:
+        time.sleep(2 * PAUSE_S)
+        now = take()
+        if now.things == last.things:
+            return now
+        last = now
+    return last
+
+
+def _things(pid: int) -> Iterator[str]:
+    yield "process"
+    with contextlib.suppress(OSError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield f"thread {(task / 'comm').read_text().strip()}"
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # that of the listing itself
+                yield f"descriptor {_kind(os.readlink(descriptor))}"
+
+
+def _mapped(pid: int) -> list[str]:
+    """The name behind each mapping, empty for anonymous ones."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line[73:].strip() for line in lines]
+
+
+def _kind(name: str) -> str:
+    """Without what is different every time: numbers and random parts."""
+    return re.sub(r"[0-9a-zA-Z]*\d[0-9a-zA-Z]*", "*", name)

@@ -1,0 +1,196 @@
+"""A process that configures one kind of group again and again, and tells what that has left behind.
+
+Two ranks, each with a thread of its own. Most rounds use the group; some abort it in the middle of a
+collective, some in the middle of `configure`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from torchft_like import Manager
+from torchft_like.coordination import LighthouseServer
+from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+from torchft_like.process_group.baby import ProcessGroupBabyGloo
+
+from .footprint import MB, Allowance, left_by
+from .gloo_member import LIMIT_S
+
+RANKS = 2
+
+
+class Subject(Protocol):
+    """Something that can be configured again and again."""
+
+    def round(self, index: int) -> None:
+        """Configure it once, or nearly."""
+
+    def end(self) -> None:
+        """Give everything back."""
+
+
+def run_probe(answers: Connection, subject: str, store: int, warm_up: int, repeats: int) -> None:
+    """Answers with what is left after `repeats` rounds; the empty list if nothing is.
+
+    `store` is the port of another process: a store keeps what it is told, and so grows.
+    """
+    torch.set_num_threads(1)
+    probed = SUBJECTS[subject](store)
+    try:
+        answers.send(left_by(probed.round, warm_up, repeats, allowance(repeats)))
+    finally:
+        probed.end()
+
+
+def allowance(repeats: int) -> Allowance:
+    """What the allocator may take.
+
+    Two of torch's own Gloo groups, made and destroyed again and again, keep 3 KB more each time; ours
+    keep up to 4 KB, a round being two groups too.
+    """
+    return Allowance(mappings=32 + repeats // 10, bytes=4 * MB + repeats * 4096)
+
+
+class Pair:
+    """Two groups that the test configures."""
+
+    def __init__(self, store: int, make: Callable[[], ProcessGroup]) -> None:
+        self._store = store
+        self._prefixes = itertools.count()
+        self._threads = ThreadPoolExecutor(RANKS)
+        self._groups = [make() for _ in range(RANKS)]
+        self._tensors = [torch.ones(256) for _ in range(RANKS)]
+
+    def round(self, index: int) -> None:
+        if index % 5 == 3:
+            return self._abort_configure(index)
+        self._together(self._configure, self._prefix())
+        if index % 5 == 4:
+            return self._abort_collective(index)
+        self._together(self._reduce)
+        return None
+
+    def end(self) -> None:
+        for group in self._groups:
+            group.shutdown()
+        self._threads.shutdown()
+
+    def _configure(self, rank: int, prefix: str) -> None:
+        self._groups[rank].configure(prefix, rank, RANKS)
+
+    def _reduce(self, rank: int) -> None:
+        tensor = self._tensors[rank].fill_(1.0)
+        self._groups[rank].allreduce([tensor]).wait()
+        assert tensor[0] == RANKS
+
+    def _abort_configure(self, index: int) -> None:
+        """One rank waits for the other, who never comes."""
+        rank = index % RANKS
+        waiting = self._threads.submit(self._configure, rank, self._prefix())
+        while not waiting.done():  # an abort before the start of `configure` is none of it
+            self._groups[rank].abort("the probe has enough")
+            wait([waiting], timeout=0.002)
+        assert isinstance(waiting.exception(LIMIT_S), ProcessGroupAbortedError)
+
+    def _abort_collective(self, index: int) -> None:
+        rank = index % RANKS
+        waiting: Future[Any] = self._threads.submit(self._reduce, rank)
+        self._groups[rank].abort("the probe has enough")
+        assert waiting.exception(LIMIT_S) is not None
+
+    def _together(self, act: Callable[..., None], *args: object) -> None:
+        for future in [self._threads.submit(act, rank, *args) for rank in range(RANKS)]:
+            future.result(LIMIT_S)
+
+    def _prefix(self) -> str:
+        return f"127.0.0.1:{self._store}/{os.getpid()}/{next(self._prefixes)}"
+
+
+class ManagedPair:
+    """Two managed groups, whose Managers configure them because every step fails."""
+
+    def __init__(self, store: int) -> None:
+        self._store = store
+        self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS, join_timeout_ms=100)
+        self._threads = ThreadPoolExecutor(RANKS)
+        self._managers = [self._manager(rank) for rank in range(RANKS)]
+        self._groups = [ManagedProcessGroup(manager) for manager in self._managers]
+
+    def _manager(self, rank: int) -> Manager:
+        return Manager(
+            pg=ProcessGroupGloo(),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=RANKS,
+            timeout=timedelta(seconds=LIMIT_S),
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=self._store,
+            lighthouse_addr=self._lighthouse.address(),
+            replica_id=f"probe_{rank}",
+            hostname="127.0.0.1",
+            init_sync=False,
+        )
+
+    def round(self, index: int) -> None:
+        for future in [self._threads.submit(self._fail_a_step, rank) for rank in range(RANKS)]:
+            future.result(LIMIT_S)
+
+    def end(self) -> None:
+        for manager in self._managers:
+            manager.shutdown()
+        self._lighthouse.shutdown()
+        self._threads.shutdown()
+
+    def _fail_a_step(self, rank: int) -> None:
+        manager = self._managers[rank]
+        manager.start_quorum()
+        epoch = manager.process_group.epoch
+        manager.wait_quorum()
+        self._groups[rank].allreduce([torch.ones(256)]).wait()
+        manager.report_error(RuntimeError("the probe lets every step fail"))
+        assert not manager.should_commit()
+        assert manager.process_group.epoch >= epoch
+
+
+class Alone:
+    """A group of one."""
+
+    def __init__(self, _: int) -> None:
+        self._group = ProcessGroupDummy(0, 1)
+
+    def round(self, index: int) -> None:
+        self._group.configure(f"127.0.0.1:1/{index}", 0, 1)
+        self._group.allreduce([torch.ones(256)]).wait()
+
+    def end(self) -> None:
+        self._group.shutdown()
+
+
+SUBJECTS: dict[str, Callable[[int], Subject]] = {
+    "Gloo": lambda store: Pair(store, ProcessGroupGloo),
+    "Wrapper": lambda store: Pair(store, lambda: ProcessGroupWrapper(pg=ProcessGroupGloo())),
+    "ErrorSwallowing": lambda store: Pair(
+        store, lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo())
+    ),
+    "Managed": ManagedPair,
+    "Dummy": Alone,
+    "BabyGloo": lambda store: Pair(store, ProcessGroupBabyGloo),
+}
