@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
@@ -317,6 +319,18 @@ def _run_aside(work: Callable[..., None], *args: Any) -> None:
     thread = threading.Thread(target=run, name="torchft-process-group", daemon=True)
     _aside.add(thread)
     thread.start()
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork, of a data loader for example: what was inherited is the parent's, sockets included."""
+    for generation in _living:
+        # Never destroyed here: a backend's destructor would wait for threads that only the parent has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(generation))
+    _living.clear()
+    _aside.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 @atexit.register
