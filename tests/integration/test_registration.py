@@ -65,10 +65,15 @@ def wheres(tmp_path: Path) -> dict[str, Mapping[str, str]]:
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["env", "env with a name", "tcp", "file"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        *itertools.product(["torchft-gloo"], ["env", "env with a name", "tcp", "file"]),
+        ("torchft-baby-gloo", "env"),
+    ],
+)
 def test_torch_makes_the_group_from_any_kind_of_store(
-    ranks: Ranks, tmp_path: Path, kind: str, backend: str
+    ranks: Ranks, tmp_path: Path, backend: str, kind: str
 ) -> None:
     assert ranks.ask(job.init, backend, WORLD, wheres(tmp_path)[kind]) == [backend] * WORLD
     assert ranks.ask(job.summed) == [6.0] * WORLD
@@ -96,8 +101,9 @@ def test_split_group_is_refused_by_torch_with_a_reason(ranks: Ranks, store: TCPS
     assert all(answer.startswith("RuntimeError: No device") for answer in ranks.ask(job.split))
 
 
-@pytest.mark.parametrize("kind", ["agent", "file"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("torchft-gloo", "agent"), ("torchft-gloo", "file"), ("torchft-baby-gloo", "agent")]
+)
 def test_what_is_destroyed_leaves_nothing_and_can_be_made_again(
     ranks: Ranks, store: TCPStore, tmp_path: Path, backend: str, kind: str
 ) -> None:
