@@ -3,7 +3,7 @@
 It is what flattening a mesh over an elastic dimension gives: the group of every rank that shares the
 data, over which a script averages its loss or counts its tokens. No such group of connections exists,
 nor could it be kept over the death of a replica group; so an operation is carried out within the
-replica group first and then across, or the other way round.
+replica group first, and then across.
 
 It knows nothing of meshes, and of the two groups no more than that both are process groups.
 """
