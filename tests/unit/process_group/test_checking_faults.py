@@ -1,0 +1,235 @@
+"""The check of collectives when ranks do not come, leave, are ended, or are strangers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_like.errors import (
+    CollectiveTimeoutError,
+    PeerLostError,
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+)
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
+from torchft_like.process_group.checking.messages import REQUEST
+
+from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
+from .conftest import LIMIT_S, Party
+
+FELT_S = 0.2  # what still waits after this time really waited
+
+
+@pytest.fixture
+def pair(party: Party) -> list[ProcessGroup]:
+    return party.meet(2, checking)
+
+
+# Ranks that do not come, leave, or are ended.
+
+
+def test_a_rank_that_does_not_come_is_named_on_all_others(party: Party) -> None:
+    groups = party.meet(3, lambda: checking(0.5))
+    errors = [
+        error_of(work.wait)
+        for work in party.together(groups[:2], lambda _, group: group.allreduce([torch.ones(4, 2)]))
+    ]
+    assert len({str(error) for error in errors}) == 1
+    for error, group in zip(errors, groups, strict=False):
+        assert isinstance(error, CollectiveTimeoutError)
+        assert error.missing == (2,)
+        assert str(error).endswith("rank 2 did not come; waiting: ranks 0, 1: allreduce #1 float32[4, 2]")
+        assert isinstance(group.errored(), CollectiveTimeoutError)
+    error_of(lambda: summed(groups[2]))  # it comes too late
+    party.configure(groups)
+    assert_goes_on(party, groups)
+
+
+def test_a_monitored_barrier_has_its_own_timeout(party: Party, pair: list[ProcessGroup]) -> None:
+    group: Any = pair[1]
+    error = error_of(lambda: group.monitored_barrier(timedelta(seconds=0.3)))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (0,)
+
+
+def test_ranks_in_different_operations_are_told_of_each_other(party: Party) -> None:
+    """An allreduce here, a receive there: it may still become right, so only time can tell."""
+    groups = party.meet(2, lambda: checking(0.5))
+    works = [groups[0].allreduce([torch.ones(1)]), groups[1].recv([torch.ones(1)], 0, 0)]
+    texts = {str(error_of(work.wait)) for work in works}
+    assert len(texts) == 1
+    assert "rank 0: allreduce #1 float32[1]; rank 1: recv from rank 0, tag 0, float32[1]" in texts.pop()
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_member_that_ends_is_noticed_by_those_who_wait(party: Party, leaver: int) -> None:
+    groups = party.meet(3, checking)
+    stayers = [group for rank, group in enumerate(groups) if rank != leaver]
+    works = party.together(stayers, lambda _, group: group.allreduce([torch.ones(1)]))
+    groups[leaver].shutdown()
+    for group, work in zip(stayers, works, strict=True):
+        error = error_of(work.wait)
+        assert isinstance(error, PeerLostError)
+        assert leaver in error.lost
+        assert group.errored() is not None
+    party.configure(stayers)
+    assert_goes_on(party, stayers)
+
+
+OPERATIONS: list[Callable[[Any], Any]] = [
+    lambda g: g.allreduce([torch.ones(4)]).wait(),
+    lambda g: g.allreduce([torch.ones(4)]).get_future().wait(),
+    lambda g: g.send([torch.ones(4)], 1 - g.rank(), 0).wait(),
+    lambda g: g.recv([torch.ones(4)], 1 - g.rank(), 0).wait(),
+    lambda g: g.recv_anysource([torch.ones(4)], 0).wait(),
+    lambda g: g.monitored_barrier(),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", range(len(OPERATIONS)))
+def test_an_abort_ends_a_call_that_waits_for_the_others(
+    party: Party, pair: list[ProcessGroup], number: int, rank: int
+) -> None:
+    blocked = party.aside(OPERATIONS[number], pair[rank])
+    with pytest.raises(TimeoutError):
+        blocked.result(FELT_S)
+    pair[rank].abort("the test says so")
+    error = error_of(lambda: blocked.result(LIMIT_S))
+    assert number == 1 or (isinstance(error, ProcessGroupAbortedError) and "the test says so" in str(error))
+    with pytest.raises(ProcessGroupAbortedError):
+        summed(pair[rank])
+
+
+def test_an_abort_ends_a_configure_that_waits_for_the_referee(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 does not check, so rank 0 waits for it in vain."""
+    group, other = party.own(checking()), party.own(ProcessGroupGloo(60, check_collectives=False))
+    waiting = configure_both(party, group, other)
+    with pytest.raises(TimeoutError):
+        waiting.result(FELT_S)
+    group.abort("nobody comes")
+    with pytest.raises(ProcessGroupAbortedError, match="nobody comes"):
+        waiting.result(LIMIT_S)
+    group.shutdown()
+    assert_no_checking_threads()
+
+
+def configure_both(party: Party, group: ProcessGroup, other: ProcessGroup, rank: int = 0) -> Future[None]:
+    prefix = party.prefix()
+    waiting = party.aside(lambda: group.configure(prefix, rank, 2))
+    other.configure(prefix, 1 - rank, 2)
+    return waiting
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_agree_to_check_are_told(party: Party, rank: int) -> None:
+    group = party.own(checking(1.0))
+    waiting = configure_both(party, group, party.own(ProcessGroupGloo(60, check_collectives=False)), rank)
+    with pytest.raises(ProcessGroupError, match=f"is check_collectives .{CHECK_ENV}. on for every rank"):
+        waiting.result(LIMIT_S)
+    assert_no_checking_threads()
+
+
+def test_a_reconfigured_group_checks_anew_with_fewer_and_with_more(party: Party) -> None:
+    groups = party.meet(3, checking)
+    for count in (2, 3, 1, 2):
+        party.configure(groups[:count])
+        assert_goes_on(party, groups[:count])
+        if count > 1:
+            act: Any = lambda rank, group: error_of(group.allreduce([torch.ones(1 + rank)]).wait)  # noqa: E731
+            errors = party.together(groups[:count], act)
+            assert all("allreduce #2" in str(error) for error in errors)
+
+
+def test_nothing_is_left_of_the_check_after_reconfigurations(party: Party) -> None:
+    groups = party.meet(2, checking)
+    for group in groups:
+        group.shutdown()
+    gc.collect()
+    before = open_sockets()
+    for number in range(10):
+        party.configure(groups)
+        if number % 3 == 0:
+            groups[0].allreduce([torch.ones(1)])  # one that waits
+        else:
+            assert_goes_on(party, groups)
+    for group in groups:
+        group.shutdown()
+    assert_no_checking_threads()
+    gc.collect()
+    assert open_sockets() == before
+
+
+def open_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def assert_no_checking_threads() -> None:
+    for thread in checking_threads():
+        thread.join(LIMIT_S)
+    assert checking_threads() == []
+
+
+# Strangers.
+
+
+@pytest.fixture
+def referee_place(party: Party, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, str]]:
+    """Where referees listened, as they told the store."""
+    places: list[tuple[str, int, str]] = []
+    original = AbortableStore.set
+
+    def remember(store: AbortableStore, key: str, value: str | bytes) -> None:
+        if key == "referee":
+            host, port, token = json.loads(value)
+            visit(host, port)
+            places.append((host, port, token))
+        original(store, key, value)
+
+    def visit(host: str, port: int) -> None:
+        for hello in (b"", b"x" * 20, struct.pack("<16xI", 1)):
+            with socket.create_connection((host, port)) as stranger:
+                stranger.sendall(hello)
+
+    monkeypatch.setattr(AbortableStore, "set", remember)
+    return places
+
+
+def test_strangers_are_not_let_in_and_later_the_door_is_closed(
+    party: Party, referee_place: list[tuple[str, int, str]]
+) -> None:
+    groups = party.meet(2, checking)
+    assert_goes_on(party, groups)
+    host, port, _ = referee_place[0]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
+
+
+def test_a_rank_that_sends_nonsense_is_lost(party: Party, pair: list[ProcessGroup]) -> None:
+    waiting = pair[0].allreduce([torch.ones(1)])
+    backend = pair[1]._generation._backend  # type: ignore[attr-defined]
+    assert isinstance(backend, CheckedBackend)
+    backend._link._socket.sendall(REQUEST.pack(77, 0, 0.0, 0))
+    error = error_of(waiting.wait)
+    assert isinstance(error, PeerLostError)
+    assert error.lost == (1,)
