@@ -35,7 +35,7 @@ proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
 	$(BIN)/python -m benchmarks.run
 
-leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 5 minutes
+leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
 
 $(READY): pyproject.toml constraints.txt

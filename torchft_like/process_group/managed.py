@@ -29,6 +29,10 @@ from torchft_like.process_group.wrapper import ProcessGroupWrapper
 T = TypeVar("T")
 
 
+# The manager has no quorum, or lost its group: `should_commit` will raise that, nothing else does.
+UNAVAILABLE = (QuorumTimeoutError, GroupLostError)
+
+
 class GroupManager(Protocol):
     """What a managed group needs of a Manager."""
 
@@ -107,15 +111,19 @@ class ManagedProcessGroup(ProcessGroupWrapper):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         call = collective.bind(args, kwargs)
         if collective.name in ("allreduce", "allreduce_coalesced"):
-            return self._ask(lambda: self._allreduce(call), otherwise=lambda: skipped(call, self))
+            return self._allreduce(call)
         if self._is_lost(collective):
             return skipped(call, self)
         return swallowed(self.parent, call, self._manager.report_error)
 
     def _allreduce(self, call: Call) -> Work | None:
         operation: ReduceOp.RedOpType = call.reduce_op.op  # type: ignore[attr-defined] # the stub lacks it
-        works = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in call.outputs]
-        return AllWork(works, call.result, self._manager.report_error)
+        try:
+            works = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in call.outputs]
+        except UNAVAILABLE as error:
+            self._manager.report_error(error)
+            return skipped(call, self)
+        return AllWork(works, list(call.outputs), self._manager.report_error)
 
     def _is_lost(self, collective: Collective) -> bool:
         """Whether nothing can come of a collective in this step, which then is lost."""
@@ -131,10 +139,10 @@ class ManagedProcessGroup(ProcessGroupWrapper):
             self._manager.report_error(ProcessGroupError(error))
 
     def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """What the manager says. If it has no quorum, or lost its group, `should_commit` will raise that."""
+        """What the manager says, or what holds otherwise."""
         try:
             return question()
-        except (QuorumTimeoutError, GroupLostError) as error:
+        except UNAVAILABLE as error:
             self._manager.report_error(error)
             return otherwise()
 
