@@ -34,6 +34,9 @@ VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECONNECT_SECONDS = 0.02
 RECEIVE_BYTES = 64 * 1024
 
+# Nobody listens yet, or this host has no such addresses: another address, or a later attempt, may do.
+_NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
+
 _VALIDATION_MAGIC = 0x3C85F7CE
 _READY = 0
 
@@ -166,15 +169,20 @@ class _Wire:
         self._unread = bytearray()  # many values come in one answer
 
     def connect(self, deadline: float) -> None:
-        family, _, _, _, target = self._resolve()
+        """A name may stand for several addresses, `localhost` for one of each family: the store has one."""
+        found = self._resolve()
         while True:
-            try:
-                self._connect_once(family, target, deadline)
-                return
-            except ConnectionRefusedError as error:
-                if time.monotonic() + RECONNECT_SECONDS > deadline:
-                    raise ProcessGroupError(f"the store at {self.server} refuses connections") from error
-                time.sleep(RECONNECT_SECONDS)
+            for family, target in found:
+                try:
+                    self._connect_once(family, target, deadline)
+                    return
+                except OSError as error:
+                    if error.errno not in _NOT_THERE:
+                        raise
+                    failure = error
+            if time.monotonic() + RECONNECT_SECONDS > deadline:
+                raise ProcessGroupError(f"the store at {self.server} refuses connections") from failure
+            time.sleep(RECONNECT_SECONDS)
 
     def abort(self) -> None:
         with self._lock:
@@ -214,12 +222,12 @@ class _Wire:
             raise ProcessGroupError(f"the store at {self.server} announces a value of {count} bytes")
         return self.receive(count, deadline)
 
-    def _resolve(self) -> tuple[int, int, int, str, tuple[object, ...]]:
+    def _resolve(self) -> list[tuple[int, tuple[object, ...]]]:
         try:
             found = socket.getaddrinfo(self.server.host, self.server.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ProcessGroupError(f"the store's host {self.server.host!r} is unknown: {error}") from error
-        return found[0]
+        return [(family, target) for family, _, _, _, target in found]
 
     def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> None:
         with self._lock:
@@ -233,6 +241,9 @@ class _Wire:
         if code == errno.EINPROGRESS:
             self._await(select.POLLOUT, deadline)
             code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code in _NOT_THERE:
+            self._check()
+            raise OSError(code, os.strerror(code))
         with self._translated():
             if code:
                 raise OSError(code, os.strerror(code))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -145,3 +146,21 @@ def test_a_store_that_refuses_or_goes_away_is_named(party: Party) -> None:
         pytest.raises(ProcessGroupError, match="refuses"),
     ):
         client.connect()
+
+
+def test_a_name_that_stands_for_several_addresses_leads_to_the_one_that_listens(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `localhost` does, where the store listens on one address family only."""
+    real, asked = socket.getaddrinfo, []
+
+    def two_addresses(host: str, port: int, **kwargs: Any) -> list[Any]:
+        asked.append(host)
+        return [*real("::1", port, **kwargs), *real("127.0.0.1", port, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+    with closing(AbortableStore(parse_store_address(f"some-name:{store.port}/x"), LIMIT)) as client:
+        client.connect()
+        client.set("key", "value")
+        assert client.get("key") == b"value"
+    assert asked == ["some-name"]
