@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from . import cases
 from .calls import CALLS, REDUCING, REDUCTIONS, call
-from .scene import Scene
+from .functional import FUNCTIONAL, compiled, functional_call
+from .scene import Case
 
-# What ours do and torch's Gloo does not, and how.
-BETTER: dict[str, str] = {}
-
-CASES: dict[str, Callable[[Scene], Any]] = {
+CASES: dict[str, Case] = {
     **{name: call(name) for name in CALLS},
     **{f"{name} {reduction}": call(name, reduction) for name in REDUCING for reduction in REDUCTIONS},
+    **cases.CASES,
+    **{f"functional {name}": functional_call(name) for name in FUNCTIONAL},
+    **{f"compiled {name}": compiled(name) for name in FUNCTIONAL},
 }
 
 
-def case(name: str) -> Callable[[Scene], Any]:
+def case(name: str) -> Case:
     """The function of a case."""
     return CASES[name]

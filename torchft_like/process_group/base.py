@@ -9,6 +9,7 @@ It knows how torch addresses a group, and nothing about backends or quorums.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict, Unpack
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import BroadcastOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
+from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
 
 
@@ -43,6 +45,7 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
         self._global_ranks: Sequence[int] | None = None
+        self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # being coalesced, by thread
 
     def configure(
         self,
@@ -109,6 +112,37 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Carry out one collective; None only for those that block."""
         raise NotImplementedError
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """The group itself, whatever the device: there is no other object that stays."""
+        return self
+
+    # What torch asks a backend before it uses one of these of its own accord.
+    supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """No: whoever wants memory that a backend registers must ask that backend."""
+        return False
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Until `_end_coalescing`, the operations that the calling thread begins are one."""
+        self._batches[threading.get_ident()] = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """The operations since `_start_coalescing`, which have begun already, as one work.
+
+        Raises:
+            ProcessGroupError: there was no `_start_coalescing`.
+        """
+        batch = self._batches.pop(threading.get_ident(), None)
+        if batch is None:
+            raise ProcessGroupError("_end_coalescing without _start_coalescing in this thread")
+        works = [work for work, _ in batch]
+        return JointWork(works, lambda: [tensor for _, result in batch for tensor in result], waits=True)
+
+    def _coalesce(self, row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any], work: Any) -> None:
+        if work is not None and (batch := self._batches.get(threading.get_ident())) is not None:
+            batch.append((work, row.bind(args, kwargs).result))
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         """Send one tensor from `root` to all."""

@@ -429,7 +429,10 @@ def install_collectives(cls: ClassT) -> ClassT:
 
 def _method(name: str, collective: Collective) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._run(collective, args, kwargs)
+        work = self._run(collective, args, kwargs)
+        if self._batches:
+            self._coalesce(collective, args, kwargs, work)
+        return work
 
     method.__name__ = name
     method.__qualname__ = f"ProcessGroup.{name}"

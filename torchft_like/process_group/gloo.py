@@ -42,7 +42,7 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     """Collectives over Gloo (CPU tensors).
 
     An abort ends blocked operations within milliseconds: their `wait` raises
-    ProcessGroupAbortedError, their future carries Gloo's RuntimeError.
+    ProcessGroupAbortedError, and so does their future.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
@@ -92,7 +92,7 @@ class _GlooBackend:
         if (gloo := self._gloo) is None:
             return ()
         gaps = GlooGaps(gloo, self._shell, self._membership.rank, self._membership.world_size)
-        return _Replacements(gloo, self._abort), gaps, gloo, self._shell
+        return _Replacements(gaps, self._abort), gaps, gloo, self._shell
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See generation.Backend."""
@@ -119,14 +119,13 @@ class _GlooBackend:
 class _Replacements:
     """What has to be done in another way than Gloo does it."""
 
-    def __init__(self, gloo: TorchGloo, abort: AbortSignal) -> None:
+    def __init__(self, gloo: GlooGaps, abort: AbortSignal) -> None:
         self._gloo = gloo
         self._abort = abort
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Gloo notices no broken connection while it waits for any of them."""
-        work: Work = self._gloo.recv_anysource(tensors, tag)  # type: ignore[attr-defined] # the stub lacks it
-        return AbandonableWork(work, self._or_abort)
+        return AbandonableWork(self._gloo.recv_anysource(tensors, tag), self._or_abort)
 
     @contextlib.contextmanager
     def _or_abort(self, end: Callable[[], object]) -> Iterator[None]:

@@ -49,7 +49,7 @@ class GlooGaps:
     def __getattr__(self, name: str) -> Callable[..., Work]:
         row = BY_NAME.get(name)
         run = row.find_on(self._gloo, self._shell) if row is not None else None
-        if row is None or run is None or row.name in POINT_TO_POINT or not row.tensor_places:
+        if row is None or run is None or not row.tensor_places:
             raise AttributeError(name)
         return functools.partial(_run_contiguous, row, run)
 
@@ -69,7 +69,9 @@ class GlooGaps:
         if len(outputs) != len(sources):
             raise ProcessGroupError(f"{len(outputs)} outputs for {len(sources)} inputs")
         pairs = list(map(self._joined, outputs, sources))
-        gather = self._gloo.allgather_into_tensor_coalesced  # type: ignore[attr-defined] # the stub lacks it
+        gather = BY_NAME["allgather_into_tensor_coalesced"].find_on(self._gloo, self._shell)
+        if gather is None:
+            raise NotImplementedError("this torch has no allgather_into_tensor_coalesced")
         work: Work = gather([output for output, _ in pairs], [source for _, source in pairs], *options)
         return work
 
@@ -81,9 +83,11 @@ class GlooGaps:
         (output,), (parts,) = call.outputs, call.inputs
         if len(parts) != self._world_size:
             raise ProcessGroupError(f"reduce_scatter got {len(parts)} inputs for {self._world_size} ranks")
-        for part in parts:
-            _check(output, part, output.shape)
-        return self._reduce_scatter(call, [output], [torch.cat([part.reshape(-1) for part in parts])])
+        for place, part in enumerate(parts):
+            _check(output, part, output.shape if place == self._rank else part.shape)
+        start = sum(part.numel() for part in parts[: self._rank])
+        joined = torch.cat([part.reshape(-1) for part in parts])
+        return self._reduce_scatter(call, [output], [joined], [start])
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
         call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
@@ -99,10 +103,13 @@ class GlooGaps:
             raise ProcessGroupError(f"{len(outputs)} outputs for {len(inputs)} inputs")
         for output, source in zip(outputs, inputs, strict=True):
             _check(output, source, *self._shapes_of_all(output))
-        return self._reduce_scatter(call, outputs, [source.clone().reshape(-1) for source in inputs])
+        starts = [self._rank * output.numel() for output in outputs]
+        return self._reduce_scatter(call, outputs, [source.clone().reshape(-1) for source in inputs], starts)
 
-    def _reduce_scatter(self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Work:
-        """Reduce the flat `sources` over all ranks, then take the caller's part of each."""
+    def _reduce_scatter(
+        self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor], starts: Sequence[int]
+    ) -> Work:
+        """Reduce the flat `sources` over all ranks, then take the caller's part of each, from `starts` on."""
         options = AllreduceOptions()
         options.reduceOp = call.reduce_op
         for given in call.options:
@@ -112,8 +119,8 @@ class GlooGaps:
 
         def take() -> list[Any]:
             with torch.no_grad():
-                for output, source in zip(outputs, sources, strict=True):
-                    output.copy_(source.view(self._world_size, *output.shape)[self._rank])
+                for output, source, start in zip(outputs, sources, starts, strict=True):
+                    output.copy_(source.narrow(0, start, output.numel()).view(output.shape))
             return list(outputs)
 
         return JointWork(works, take)
@@ -135,18 +142,26 @@ class GlooGaps:
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
     """Run a call, on copies of those tensors that have gaps."""
-    if not kwargs and _is_contiguous(args[0]) and (1 not in row.tensor_places or _is_contiguous(args[1])):
-        return run(*args)
-    call = row.bind(args, kwargs)
-    copies: dict[int, Tensor] = {}
+    try:
+        if not kwargs and all(_is_simple(args[place]) for place in row.tensor_places):
+            return run(*args)
+        call = row.bind(args, kwargs)
+        copies: dict[int, Tensor] = {}
 
-    def contiguous(tensor: Tensor) -> Tensor:
-        return tensor if _is_contiguous(tensor) else copies.setdefault(id(tensor), tensor.contiguous())
+        def simple(tensor: Tensor) -> Tensor:
+            if tensor.layout is not torch.strided or tensor.is_contiguous():
+                return tensor.detach()
+            return copies.setdefault(id(tensor), tensor.detach().contiguous())
 
-    positional, named = call.with_tensors(contiguous)
-    work = run(*positional, **named)
-    back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
-    return JointWork([work], functools.partial(_copy_back, call, back)) if back else work
+        positional, named = call.with_tensors(simple)
+        work = run(*positional, **named)
+        back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
+        if not back:
+            return work
+        waits = row.name in POINT_TO_POINT  # which have no future
+        return JointWork([work], functools.partial(_copy_back, call, back), waits=waits)
+    finally:
+        del run  # whoever keeps an error keeps this frame: let that not keep the group
 
 
 def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
@@ -156,10 +171,11 @@ def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
     return call.result
 
 
-def _is_contiguous(nested: Any) -> bool:
+def _is_simple(nested: Any) -> bool:
+    """Whether there is nothing but memory without gaps, and nothing for autograd to see."""
     if isinstance(nested, Tensor):
-        return nested.layout is not torch.strided or nested.is_contiguous()
-    return all(map(_is_contiguous, nested))
+        return nested.layout is not torch.strided or (nested.is_contiguous() and not nested.requires_grad)
+    return all(map(_is_simple, nested))
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

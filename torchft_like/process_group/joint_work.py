@@ -24,13 +24,14 @@ class JointWork(Work):
     Args:
         works: of one backend, in the order in which they were begun.
         finish: gives the result, once all have succeeded.
+        waits: `finish` may wait until somebody waits, or asks for the future. Sends and receives have none.
     """
 
-    def __init__(self, works: Sequence[Work], finish: Finish) -> None:
+    def __init__(self, works: Sequence[Work], finish: Finish, *, waits: bool = False) -> None:
         super().__init__()
         self._works = works
         self._finish = _Once(finish)
-        self._future: Future[list[Any]] = _joined([work.get_future() for work in works]).then(self._settle)
+        self._future = None if waits else self._follow()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until all are over; a timeout holds for each.
@@ -48,15 +49,19 @@ class JointWork(Work):
 
     def get_future(self) -> Future[Any]:
         """Completes with the result."""
+        if self._future is None:
+            self._future = self._follow()
         return self._future
 
     def is_completed(self) -> bool:
         """Whether all are over, and the result is there or cannot come."""
-        return self._future.done() and all(work.is_completed() for work in self._works)
+        return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
 
     def is_success(self) -> bool:
-        """Whether the result is there."""
-        return self._finish.is_done
+        """Whether all have succeeded, and the result is there."""
+        return all(work.is_success() for work in self._works) and (
+            self._future is None or self._finish.is_done
+        )
 
     def exception(self) -> Any:
         """The first error."""
@@ -73,10 +78,13 @@ class JointWork(Work):
             work.synchronize()
 
     def source_rank(self) -> int:
-        """Nobody: they may have come from many."""
-        return -1
+        """Who sent what a receive from any source got, if there is but one operation."""
+        return self._works[0]._source_rank() if len(self._works) == 1 else -1
 
     _source_rank = source_rank
+
+    def _follow(self) -> Future[list[Any]]:
+        return _joined([work.get_future() for work in self._works]).then(self._settle)
 
     def _settle(self, done: Future[list[Future[Any]]]) -> list[Any]:
         for future in done.value():

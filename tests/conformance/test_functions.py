@@ -1,0 +1,86 @@
+"""Every other function of `torch.distributed` that takes a group, and functional collectives."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch.distributed as dist
+
+from .calls import CALLS
+from .cases import CASES
+from .fleet import Fleet
+from .functional import FUNCTIONAL
+from .scene import KINDS, MODES
+from .subjects import Subject
+
+pytestmark = pytest.mark.integration
+
+# Functions with a group that the suite does not call, and why.
+EXCUSED = {
+    "destroy_process_group": "it ends the group: tests/integration/test_registration.py",
+    "new_subgroups": "it makes groups of torch's own, of the members of the default group only",
+}
+OF_POINT_TO_POINT = [name for name in CASES if re.search("send|recv|P2POp", name)]
+OF_COALESCING = [name for name in CASES if name.startswith("_coalescing_manager")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_functions_do_what_they_do_on_torchs_own_group(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    fleet.check(subject.name, world, case)
+
+
+@pytest.mark.parametrize("case", OF_POINT_TO_POINT)
+def test_sends_and_receives_take_every_dtype_shape_and_layout(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    for kind in KINDS:
+        fleet.check(subject.name, world, case, kind)
+
+
+@pytest.mark.parametrize("case", OF_COALESCING)
+def test_coalesced_operations_are_waited_for_as_one(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    for mode in MODES:
+        fleet.check(subject.name, world, case, mode=mode)
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_collectives_give_what_torchs_give(
+    fleet: Fleet, subject: Subject, world: int, name: str
+) -> None:
+    fleet.check(subject.name, world, f"functional {name}")
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONAL if not name.endswith("_autograd")])
+def test_compiled_code_gets_what_torchs_group_gives(
+    fleet: Fleet, subject: Subject, world: int, name: str
+) -> None:
+    fleet.check(subject.name, world, f"compiled {name}")
+
+
+def test_no_function_that_takes_a_group_is_forgotten() -> None:
+    """A release of torch cannot add one unnoticed."""
+    called = set(re.findall(r"\w+", " ".join([*CALLS, *CASES])))
+    called |= set(re.findall(r"dist\.(\w+)\(", inspect.getsource(inspect.getmodule(_functions) or dist)))
+    assert _functions() - called - set(EXCUSED) == set()
+    assert set(EXCUSED) <= _functions()
+
+
+def _functions() -> set[str]:
+    found = set()
+    for name, function in vars(dist).items():
+        if callable(function) and "group" in _parameters(function) | {"pg"} & _parameters(function):
+            found.add(name)
+    return found
+
+
+def _parameters(function: object) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return set()
