@@ -263,8 +263,10 @@ def test_a_world_of_one_can_be_made_of_every_backend(backend: str, template: str
     assert (dist.get_backend(), dist.get_world_size(), float(tensor)) == (name, 1, 1.0)
     group = dist.new_group([0])
     assert dist.get_process_group_ranks(group) == [0]
+    alive = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     assert not dist.is_initialized()
+    assert alive() is None, "nothing refers to it, not even a cycle"
 
 
 @pytest.mark.parametrize("kind", ["tcp", "hash"])
