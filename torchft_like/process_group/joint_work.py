@@ -59,9 +59,8 @@ class JointWork(Work):
 
     def is_success(self) -> bool:
         """Whether all have succeeded, and the result is there."""
-        return all(work.is_success() for work in self._works) and (
-            self._future is None or self._finish.is_done
-        )
+        is_finished = self._future is None or self._finish.is_done
+        return is_finished and all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
         """The first error."""

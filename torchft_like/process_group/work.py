@@ -38,6 +38,7 @@ class GroupWork(Work):
         self._explain = explain
         self._operations = operations
         self._future: Future[Any] | None = None
+        self._was_waited = False
         operations.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -50,7 +51,9 @@ class GroupWork(Work):
         try:
             if self._in_slices:
                 return self._operations.wait(self._work, timeout)
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
+            if not self._was_waited:  # a second wait for a send or receive would be for another message
+                self._was_waited = self._work.wait() if timeout is None else self._work.wait(timeout)
+            return self._was_waited
         except RuntimeError as error:
             if self._work.is_completed() or isinstance(error, ProcessGroupAbortedError):
                 # Whoever keeps the error keeps this object: let that not keep the connections open.
