@@ -10,12 +10,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.process_groups import CONTESTANTS, SHARED
 from benchmarks.report import RESULTS
 from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT
 
 COLUMNS_MAX = 4
 LINEAR_SPAN_MAX = 20
-COLORS = {system.name: system.color for system in (OURS, TORCHFT, PLAIN_DDP)}
+COLORS = {system.name: system.color for system in (OURS, TORCHFT, PLAIN_DDP, *CONTESTANTS)}
 OTHER_COLORS = ("tab:red", "tab:purple", "tab:brown")
 
 Case = list[dict[str, Any]]
@@ -105,14 +106,14 @@ def _draw_case(axes: Axes, case: str, rows: Case) -> None:
 
 def _scale(axes: Axes, medians: list[float], samples: list[float]) -> None:
     """Logarithmic where the systems differ by more than a glance at a linear axis shows."""
-    if medians and max(medians) > LINEAR_SPAN_MAX * min(medians):
+    if medians and min(samples) > 0 and max(medians) > LINEAR_SPAN_MAX * min(medians):
         axes.set_xscale("log")
         axes.set_xlim(min(samples) / 2, max(samples) * 4)
         return
-    axes.set_xlim(0, max([*samples, 1e-9]) * 1.2)
+    axes.set_xlim(min([*samples, 0]) * 1.2, max([*samples, 1e-9]) * 1.2)
     axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
 def _colors(rows: Case) -> list[str]:
     others = iter(OTHER_COLORS * len(rows))
-    return [COLORS.get(row["system"]) or next(others) for row in rows]
+    return [COLORS.get(row["system"].removesuffix(SHARED)) or next(others) for row in rows]

@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,13 @@ from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER, OURS, TORCHFT, System, start_lighthouse
 
-SECONDS_MAX = 60.0
+SECONDS_MAX = 60.0  # for one answer
+SIZE_SECONDS_MAX = 75.0  # for all rounds of a size, of a number of ranks, and of fresh processes
+COUNT_SECONDS_MAX = 40.0
+CLASSES_SECONDS_MAX = 60.0
 RAW = "torch's Gloo"
+SHARED = ", shared memory"
+OVER_BYTES_MIN = 1024  # what a group adds to a small operation is told in µs, to a large one as a factor
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class Contestant:
     def is_baby(self) -> bool:
         return self.group.startswith("Baby")
 
+    @property
+    def color(self) -> str:
+        return "tab:gray" if self.group == "raw" else self.package.color
+
 
 CONTESTANTS = (
     Contestant(RAW, OURS, "raw"),
@@ -51,7 +60,6 @@ CONTESTANTS = (
     Contestant("torchft's Managed", TORCHFT, "Managed"),
     Contestant("torchft's BabyGloo", TORCHFT, "BabyGloo"),
 )
-THIN = ("Gloo", "ErrorSwallowing", "Managed", "torchft's Gloo", "torchft's Managed")
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,15 @@ def _next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
     )
 
 
+def _turns(rounds: int, seconds_max: float) -> Iterator[int]:
+    """0 to warm up, then up to `rounds` more: as many as fit into the time, but two at the least."""
+    begin = time.monotonic()
+    for turn in range(rounds + 1):
+        if turn > 2 and time.monotonic() - begin > seconds_max:
+            return
+        yield turn
+
+
 def start_store(fleet: Fleet) -> int:
     """Its port."""
     process = fleet.start("store", [sys.executable, str(FOLDER / "group_store.py")])
@@ -195,27 +212,27 @@ def allreduce(plan: Plan) -> Result:
 
 
 def _measure_size(result: Result, pairs: dict[System, Pair], size: Size, rounds: int) -> None:
-    blocks: dict[tuple[str, bool], list[list[float]]] = {}
-    for turn in range(rounds + 1):
-        for contestant, shared in _turns():
+    blocks: dict[str, list[list[float]]] = {}
+    for turn in _turns(rounds, SIZE_SECONDS_MAX):
+        for contestant, shared in _blocks_of_a_round():
             seconds = pairs[contestant.package].allreduce(contestant.group, size, shared)
             if turn > 0:  # the first is to warm up
-                blocks.setdefault((contestant.name, shared), []).append(seconds)
-    raw = [statistics.median(block) for block in blocks[RAW, False]]
-    for (name, shared), of_one in blocks.items():
-        case = f"{size.name} in shared memory" if shared else size.name
+                name = f"{contestant.name}{SHARED if shared else ''}"
+                blocks.setdefault(name, []).append(seconds)
+    raw = [statistics.median(block) for block in blocks[RAW]]
+    for name, of_one in blocks.items():
         medians = [statistics.median(block) for block in of_one]
-        result.add(case, name, "ms", [median * 1e3 for median in medians])
-        result.add(f"{case}, 90th percentile", name, "ms", [_percentile_90(block) * 1e3 for block in of_one])
-        if name in THIN:
+        result.add(size.name, name, "ms", [median * 1e3 for median in medians])
+        result.add(f"{size.name}, 90th percentile", name, "ms", [_percentile_90(b) * 1e3 for b in of_one])
+        if name != RAW and size.nbytes < OVER_BYTES_MIN:
             added = [(median - base) * 1e6 for median, base in zip(medians, raw, strict=True)]
-            result.add(f"{case}, added", name, "µs", added)
+            result.add(f"{size.name}, added", name, "µs", added)
         elif name != RAW:
             over = [median / base for median, base in zip(medians, raw, strict=True)]
-            result.add(f"{case}, over {RAW}", name, "x", over)
+            result.add(f"{size.name}, over {RAW}", name, "x", over)
 
 
-def _turns() -> Iterable[tuple[Contestant, bool]]:
+def _blocks_of_a_round() -> Iterable[tuple[Contestant, bool]]:
     for contestant in CONTESTANTS:
         yield contestant, False
         if contestant.is_baby:
@@ -230,11 +247,11 @@ def _judge_allreduce(result: Result) -> None:
     for name in ("Gloo", "ErrorSwallowing", "Managed"):
         added = result.median("4 B, added", name)
         result.bars.append(Bar(f"{name}: 4 B allreduce, added to torch's Gloo", added, 15, "µs"))
-    least = result.median("4 B in shared memory", "BabyGloo")
-    result.bars.append(Bar("BabyGloo: 4 B allreduce", least, 0.25, "ms"))
+    baby = f"BabyGloo{SHARED}"
+    result.bars.append(Bar(f"{baby}: 4 B allreduce", result.median("4 B", baby), 0.25, "ms"))
     for size, limit in (("64 KB", 2.0), ("64 MB", 1.05)):
-        over = result.median(f"{size} in shared memory, over {RAW}", "BabyGloo")
-        result.bars.append(Bar(f"BabyGloo: {size} allreduce in shared memory, over {RAW}", over, limit, "x"))
+        over = result.median(f"{size}, over {RAW}", baby)
+        result.bars.append(Bar(f"{baby}: {size} allreduce, over {RAW}", over, limit, "x"))
 
 
 # ----------------------------------------------------------------------------- configure
@@ -270,7 +287,7 @@ def configure(plan: Plan) -> Result:
 def _measure_classes(result: Result, fleet: Fleet, store: int, plan: Plan) -> None:
     first: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
     again: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
-    for _ in range(plan.fresh_pairs):
+    for _ in _turns(plan.fresh_pairs - 1, CLASSES_SECONDS_MAX):
         pairs = {system: Pair(fleet, system, store) for system in (OURS, TORCHFT)}
         for contestant in CONFIGURED:
             first[contestant.name].append(pairs[contestant.package].meet("make", contestant.group))
@@ -286,10 +303,11 @@ def _measure_classes(result: Result, fleet: Fleet, store: int, plan: Plan) -> No
 def _measure_growth(result: Result, fleet: Fleet, store: int, count: int, rounds: int) -> None:
     hosts = {name: _start_ranks(fleet, package, system, store, count) for name, package, system in GROWING}
     times: dict[str, list[float]] = {name: [] for name in hosts}
-    for turn, (name, host) in itertools.product(range(rounds + 1), hosts.items()):
-        (answer,) = _ask(fleet, [host], prefix=fresh_prefix())
-        if turn > 0:
-            times[name].append(float(answer["seconds"]) * 1e3)
+    for turn in _turns(rounds, COUNT_SECONDS_MAX):
+        for name, host in hosts.items():
+            (answer,) = _ask(fleet, [host], prefix=fresh_prefix())
+            if turn > 0:
+                times[name].append(float(answer["seconds"]) * 1e3)
     for name, host in hosts.items():
         result.add(f"configure of Gloo, {count} ranks", name, "ms", times[name], at=count)
         host.kill()
@@ -341,6 +359,8 @@ def _memory_of(pair: Pair) -> Iterable[tuple[str, str, float]]:
     for rank, answer in zip(pair.ranks, _await_spares(pair), strict=True):
         roles = {pid: role for role, pid in answer["roles"].items()}
         for process in psutil.Process(rank.pid).children(recursive=True):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
             used = process.memory_full_info()
             role = roles.get(process.pid, "helper")
             yield role, "USS", used.uss / 1e6
