@@ -153,8 +153,7 @@ class Reconfigurable(_Unmanaged):
     """A group that its user configures."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        baby = ".baby" if options.package == "torchft_like" and name.startswith("Baby") else ""
-        groups = importlib.import_module(f"{options.package}.process_group{baby}")
+        groups = importlib.import_module(f"{options.package}.process_group")
         if name == "ErrorSwallowing":
             self.group = groups.ErrorSwallowingProcessGroupWrapper(groups.ProcessGroupGloo(timeout=LIMIT))
         else:

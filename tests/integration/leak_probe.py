@@ -23,11 +23,11 @@ from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
-from torchft_like.process_group.baby import ProcessGroupBabyGloo
 
 from .footprint import MB, Allowance, left_by
 from .gloo_member import LIMIT_S
