@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> None:
     """One rank of one replica group."""
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
-    torch.manual_seed(args.seed)  # the same in all groups: a tensor that ranks hold copies of is equal in all
+    torch.manual_seed(args.seed)  # the same on all ranks, each of which keeps its part
 
     manager = Manager(
         pg=ProcessGroupGloo(),

@@ -36,7 +36,6 @@ class WorkerOptions:
     min_replica_size: int = 1
     use_async_quorum: bool = True
     world_size_mode: str = "DYNAMIC"
-    init_sync: bool = True
     ballast_mb: int = 0
     backend: str = "gloo"
     reduce: str = "ddp"

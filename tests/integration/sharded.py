@@ -25,13 +25,14 @@ from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas
 
-# How a network is sharded and its gradients are averaged, and how far from plain training it may come out.
+# How a network is sharded and its gradients are averaged, and how far each step may lead away from plain
+# training. A wrong divisor in one step leads away by 1e-3 and more.
 WAYS = {
-    "hsdp": 1e-6,  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
-    "sum": 1e-6,  # the same, but it asks for a sum, and divides by the group's size itself
-    "half": 1e-3,  # the same in half precision, divided in part before, in part after the sum
-    "tp": 1e-6,  # layers split over the ranks of the group
-    "hook": 1e-6,  # FSDP in the group, the Manager in its all-reduce hook
+    "hsdp": 0.0,  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
+    "sum": 0.0,  # the same, but it asks for a sum, and divides by the group's size itself
+    "half": 1e-5,  # the same in half precision, divided in part before, in part after the sum
+    "tp": 0.0,  # layers split over the ranks of the group
+    "hook": 0.0,  # FSDP in the group, the Manager in its all-reduce hook
 }
 GROUP_SIZE = 2
 

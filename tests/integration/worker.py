@@ -232,7 +232,6 @@ def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Man
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
         checkpoint_transport=FaultyTransport(faults, timeout),
-        init_sync=options.init_sync,
     )
 
 

@@ -76,7 +76,8 @@ def assign(
     """The part of `group_rank` of replica group `replica_id` in a quorum.
 
     Args:
-        init_sync: at step 0, when no state is newer than another, all heal from the first member.
+        init_sync: at step 0, when no state is newer than another, all heal from the first member; in
+            torchft each rank of a group from another one.
 
     Raises:
         NotAMemberError: the quorum does not contain `replica_id`.
@@ -91,7 +92,9 @@ def assign(
     up_to_date = [rank for rank, member in enumerate(members) if _version(member) == newest]
     primary = up_to_date[group_rank % len(up_to_date)]
     if init_sync and newest[0] == 0:
-        sources, healing = [primary], [rank for rank in range(len(members)) if rank != primary]
+        # One source for all ranks of a group: tensor parallel ranks hold copies of the same tensor, which
+        # must not begin, or take their first step, with the parameters and the data of different groups.
+        sources, healing = up_to_date[:1], [rank for rank in range(len(members)) if rank != up_to_date[0]]
     else:
         sources, healing = up_to_date, sorted(set(range(len(members))) - set(up_to_date))
 

@@ -74,6 +74,14 @@ def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> N
     assert not result_of(members, "b", init_sync=False).heal
 
 
+def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() -> None:
+    """Copies of a tensor on several ranks of a group would differ for ever."""
+    members = [Member("a"), Member("b"), Member("c")]
+    results = [result_of(members, "b", rank) for rank in range(3)]
+    assert {r.recover_src_replica_rank for r in results} == {0}
+    assert {r.store_address for r in results} == {"a:2", "b:2", "c:2"}
+
+
 def test_ranks_of_a_group_spread_over_stores_and_sources() -> None:
     members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1)]
     assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
