@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from torchft_like.errors import (
@@ -268,6 +269,18 @@ def test_torchs_functions_for_messages_and_objects_go_on_after_an_error(party: P
     finally:
         first.unregister()
         second.unregister()
+
+
+def test_functional_collectives_go_on_after_an_error(party: Party) -> None:
+    group: Any = ErrorSwallowingProcessGroupWrapper(party.meet(1)[0]).register("functional")
+    try:
+        group.report_error(OopsError())
+        summed = functional.all_reduce(ones(2), "sum", group.group_name)
+        sent = functional.broadcast(ones(2), 0, group.group_name)
+        assert torch.equal(summed, ones(2))
+        assert torch.equal(sent, ones(2))
+    finally:
+        group.unregister()
 
 
 def test_configure_is_not_swallowed(party: Party) -> None:
