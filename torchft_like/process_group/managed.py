@@ -65,7 +65,11 @@ class ManagedProcessGroup(ProcessGroupWrapper):
     An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals
     adds zero. Every other collective goes to the manager's group; where some members of it do not
     participate, one that shares tensors out by rank cannot have a right result: it is skipped and
-    the step is lost. Once the step is lost, collectives are skipped (see ErrorSwallowing...).
+    the step is lost. Once the step is lost, collectives are skipped, as they are by an
+    ErrorSwallowingProcessGroupWrapper.
+
+    If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,
+    and `should_commit` raises that.
 
     Args:
         manager: a Manager.

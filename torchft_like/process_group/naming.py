@@ -23,8 +23,10 @@ from torchft_like.errors import ProcessGroupError
 
 
 class Named:
-    """The part of a process group that has to do with names. For `dist.ProcessGroup` it stands in
-    for C++, which keeps a group's name in backends that our groups do not have."""
+    """The part of a process group that has to do with names.
+
+    It stands in for C++, which keeps a group's name in backends that our groups do not have.
+    """
 
     _name: str | None = None
     _description = "undefined"
