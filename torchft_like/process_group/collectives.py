@@ -10,6 +10,7 @@ and what may fail, is for the classes that use it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,12 +147,12 @@ class Collective:
         """Every name under which torch may call it."""
         return (self.name, *self.aliases)
 
-    @property
+    @functools.cached_property
     def tensor_places(self) -> frozenset[int]:
         """Where tensors stand among the positional arguments."""
         return frozenset(argument.index for argument in (self.output, self.input) if argument is not None)
 
-    @property
+    @functools.cached_property
     def tensor_names(self) -> frozenset[str]:
         """The names that the tensor arguments have in the overloads."""
         arguments = [argument for argument in (self.output, self.input) if argument is not None]

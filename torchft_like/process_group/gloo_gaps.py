@@ -143,7 +143,7 @@ class GlooGaps:
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
     """Run a call, on copies of those tensors that have gaps."""
     try:
-        if not kwargs and all(_is_simple(args[place]) for place in row.tensor_places):
+        if not kwargs and _are_simple(row, args):
             return run(*args)
         call = row.bind(args, kwargs)
         copies: dict[int, Tensor] = {}
@@ -169,6 +169,15 @@ def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
         for output, copy in back:
             output.copy_(copy)
     return call.result
+
+
+def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
+    """Whether no tensor argument needs a copy. Loops, because every operation pays for it."""
+    for place in row.tensor_places:
+        for nested in args[place] if isinstance(args[place], list) else (args[place],):
+            if not _is_simple(nested):
+                return False
+    return True
 
 
 def _is_simple(nested: Any) -> bool:
