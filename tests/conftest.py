@@ -2,6 +2,9 @@
 
 A process leads a session of its own, so that its descendants are found and killed even when they
 have lost their parent; and the kernel kills it should pytest itself die.
+
+Process groups check their collectives (docs/checking-collectives.md), here and in every process that a
+test starts. A test that is about a group without the check says `check_collectives=False`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
+os.environ.setdefault("TORCHFT_CHECK_COLLECTIVES", "1")
 _PDEATHSIG = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
 
 
