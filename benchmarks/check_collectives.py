@@ -39,8 +39,8 @@ METHOD = [
 
 @dataclass(frozen=True)
 class Plan:
-    rounds: int = 15
-    calls: int = 200
+    rounds: int = 11
+    calls: int = 100
 
 
 QUICK = Plan(rounds=3, calls=50)
