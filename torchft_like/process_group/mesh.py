@@ -71,8 +71,7 @@ def ft_init_device_mesh(
         ValueError: shape, names and `replicate_dim` do not fit together.
     """
     shape, names = list(mesh_shape), tuple(mesh_dim_names)
-    if len(shape) != len(names) or not 0 <= replicate_dim < len(names):
-        raise ValueError(f"shape {tuple(shape)}, names {names} and replicate_dim {replicate_dim} do not fit")
+    _check_dimensions(len(shape), names, replicate_dim)
     if not dist.is_initialized():
         manager.init_process_group()
     del shape[replicate_dim]
@@ -97,11 +96,8 @@ def extend_device_mesh(
     Raises:
         ValueError: the mesh has no names, or the new one is taken, or `dim` is out of range.
     """
-    names = mesh.mesh_dim_names
-    if names is None or name in names:
-        raise ValueError(f"cannot add a dimension {name!r} to a mesh with the names {names}")
-    if not 0 <= dim <= mesh.ndim:
-        raise ValueError(f"dim {dim} is not within 0..{mesh.ndim}")
+    if (names := mesh.mesh_dim_names) is None:
+        raise ValueError("the mesh has no mesh_dim_names: give it some, or its new dimension cannot have one")
     return ManagedDeviceMesh(mesh, (*names[:dim], name, *names[dim:]), pg, dim)
 
 
@@ -119,6 +115,9 @@ class ManagedDeviceMesh(DeviceMesh):
         replicate_pg: the elastic group. Registered under a name of its own if it is not yet.
         replicate_dim: which dimension it is.
         parent: the mesh that this one was made from.
+
+    Raises:
+        ValueError: names, dimensions and `replicate_dim` do not fit together.
     """
 
     def __init__(
@@ -129,6 +128,7 @@ class ManagedDeviceMesh(DeviceMesh):
         replicate_dim: int,
         parent: ManagedDeviceMesh | None = None,
     ) -> None:
+        _check_dimensions(1 + (mesh.ndim if mesh is not None else 0), mesh_dim_names, replicate_dim)
         self._fixed = mesh
         self._elastic_dim = replicate_dim
         self._elastic_group: ProcessGroup | None = replicate_pg
@@ -337,6 +337,12 @@ class ManagedDeviceMesh(DeviceMesh):
         sizes = self._with_elastic(super().shape, 0)
         shown = (f"{name}={size or 'elastic'}" for name, size in zip(self._names, sizes, strict=True))
         return f"ManagedDeviceMesh(({', '.join(shown)}), {self.device_type!r})"
+
+
+def _check_dimensions(ndim: int, names: Sequence[str], elastic_dim: int) -> None:
+    if len(names) != ndim or len(set(names)) != ndim or not 0 <= elastic_dim < ndim:
+        what = f"the names {tuple(names)} and the elastic dimension {elastic_dim}"
+        raise ValueError(f"{what} do not fit a mesh of {ndim} dimensions")
 
 
 def _register(group: ProcessGroup, name: str) -> None:
