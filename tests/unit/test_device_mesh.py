@@ -114,12 +114,30 @@ def test_a_mesh_has_a_shape_before_the_first_quorum_and_after_the_last(
     assert (mesh.shape, mesh.get_coordinate()) == ((1, 2, 2), (0, 0, 1))
 
 
-def test_a_replica_that_does_not_participate_is_still_in_the_mesh(
-    mesh: ManagedDeviceMesh, quorum: Quorum
-) -> None:
+class ThirdOfThree(ProcessGroupDummy):
+    """Members that are not participants have a rank among the members."""
+
+    def rank(self) -> int:
+        return 2
+
+    def size(self) -> int:
+        return 3
+
+
+def test_a_replica_that_does_not_participate_has_a_place_within_the_mesh() -> None:
+    quorum = Quorum(ThirdOfThree(0, 1))
     quorum.be(None, 2)
-    assert mesh.get_coordinate() == (0, 0, 1)
-    assert mesh.get_local_rank("dp_replicate") == 0
+    with world(2, rank=1):
+        mesh = ft_init_device_mesh(
+            device_type="cpu",
+            mesh_shape=(3, 2),
+            mesh_dim_names=("dp", "fsdp"),
+            replicate_dim=0,
+            manager=quorum,
+        )
+        assert (mesh.shape, mesh.get_coordinate()) == ((2, 2), (1, 1))
+        flat = mesh._flatten("all")
+        assert (flat.size(), flat.get_local_rank(), flat.get_group().rank()) == (4, 3, 3)
 
 
 def test_the_rest_of_the_mesh_is_fixed(mesh: ManagedDeviceMesh, quorum: Quorum) -> None:

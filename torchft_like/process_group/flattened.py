@@ -63,7 +63,8 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
 
     def rank(self) -> int:
         """The caller's place in row-major order of the dimensions that were flattened."""
-        return self._rank_of(self.parent.rank(), self._within.rank())
+        across_rank = min(self.parent.rank(), self._across_size() - 1)  # one that heals may have a higher one
+        return self._rank_of(across_rank, self._within.rank())
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of the operations across; those within keep the timeout that torch was given."""

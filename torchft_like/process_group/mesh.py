@@ -102,7 +102,7 @@ def extend_device_mesh(
 
 
 class ManagedDeviceMesh(DeviceMesh):
-    """A DeviceMesh with one elastic dimension; takes a DeviceMesh's place in FSDP, DTensor and DDP.
+    """A DeviceMesh with one elastic dimension; takes a DeviceMesh's place in FSDP and DTensor.
 
     `size` and `shape` follow the elastic group. `mesh`, the tensor of ranks, holds those of this replica
     group: the ranks of others have no number here. Slices that leave the elastic dimension out are plain
@@ -194,8 +194,9 @@ class ManagedDeviceMesh(DeviceMesh):
             return 1
 
     def _elastic_rank(self) -> int:
+        """Within the size also where the caller does not participate, and its rank is that of a member."""
         try:
-            return self._group().rank()
+            return min(self._group().rank(), self._elastic_size() - 1)
         except FaultToleranceError:
             return 0
 
