@@ -24,7 +24,8 @@ from torchft_like.errors import (
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
-from torchft_like.process_group.checking.messages import REQUEST
+from torchft_like.process_group.checking.messages import CALL, REQUEST, Request, encode_description
+from torchft_like.process_group.checking.rules import Description
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party
@@ -233,3 +234,21 @@ def test_a_rank_that_sends_nonsense_is_lost(party: Party, pair: list[ProcessGrou
     error = error_of(waiting.wait)
     assert isinstance(error, PeerLostError)
     assert error.lost == (1,)
+
+
+def test_what_came_before_the_nonsense_is_judged(party: Party, pair: list[ProcessGroup]) -> None:
+    waiting = pair[0].allreduce([torch.ones(1)])
+    backend = pair[1]._generation._backend  # type: ignore[attr-defined]
+    good = encode_description(Description("allreduce", inputs=("float32[2]",), reduce_op="SUM"))
+    nonsense = REQUEST.pack(77, 0, 0.0, 0)
+    backend._link._socket.sendall(Request(CALL, 10**6, 30.0, good).encode() + nonsense)
+    assert "rank 1: allreduce #1 float32[2]" in str(error_of(waiting.wait))
+
+
+def test_a_timeout_of_weeks_is_one(party: Party) -> None:
+    groups = party.meet(2, lambda: checking(20.0 * 86400))
+    waiting = groups[0].allreduce([torch.ones(1)])
+    with pytest.raises(TimeoutError):
+        party.aside(waiting.wait).result(FELT_S)
+    groups[1].allreduce([torch.ones(1)]).wait()
+    waiting.wait()

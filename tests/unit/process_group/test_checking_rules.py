@@ -371,7 +371,16 @@ def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:
     assert not stream
 
 
-@pytest.mark.parametrize("header", [(9, 0, 0.0, 0), (CALL, 0, 0.0, BODY_BYTES_MAX + 1)])
+@pytest.mark.parametrize(
+    "header",
+    [
+        (9, 0, 0.0, 0),
+        (CALL, 0, 0.0, BODY_BYTES_MAX + 1),
+        (CALL, 0, math.nan, 0),
+        (CALL, 0, math.inf, 0),
+        (CALL, 0, -1.0, 0),
+    ],
+)
 def test_what_is_no_message_is_a_value_error(header: tuple[int, int, float, int]) -> None:
     with pytest.raises(ValueError, match="no message"):
         take_request(bytearray(REQUEST.pack(*header)))

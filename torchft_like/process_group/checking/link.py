@@ -48,6 +48,7 @@ HELLO_SECONDS_MAX = 10.0
 JOIN_SECONDS_MAX = 5.0
 READ_BYTES = 1 << 16
 SILENCE_LOOK_MS = 1000
+PATIENCE_S_MAX = 3600.0  # what the system's call takes is bounded
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the secret, the rank
 _HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) on for every rank?"
@@ -225,7 +226,7 @@ class Hub:
         try:
             while self._open:
                 for key, _ in self._selector.select(self._patience_s()):
-                    self._announce(self._hear(key.data))
+                    self._hear(key.data)
                 self._announce(self._referee.expire(time.monotonic()))
         finally:
             self._selector.close()
@@ -234,30 +235,28 @@ class Hub:
 
     def _patience_s(self) -> float | None:
         deadline_s = self._referee.next_deadline_s()
-        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        return None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), PATIENCE_S_MAX)
 
-    def _hear(self, rank: int) -> list[Ruling]:
+    def _hear(self, rank: int) -> None:
         try:
             data = self._connections[rank].recv(READ_BYTES)
+            if not data:
+                raise ConnectionError("the connection was closed")
             self._buffers[rank] += data
-            return self._requests(rank) if data else self._lose(rank)
+            while (request := take_request(self._buffers[rank])) is not None:
+                self._announce(self._judge(rank, request))
         except BlockingIOError:
-            return []
+            pass
         except (OSError, ValueError, RecursionError) as error:
             _logger.debug("rank %d: %s", rank, error)
-            return self._lose(rank)
+            self._announce(self._lose(rank))
 
-    def _requests(self, rank: int) -> list[Ruling]:
-        rulings: list[Ruling] = []
-        while (request := take_request(self._buffers[rank])) is not None:
-            now_s = time.monotonic()
-            if request.kind == OVERDUE:
-                rulings += self._referee.overdue(rank, request.ticket, now_s)
-                continue
-            description = decode_description(request.body)
-            call = Call(rank, request.ticket, description, now_s, now_s + request.timeout_s)
-            rulings += self._referee.hear(call)
-        return rulings
+    def _judge(self, rank: int, request: Request) -> list[Ruling]:
+        now_s = time.monotonic()
+        if request.kind == OVERDUE:
+            return self._referee.overdue(rank, request.ticket, now_s)
+        description = decode_description(request.body)
+        return self._referee.hear(Call(rank, request.ticket, description, now_s, now_s + request.timeout_s))
 
     def _lose(self, rank: int) -> list[Ruling]:
         if rank not in self._open:

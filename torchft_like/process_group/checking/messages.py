@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ def take_request(buffer: bytearray) -> Request | None:
     if len(buffer) < REQUEST.size:
         return None
     kind, ticket, timeout_s, length = REQUEST.unpack_from(buffer)
-    if kind not in (CALL, OVERDUE) or length > BODY_BYTES_MAX:
-        raise ValueError(f"no message of kind {kind} and {length} bytes")
+    if kind not in (CALL, OVERDUE) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
+        raise ValueError(f"no message of kind {kind}, {timeout_s} s and {length} bytes")
     if len(buffer) < REQUEST.size + length:
         return None
     body = bytes(buffer[REQUEST.size : REQUEST.size + length])
