@@ -39,7 +39,8 @@ class GroupWork(Work):
         self._operations = operations
         self._future: Future[Any] | None = None
         self._was_waited = False
-        operations.add(self)
+        if in_slices:  # the others are never given up
+            operations.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
