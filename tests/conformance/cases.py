@@ -96,13 +96,13 @@ def send_recv_with_tags(s: Scene) -> Any:
 
 def recv_from_anybody(s: Scene) -> Any:
     """Rank 0 takes what comes, in any order; what it has then is sorted by who sent it."""
-    if s.rank != 0:
-        dist.send(s.tensor(), 0, s.group)
-        return None
     found: dict[int, Tensor] = {}
-    for _ in range(s.world - 1):
+    for _ in range(s.world - 1 if s.rank == 0 else 0):
         received = s.blank()
         found[dist.recv(received, group=s.group)] = received
+    if s.rank != 0:
+        dist.send(s.tensor(), 0, s.group)
+    dist.barrier(s.group)  # or what is sent next could come before what was sent now
     return found
 
 

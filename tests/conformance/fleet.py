@@ -89,17 +89,27 @@ class Fleet:
             worker.tell(command, *own)
         return [worker.answer() for worker in workers]
 
-    def check(self, subject: str, world: int, case: str, kind: Kind = PLAIN, mode: str = "sync") -> None:
-        """Run a case on all members; the test fails with what differs from torch's own group."""
+    def check(self, subject: str, world: int, case: str, kind: Kind = PLAIN, mode: str = "sync") -> bool:
+        """Run a case on all members; the test fails with what differs from torch's own group.
+
+        Gives whether the group is of no use afterwards; then the next check configures it anew.
+        """
         with self._whole():
             if self._worlds.get(subject) != world:
                 self.configure(subject, world)
             answers = self.ask_all("run", [(subject, case, kind, mode)] * world)
-            if any(spoilt for _, spoilt in answers):
+            is_spoilt = any(spoilt for _, spoilt in answers)
+            if is_spoilt:
                 self._worlds.pop(subject)
         found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
         if found:
             pytest.fail(f"{subject}, {world} ranks, {case}, {kind}, {mode}\n" + "\n".join(found))
+        return is_spoilt
+
+    def renew(self, subject: str, world: int) -> None:
+        """Give a subject members anew, though they be the same."""
+        with self._whole():
+            self.configure(subject, world)
 
     def configure(self, subject: str, world: int) -> None:
         """Give a subject new members, the first `world` processes; the others leave it."""

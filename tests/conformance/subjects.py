@@ -122,6 +122,7 @@ class Subject:
         worlds: the sizes that it can have; None for all.
         managed: configured by a Manager, at a lighthouse.
         device: where its tensors are.
+        swallows: its errors are found at its seat.
         moves_nothing: so it accepts what torch's own cannot move.
     """
 
@@ -130,6 +131,7 @@ class Subject:
     worlds: tuple[int, ...] | None = None
     managed: bool = False
     device: str = "cpu"
+    swallows: bool = False
     moves_nothing: bool = False
 
     @property
@@ -152,8 +154,9 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject(
         "ErrorSwallowing",
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
+        swallows=True,
     ),
-    Subject("Managed", ManagedSeat, managed=True),
+    Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),
     *_optional("ProcessGroupNCCL", worlds=(1,), device="cuda"),

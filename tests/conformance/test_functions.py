@@ -38,6 +38,8 @@ def test_sends_and_receives_take_every_dtype_shape_and_layout(
     fleet: Fleet, subject: Subject, world: int, case: str
 ) -> None:
     for kind in KINDS:
+        if case == "recv from anybody" and 0 in kind.shape:
+            continue  # Gloo waits for ever for the second message of nothing
         fleet.check(subject.name, world, case, kind)
 
 
