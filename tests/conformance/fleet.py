@@ -59,6 +59,14 @@ class Worker:
             pytest.fail(value)
         return value
 
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Give a command and wait for the answer."""
+        self.tell(command, *arguments)
+        return self.answer()
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
@@ -121,6 +129,19 @@ class Fleet:
                 worker.answer()
         self.ask_all("configure", [(subject, address, rank, world) for rank in range(world)])
         self._worlds[subject] = world
+
+    def open(self, subject: str, world: int) -> None:
+        """Give a subject members, none of which has torch's groups; processes that are gone are replaced."""
+        alive = [worker for worker in self._workers if worker.is_alive()]
+        self._workers = alive + [Worker() for _ in range(self.size - len(alive))]
+        for worker in self._workers[len(alive) :]:
+            worker.answer()
+        self.configure(subject, world)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """In the order of their ranks."""
+        return self._workers
 
     def fresh_prefix(self) -> str:
         """An address in the store that was never used."""

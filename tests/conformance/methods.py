@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,8 @@ ARGUMENTS: dict[str, Callable[[Scene], tuple[Any, ...]]] = {
     "barrier": lambda s: (),
     "monitored_barrier": lambda s: (timedelta(seconds=LIMIT_S),),
 }
-METHODS = [
-    name for name, row in BY_NAME.items() if row.name in ARGUMENTS and hasattr(dist.ProcessGroup, name)
-]
+_NAMES = [name for name in BY_NAME if hasattr(dist.ProcessGroup, name)]  # what this torch has
+METHODS = [name for name in _NAMES if BY_NAME[name].name in ARGUMENTS]
 
 
 def method(name: str) -> Case:
@@ -72,7 +72,7 @@ def taking_turns(s: Scene) -> Any:
     def run(thread: int) -> None:
         for number in range(thread, len(tensors), THREADS):
             with changed:
-                assert changed.wait_for(lambda number=number: turn[0] == number, LIMIT_S)
+                assert changed.wait_for(functools.partial(_is, turn, number), LIMIT_S)
                 work = dist.all_reduce(tensors[number], group=s.group, async_op=True)
                 turn[0] += 1
                 changed.notify_all()
@@ -81,6 +81,10 @@ def taking_turns(s: Scene) -> Any:
 
     _together(run)
     return tensors
+
+
+def _is(turn: list[int], number: int) -> bool:
+    return turn[0] == number
 
 
 def tagged(s: Scene) -> Any:
@@ -110,8 +114,8 @@ THREADED: dict[str, Case] = {"threads taking turns": taking_turns, "threads with
 
 # What every rank does wrong in the same way.
 WRONG: dict[str, Case] = {
-    "all_reduce of a list": lambda s: dist.all_reduce([s.tensor()], group=s.group),  # type: ignore[arg-type]
-    "all_reduce with no such reduction": lambda s: dist.all_reduce(s.tensor(), "sum", s.group),  # type: ignore[arg-type]
+    "all_reduce of a list": lambda s: dist.all_reduce([s.tensor()], group=s.group),
+    "all_reduce with no such reduction": lambda s: dist.all_reduce(s.tensor(), "sum", s.group),
     "all_reduce_coalesced of nothing": lambda s: dist.all_reduce_coalesced([], group=s.group),
     "broadcast from nobody": lambda s: dist.broadcast(s.tensor(), s.world + 7, s.group),
     "broadcast from no rank": lambda s: dist.broadcast(s.tensor(), group=s.group, group_src=s.world + 7),

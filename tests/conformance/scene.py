@@ -222,6 +222,11 @@ def difference(subject: Outcome, reference: Outcome) -> str | None:
     return next(_differences(subject.value, reference.value, "result"), None)
 
 
+def is_only_clearer(subject: Outcome, reference: Outcome) -> bool:
+    """Whether ours says what is wrong where torch found no function for the call."""
+    return isinstance(reference.error, NotImplementedError) and isinstance(subject.error, RuntimeError)
+
+
 def is_like(error: BaseException | None, model: BaseException | None) -> bool:
     """Whether who catches the one catches the other."""
     return error is not None and model is not None and isinstance(error, type(model))

@@ -75,6 +75,15 @@ class GlooGaps:
         work: Work = gather([output for output, _ in pairs], [source for _, source in pairs], *options)
         return work
 
+    def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
+        """Gloo finds wrong splits when it is under way, and then the group is of no use."""
+        call = BY_NAME["alltoall_base"].bind(args, kwargs)
+        for tensor, sizes in zip((call.outputs, call.inputs), call.options, strict=False):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if sum(sizes) != rows if sizes else rows % self._world_size:
+                raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
+        return _run_contiguous(BY_NAME["alltoall_base"], self._gloo.alltoall_base, *args, **kwargs)  # type: ignore[attr-defined] # the stub lacks it
+
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
         """Each rank's part from a list."""
         call = BY_NAME["reduce_scatter"].bind(args, kwargs)

@@ -14,6 +14,9 @@ import torch
 from torchft_like.process_group.checking.rules import EXCHANGED, PAIRED, Description
 from torchft_like.process_group.collectives import Call, tensors_of
 
+# torch takes rank 0 where a call of these names no root.
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
 
 def describe(call: Call, world_size: int) -> Description:
     """The description of a call that was made in a group of `world_size`."""
@@ -82,7 +85,9 @@ def _root(call: Call) -> int | None:
     if "root" in call.kwargs:
         return int(call.kwargs["root"])
     numbers = [value for value in call.args[1:] if isinstance(value, int) and not isinstance(value, bool)]
-    return numbers[0] if numbers else None
+    if numbers:
+        return numbers[0]
+    return 0 if call.collective.name in ROOTED else None
 
 
 def _reduce_op(call: Call) -> str | None:

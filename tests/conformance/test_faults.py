@@ -1,0 +1,114 @@
+"""A member is killed or stopped inside every collective: who needs it hears of it, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .calls import CALLS
+from .fleet import Fleet, Worker, wait_until
+from .subjects import Subject
+
+pytestmark = pytest.mark.integration
+
+WORLD = 3
+VICTIM = 2
+# Those that somebody cannot finish without the victim; the root is rank 1.
+NEEDY = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+)
+FELT_S = 0.2  # who still waits after this time waits for the victim
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Fleet]:
+    """Processes of its own: the victims are among them."""
+    made = Fleet(WORLD)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_every_function_is_one_that_a_victim_can_stop() -> None:
+    assert set(NEEDY) <= set(CALLS)
+
+
+@pytest.mark.parametrize("case", NEEDY)
+def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
+    scene: Fleet, subject: Subject, case: str
+) -> None:
+    skip_alone(subject)
+    scene.open(subject.name, WORLD)
+    victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
+    for survivor in survivors:
+        survivor.ask("begin", subject.name, case)
+    assert await_victim(scene)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_until(lambda: not victim.is_alive())
+    assert any(survivor.ask("result") is not None for survivor in survivors)
+    scene.workers.remove(victim)
+    victim.end()
+    go_on(scene, subject, VICTIM)
+
+
+@pytest.mark.parametrize("case", NEEDY)
+def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
+    scene: Fleet, subject: Subject, case: str
+) -> None:
+    skip_alone(subject)
+    scene.open(subject.name, WORLD)
+    victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
+    os.kill(victim.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(victim.pid))
+    for survivor in survivors:
+        survivor.ask("begin", subject.name, case)
+    blocked = await_victim(scene)
+    for survivor in survivors:
+        survivor.ask("abort", subject.name)
+    errors = [survivor.ask("result") for survivor in survivors]
+    os.kill(victim.pid, signal.SIGCONT)
+    assert all(errors[survivors.index(survivor)] is not None for survivor in blocked)
+    go_on(scene, subject, WORLD)
+
+
+def skip_alone(subject: Subject) -> None:
+    if subject.worlds is not None:
+        pytest.skip("it has no peers")
+
+
+def await_victim(scene: Fleet) -> list[Worker]:
+    """The survivors that are blocked: nothing that is only slow takes so long."""
+    deadline = time.monotonic() + FELT_S
+    wait_until(lambda: time.monotonic() > deadline)
+    return [worker for worker in scene.workers[:VICTIM] if not worker.ask("is_over")]
+
+
+def go_on(scene: Fleet, subject: Subject, world: int) -> None:
+    """The next group is clean."""
+    scene.open(subject.name, world)
+    members = scene.workers[:world]
+    for member in members:
+        member.ask("begin", subject.name, "all_reduce")
+    assert [member.ask("result") for member in members] == [None] * world
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
