@@ -178,10 +178,19 @@ class Cluster:
         folder: for logs, journals and event files.
         min_replicas: of the lighthouse.
         join_timeout_ms: of the lighthouse; by default too long to be what a recovery comes from.
+        limit_s: of every wait.
     """
 
-    def __init__(self, folder: Path, *, min_replicas: int = 1, join_timeout_ms: int = 120_000) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        min_replicas: int = 1,
+        join_timeout_ms: int = 120_000,
+        limit_s: float = LIMIT_S,
+    ) -> None:
         self._folder = folder
+        self._limit_s = limit_s
         self._options = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
         self._daemons: list[Daemon] = []
         self._indices: dict[str, int] = {}
@@ -221,7 +230,7 @@ class Cluster:
         self.lighthouse = Daemon(label, ["lighthouse", "--bind", bind, *self._options], variables)
         self._daemons.append(self.lighthouse)
         self.lighthouse_events = JournalReader(events)
-        self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, LIMIT_S)[1]
+        self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, self._limit_s)[1]
 
     def start(self, name: str, *, size: int = 1, options: WorkerOptions | None = None) -> Group:
         """Start a replica group of `size` ranks, as torchrun would; a name may be started again."""
@@ -270,12 +279,13 @@ class Cluster:
 
     # ------------------------------------------------------------- waiting
 
-    def wait_until(self, predicate: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+    def wait_until(self, predicate: Callable[[], object], what: str, limit_s: float | None = None) -> None:
         """Wait for something that the processes do.
 
         Raises:
             AssertionError: it did not come, or a process ended that had no reason to; with the logs.
         """
+        limit_s = limit_s or self._limit_s
         deadline = time.monotonic() + limit_s
         while not predicate():
             self._fail_if("waiting for: " + what)

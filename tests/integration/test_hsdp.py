@@ -12,14 +12,16 @@ from tests.integration.cluster import Cluster, Rank
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE, WAYS, replay
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 
 
 def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does(
     tmp_path: Path,
 ) -> None:
     options = WorkerOptions(reduce="sharded", pause_s=0.1)
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         a, b = cluster.start_all("ab", size=GROUP_SIZE, options=options)
         b.kill()
         cluster.wait_for_quorum_of(a)
