@@ -224,7 +224,8 @@ def difference(subject: Outcome, reference: Outcome) -> str | None:
 
 def is_only_clearer(subject: Outcome, reference: Outcome) -> bool:
     """Whether ours says what is wrong where torch found no function for the call."""
-    return isinstance(reference.error, NotImplementedError) and isinstance(subject.error, RuntimeError)
+    is_missing = isinstance(reference.error, NotImplementedError)
+    return is_missing and (subject.error is None or isinstance(subject.error, RuntimeError))
 
 
 def is_like(error: BaseException | None, model: BaseException | None) -> bool:

@@ -50,7 +50,7 @@ class ManagedWork(Work):
         Raises:
             TimeoutError: not done within `timeout`.
         """
-        if timeout is not None:
+        if timeout:  # C++ passes zero for none
             future_wait(self.get_future(), timeout)
         elif self._future is not None:
             self._future.wait()

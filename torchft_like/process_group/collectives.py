@@ -255,8 +255,9 @@ def _own_chunk(call: Call, rank: int, world_size: int) -> None:
 def _own_to_own(call: Call, rank: int, world_size: int) -> None:
     """What the caller sends to itself arrives; nothing else does."""
     _clear(call, rank, world_size)
-    place = min(rank, len(call.outputs) - 1)
-    call.outputs[place].copy_(call.inputs[place])
+    if call.outputs:
+        place = min(rank, len(call.outputs) - 1)
+        call.outputs[place].copy_(call.inputs[place])
 
 
 def _own_split(call: Call, rank: int, world_size: int) -> None:

@@ -170,7 +170,7 @@ class _HungWork(DoneWork):
         self._aborted = aborted
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._aborted.wait(None if timeout is None else timeout.total_seconds()):
+        if not self._aborted.wait(timeout.total_seconds() if timeout else None):
             raise TimeoutError(f"the collective still hangs after {timeout}")
         return super().wait()
 
