@@ -4,8 +4,8 @@ It turns calls of collectives into requests. How the subprocess comes to see the
 of a `Lender`; what happens to an answer, of `requests` and `work`; how a subprocess comes to be, of
 `nursery`.
 
-INVARIANT: to end the subprocess is to end every operation. Nothing of it can touch a tensor after its
-end of the channel is closed, because the kernel takes a dying process's memory away first.
+INVARIANT: to end the subprocess is to end every operation. No request counts as over before the process is
+gone, memory, devices and all; what a process that does not die may touch is never used again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Work
 from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode
-from torchft_like.process_group.baby.channel import ChannelClosedError, Message
+from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
 from torchft_like.process_group.baby.lending import Lender, Loan
 from torchft_like.process_group.baby.nursery import Child
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
@@ -32,7 +32,7 @@ from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Membership
 
-# How much later than an operation's own timeout its subprocess counts as silent.
+# How much longer than an operation may take its subprocess may say nothing.
 SILENCE_S = 5.0
 GONE_S_MAX = 10.0
 
@@ -63,7 +63,7 @@ class RemoteBackend:
         self._child = child
         self._lender = lender
         self._abort = abort
-        self._requests = Requests(child.channel, self._end_silent)
+        self._requests = Requests(child.channel, self._end_silent, self._await_end)
         self._sending = threading.Lock()  # a request comes after the letters that it needs
         self._timeout_s = 0.0
         self._why_ended: str | None = None
@@ -79,11 +79,12 @@ class RemoteBackend:
             ProcessGroupError: it could not; the text says why.
         """
         self._timeout_s = membership.timeout.total_seconds()
-        request = self._requests.add(self._deadline(None))
         members = (str(membership.store), membership.rank, membership.world_size, self._timeout_s)
         how = (recipe.group, recipe.borrower, self._lender.greeting())
-        self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *members), request.deadline)
-        self._requests.wait(request, request.deadline + GONE_S_MAX)
+        with self._sending:
+            request = self._requests.add(self._patience_s(None))
+            self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *members))
+        self._requests.wait(request, FOREVER)
         if request.outcome is not Outcome.DONE:
             raise self.describe(request)
         offered, greeting = request.answer
@@ -109,7 +110,7 @@ class RemoteBackend:
         """See generation.Backend."""
         self._timeout_s = timeout.total_seconds()
         with self._sending:
-            self._send((ToChild.SET_TIMEOUT.value, UNASKED, self._timeout_s), self._deadline(None))
+            self._send((ToChild.SET_TIMEOUT.value, UNASKED, self._timeout_s))
 
     def break_off(self) -> None:
         """See generation.Backend."""
@@ -123,7 +124,7 @@ class RemoteBackend:
         """See generation.Backend."""
         self._abort.remove(self._kill)
         self._kill()
-        self._child.wait_ended(GONE_S_MAX)
+        self._await_end()
         self._requests.end()
         self._lender.close()
         self._child.close()
@@ -155,45 +156,55 @@ class RemoteBackend:
         call = collective.bind(args, kwargs)
         with self._sending:
             loan = self._lender.lend(call)
-            request = self._requests.add(self._deadline(call), loan.settle)
-            self._send(self._message(call, loan, request), request.deadline)
+            details = self._encoded(call, loan)
+            request = self._requests.add(self._patience_s(call), loan.settle)
+            self._send((ToChild.RUN.value, request.number, collective.name, *details))
         work = loan.work(self._requests, request, call.result, self)
         if not collective.blocking:
             return work
         work.wait()
         return None
 
-    def _message(self, call: Call, loan: Loan, request: Request) -> Message:
+    def _encoded(self, call: Call, loan: Loan) -> tuple[Any, ...]:
         try:
             plain = [encode(value, loan.locate) for value in call.args]
             named = {name: encode(value, loan.locate) for name, value in call.kwargs.items()}
-            context = loan.context()
+            return plain, named, loan.context()
         except BaseException:
-            self._requests.withdraw(request)
+            loan.settle(Request(UNASKED))
             raise
-        return ToChild.RUN.value, request.number, call.collective.name, plain, named, context
 
-    def _send(self, message: Message, deadline: float) -> None:
+    def _send(self, message: Message) -> None:
+        """Send a message, after the letters that it needs.
+
+        What is left half sent is of no use to anybody: the subprocess goes, and the requests with it.
+        """
+        deadline = time.monotonic() + self._timeout_s + SILENCE_S
         channel = self._child.channel
         try:
-            for letter, descriptors in self._lender.letters():
-                channel.send(letter, descriptors, deadline)
-            channel.send(message, (), deadline)
+            while (letter := self._lender.next_letter()) is not None:
+                channel.send(*letter, deadline, self._requests.look)
+                self._lender.letter_sent()
+            channel.send(message, (), deadline, self._requests.look)
         except ChannelClosedError:
             pass  # whoever reads the channel finds that out, too, and settles the request
         except TimeoutError:
             self._end_silent()
+        except BaseException as error:
+            self._end(f"a message to it could not be sent ({error!r}), and it was ended")
+            raise
 
-    def _deadline(self, call: Call | None) -> float:
+    def _patience_s(self, call: Call | None) -> float:
+        """How long the subprocess may say nothing: longer than the operation may take."""
         timeout_s = self._timeout_s
         for value in (*call.args, *call.kwargs.values()) if call is not None else ():
             own = getattr(value, "timeout", value)
             if isinstance(own, timedelta) and own > timedelta(0):
                 timeout_s = own.total_seconds()
-        return time.monotonic() + timeout_s + SILENCE_S
+        return timeout_s + SILENCE_S
 
     def _end_silent(self) -> None:
-        self._end(f"it did not answer within {SILENCE_S:g} s of the operation's timeout, and was ended")
+        self._end(f"it said nothing for {SILENCE_S:g} s longer than an operation may take, and was ended")
 
     def _end(self, why: str) -> None:
         if not self._child.has_ended():
@@ -205,6 +216,11 @@ class RemoteBackend:
             if self._cut_off is None:
                 self._cut_off = self._lender.cut_off() + self._requests.count()
         self._child.kill()
+
+    def _await_end(self) -> None:
+        """After its end of the channel is closed, or a kill: until nothing of it can touch a tensor."""
+        if not self._child.wait_ended(GONE_S_MAX):
+            self._lender.abandon()
 
     def _gone(self) -> SubprocessLostError:
         why = self._why_ended or self._requests.last_words or self._child.how_ended()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import marshal
 import math
 import mmap
@@ -18,7 +19,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Message = tuple[Any, ...]
@@ -27,6 +28,8 @@ MESSAGE_BYTES_MAX = 64 * 1024
 DESCRIPTORS_MAX = 8
 FOREVER = math.inf
 
+_GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
+_POLL_MILLISECONDS_MAX = 2**31 - 1
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _ANCILLARY_BYTES_MAX = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
 
@@ -53,19 +56,30 @@ class Channel:
         """The socket's descriptor."""
         return self._socket.fileno()
 
-    def send(self, message: Message, descriptors: Sequence[int] = (), deadline: float = FOREVER) -> None:
+    def send(
+        self,
+        message: Message,
+        descriptors: Sequence[int] = (),
+        deadline: float = FOREVER,
+        while_full: Callable[[], None] | None = None,
+    ) -> None:
         """Send a message; the receiver gets duplicates of the descriptors.
+
+        Args:
+            while_full: called, again and again, while the other end takes nothing: to read what it wants
+                to say first.
 
         Raises:
             ChannelClosedError: the other end is gone.
             TimeoutError: the other end has taken nothing until `deadline` (of `time.monotonic`).
+            OSError: the system has no room for it.
         """
         data = marshal.dumps(message)
         if len(data) <= MESSAGE_BYTES_MAX:
-            self._send(data, descriptors, deadline)
+            self._send(data, descriptors, deadline, while_full)
             return
         with _file_with(data) as file:
-            self._send(_LONG, [*descriptors, file], deadline)
+            self._send(_LONG, [*descriptors, file], deadline, while_full)
 
     def receive(self, deadline: float = FOREVER) -> tuple[Message, list[int]]:
         """The next message, with descriptors that now belong to the caller.
@@ -77,7 +91,7 @@ class Channel:
         if not self._readable.poll(_milliseconds(deadline)):
             raise TimeoutError("no message until the deadline")
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(
+            data, ancillary, flags, _ = self._socket.recvmsg(
                 MESSAGE_BYTES_MAX,
                 socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES),
                 socket.MSG_CMSG_CLOEXEC,
@@ -87,13 +101,19 @@ class Channel:
         if not data:
             raise ChannelClosedError("the other end is gone")
         descriptors = _descriptors(ancillary) if ancillary else []
+        if flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(errno.EMFILE, "no file descriptor left for what was received: raise the limit")
         if data == _LONG:
             data = _take_file(descriptors.pop())
         message: Message = marshal.loads(data)  # noqa: S302 - written by a fork of this very process
         return message, descriptors
 
     def has_message(self) -> bool:
-        """Whether `receive` would return, or raise, at once."""
+        """Whether `receive` would return, or raise, at once; not once this end is closed."""
+        if self._socket.fileno() < 0:
+            return False
         readable = select.poll()  # of its own: `receive` may be waiting in the other one
         readable.register(self._socket, select.POLLIN)
         return bool(readable.poll(0))
@@ -102,7 +122,13 @@ class Channel:
         """Let go of this end."""
         self._socket.close()
 
-    def _send(self, data: bytes, descriptors: Sequence[int], deadline: float) -> None:
+    def _send(
+        self,
+        data: bytes,
+        descriptors: Sequence[int],
+        deadline: float,
+        while_full: Callable[[], None] | None,
+    ) -> None:
         while True:
             try:
                 if descriptors:
@@ -111,14 +137,18 @@ class Channel:
                     self._socket.send(data)
                 return
             except BlockingIOError:
-                self._await_room(deadline)
+                if while_full is not None:
+                    while_full()
+                self._await(select.POLLOUT | (select.POLLIN if while_full else 0), deadline)
             except OSError as error:
+                if self._socket.fileno() >= 0 and error.errno not in _GONE:
+                    raise
                 raise ChannelClosedError("the other end is gone") from error
 
-    def _await_room(self, deadline: float) -> None:
-        writable = select.poll()
-        writable.register(self._socket, select.POLLOUT)
-        if not writable.poll(_milliseconds(deadline)):
+    def _await(self, events: int, deadline: float) -> None:
+        traffic = select.poll()
+        traffic.register(self._socket, events)
+        if not traffic.poll(_milliseconds(deadline)):
             raise TimeoutError("the other end takes no messages")
 
 
@@ -126,7 +156,9 @@ _LONG = marshal.dumps(None)  # no message is None: they are tuples
 
 
 def _milliseconds(deadline: float) -> float | None:
-    return None if deadline == FOREVER else max(0.0, deadline - time.monotonic()) * 1000
+    if deadline == FOREVER:
+        return None
+    return min(max(0.0, deadline - time.monotonic()) * 1000, _POLL_MILLISECONDS_MAX)
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

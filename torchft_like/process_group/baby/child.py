@@ -2,7 +2,7 @@
 
 It runs on two kinds of threads. The first one reads requests and starts operations, in the order in
 which they come, and never waits for one. Answers are sent by whichever thread of the backend finishes
-the operation, or, where a backend finishes only what is waited for, by one of a pool.
+the operation, or, where a backend finishes only what is waited for, by one that waits for it.
 
 It ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
 server is gone. It never runs the trainer's code, and never Python's cleanup at exit.
@@ -17,7 +17,6 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +35,6 @@ from torchft_like.process_group.generation import AbortSignal, Backend, Membersh
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
-WAITERS_MAX = 256
-
 
 def serve(channel: Channel, trainer: int) -> None:
     """Serve a trainer until it has gone.
@@ -47,8 +44,14 @@ def serve(channel: Channel, trainer: int) -> None:
         trainer: its pidfd.
     """
     threading.Thread(target=_end_with, args=(trainer,), name="torchft-baby-watch", daemon=True).start()
-    with contextlib.suppress(ChannelClosedError):
+    try:
         _Server(channel).run()
+    except ChannelClosedError:
+        pass
+    except BaseException as error:  # the trainer hears of it, and all ends
+        with contextlib.suppress(ChannelClosedError):
+            channel.send((UNASKED, Outcome.FAILED.value, f"it failed with {error!r}"))
+        raise
 
 
 def _end_with(trainer: int) -> None:
@@ -66,7 +69,6 @@ class _Server:
         self._borrower: Borrower | None = None
         self._abort = AbortSignal()
         self._abort.add(self._end)
-        self._waiters = ThreadPoolExecutor(WAITERS_MAX, thread_name_prefix="torchft-baby-wait")
 
     def run(self) -> None:
         """Until the trainer's end is closed.
@@ -121,18 +123,21 @@ class _Server:
 
     def _run(self, request: int, name: str, args: list[Any], kwargs: dict[str, Any], context: Any) -> None:
         borrower = self._borrowed()
+        has_started = False
         try:
             arguments = [decode(value, borrower.tensor) for value in args]
             named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
+            start = functools.partial(self._methods[name], *arguments, **named)
+            if BY_NAME[name].blocking:
+                self._wait_aside(request, start)
+                return
             with borrower.entered(context):
-                start = functools.partial(self._methods[name], *arguments, **named)
-                if BY_NAME[name].blocking:
-                    self._waiters.submit(self._wait, request, start)
-                    return
                 work = start()
+                has_started = True
                 answer = borrower.answer_when_started(work)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._answer(request, Outcome.REFUSED, *outcomes.answer_for(error))
+            outcome = Outcome.FAILED if has_started else Outcome.REFUSED
+            self._answer(request, outcome, *outcomes.answer_for(error))
             return
         if answer is not None:
             self._answer(request, Outcome.DONE, *answer)
@@ -141,9 +146,13 @@ class _Server:
 
     def _answer_when_over(self, request: int, name: str, work: Work) -> None:
         if name in POINT_TO_POINT:
-            self._waiters.submit(self._wait, request, work.wait, work)
+            self._wait_aside(request, work.wait, work)
         else:
             work.get_future().add_done_callback(functools.partial(self._finish, request))
+
+    def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
+        """Each on a thread of its own: one of many receives must not keep a send from being answered."""
+        threading.Thread(target=self._wait, args=(request, wait, work), daemon=True).start()
 
     def _finish(self, request: int, done: Future[Any]) -> None:
         """On a thread of the backend."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +14,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from torchft_like.process_group.baby import outcomes
-from torchft_like.process_group.baby.cpu_memory import Block, Exports, Segment, Staging, open_segment
+from torchft_like.process_group.baby.cpu_memory import (
+    Block,
+    Exports,
+    Segment,
+    Staging,
+    open_segment,
+    require_dense,
+)
 from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
@@ -32,20 +41,24 @@ class CpuLender:
         self._staging = staging
         self._exports = Exports()
         self._mapped: set[int] = set()
-        self._new: list[Segment] = []
+        # With what keeps its descriptor open until it is sent.
+        self._letters: deque[tuple[Letter, object]] = deque()
+        self._is_abandoned = False
 
     def lend(self, call: Call) -> _CpuLoan:
         """See lending.Lender."""
         return _CpuLoan(call, self)
 
-    def letters(self) -> Iterable[Letter]:
+    def next_letter(self) -> Letter | None:
         """See lending.Lender."""
-        new, self._new = self._new, []
-        for segment in new:
-            yield (ToChild.MAP.value, UNASKED, segment.number, segment.nbytes), (segment.descriptor,)
         for number in self._exports.take_dead():
             self._mapped.discard(number)
-            yield (ToChild.UNMAP.value, UNASKED, number), ()
+            self._letters.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
+        return self._letters[0][0] if self._letters else None
+
+    def letter_sent(self) -> None:
+        """See lending.Lender."""
+        self._letters.popleft()
 
     def greeting(self) -> None:
         """Nothing has to be known."""
@@ -57,30 +70,38 @@ class CpuLender:
         """None: what has begun and is not over has not been answered either, and its work fails."""
         return 0
 
+    def abandon(self) -> None:
+        """See lending.Lender."""
+        self._is_abandoned = True
+
     def close(self) -> None:
-        """There is nothing to take back: the memory went with the process."""
+        """See lending.Lender. The memory went with the process."""
+        self._exports.close()
+        self._letters.clear()
 
     def find(self, tensor: Tensor) -> TensorSpec | None:
         """Where a tensor in shared memory is; None for any other."""
         if (found := self._exports.find(tensor)) is None:
             return None
-        self._note(found[0])
+        self._note(found[0], tensor)
         return found[1]
 
     def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
         """Room for a tensor."""
         block, spec = self._staging.stage(tensor)
-        self._note(block.segment)
+        self._note(block.segment, block)
         return block, spec
 
     def give_back(self, blocks: Iterable[Block]) -> None:
-        """The subprocess cannot touch them any more."""
-        self._staging.give_back(blocks)
+        """Their request is settled."""
+        if not self._is_abandoned:
+            self._staging.give_back(blocks)
 
-    def _note(self, segment: Segment) -> None:
+    def _note(self, segment: Segment, keeper: object) -> None:
         if segment.number not in self._mapped:
             self._mapped.add(segment.number)
-            self._new.append(segment)
+            message = (ToChild.MAP.value, UNASKED, segment.number, segment.nbytes)
+            self._letters.append(((message, (segment.descriptor,)), keeper))
 
 
 class _CpuLoan:
@@ -89,24 +110,37 @@ class _CpuLoan:
     def __init__(self, call: Call, lender: CpuLender) -> None:
         self._call = call
         self._lender = lender
+        self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
         self._blocks: list[Block] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
 
+    @functools.cached_property
+    def _inputs(self) -> set[int]:
+        return {id(tensor) for tensor in tensors_of(self._call.inputs)}
+
+    @functools.cached_property
+    def _outputs(self) -> set[int]:
+        return {id(tensor) for tensor in tensors_of(self._call.outputs)}
+
     def locate(self, tensor: Tensor) -> TensorSpec:
-        return self._lender.find(tensor) or self._stage(tensor)
+        if (spec := self._located.get(id(tensor))) is None:
+            require_dense(tensor)
+            spec = self._located[id(tensor)] = self._lender.find(tensor) or self._stage(tensor)
+        return spec
 
     def context(self) -> None:
         return None
 
     def settle(self, request: Request) -> None:
-        if request.outcome is Outcome.DONE and self._copies:
-            try:
-                with torch.no_grad():
-                    for tensor, staged in self._copies:
-                        tensor.copy_(staged)
-            except RuntimeError as error:
-                request.outcome, request.answer = Outcome.REFUSED, outcomes.answer_for(error)
-        self._lender.give_back(self._blocks)
+        try:
+            if request.outcome is Outcome.DONE:
+                for tensor, staged in self._copies:
+                    _copy(tensor, staged)
+        except RuntimeError as error:  # an output that nothing can be written to
+            request.outcome, request.answer = Outcome.REFUSED, outcomes.answer_for(error)
+        finally:
+            blocks, self._blocks = self._blocks, []
+            self._lender.give_back(blocks)
 
     def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:
         return BabyWork(requests, request, result, failures)
@@ -115,12 +149,17 @@ class _CpuLoan:
         block, spec = self._lender.stage(tensor)
         self._blocks.append(block)
         staged = tensor_at(block.storage, spec)
-        if any(tensor is own for own in tensors_of(self._call.inputs)):
-            with torch.no_grad():
-                staged.copy_(tensor)
-        if any(tensor is own for own in tensors_of(self._call.outputs)):
+        if id(tensor) in self._inputs:
+            _copy(staged, tensor)
+        if id(tensor) in self._outputs:
             self._copies.append((tensor, staged))
         return spec
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    # Tensors made in inference mode can be written to in inference mode only.
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        target.copy_(source)
 
 
 class CpuBorrower:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, spec_of
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, contiguous_spec, spec_of
 
 BLOCK_BYTES_MIN = 64
 SLAB_BYTES_MAX = 1024 * 1024
@@ -46,6 +46,20 @@ class Segment:
     nbytes: int
 
 
+def require_dense(tensor: Tensor) -> None:
+    """Raise unless the tensor is made of a CPU storage.
+
+    Raises:
+        NotSupportedError: it is not.
+    """
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        raise NotSupportedError(
+            f"a {kind} tensor on {tensor.device} cannot be handed to the subprocess of a CPU group: only "
+            "dense CPU tensors can"
+        )
+
+
 def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     """The storage that a descriptor stands for, mapped into this process."""
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined] # the stub lacks it
@@ -55,11 +69,11 @@ def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
 
 
 class Exports:
-    """Storages of the trainer that live in shared memory already."""
+    """Storages of the trainer that live in shared memory already; for one thread at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._known: dict[int, Segment] = {}
+        self._watches: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
         self._dead: deque[int] = deque()
 
     def find(self, tensor: Tensor) -> tuple[Segment, TensorSpec] | None:
@@ -80,17 +94,25 @@ class Exports:
             while True:
                 yield self._dead.popleft()
 
+    def close(self) -> None:
+        """Take no more notice of any storage."""
+        for watch in list(self._watches.values()):
+            watch.detach()
+        self._watches.clear()
+        self._known.clear()
+
     def _export(self, storage: torch.UntypedStorage) -> Segment:
         descriptor, nbytes = storage._share_fd_cpu_()
         segment = Segment(next(_numbers), descriptor, nbytes)
         key = storage._cdata
-        with self._lock:
-            self._known[key] = segment
-        weakref.finalize(storage, self._forget, key, segment).atexit = False
+        self._known[key] = segment
+        watch = self._watches[segment.number] = weakref.finalize(storage, self._forget, key, segment)
+        watch.atexit = False
         return segment
 
     def _forget(self, key: int, segment: Segment) -> None:
-        # No lock: this runs wherever the last reference is dropped, also within `_export`.
+        # This runs wherever the last reference is dropped, also within the methods of this object.
+        self._watches.pop(segment.number, None)
         if self._known.get(key) is segment:
             del self._known[key]
         self._dead.append(segment.number)
@@ -108,12 +130,13 @@ def _has_descriptor(storage: torch.UntypedStorage) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A part of a segment of ours."""
+    """A part of a segment of ours. `life` is that of the Staging from one `close` to the next."""
 
     segment: Segment
     storage: torch.UntypedStorage
     start: int
     nbytes: int
+    life: object
 
 
 class Staging:
@@ -126,36 +149,29 @@ class Staging:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[Block]] = defaultdict(list)
-        self._segments: list[Segment] = []
+        self._life = object()
 
     def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
-        """A block in which the tensor finds room, with the same strides.
+        """A block with room for the tensor's elements, one after the other.
 
         Raises:
-            NotSupportedError: the tensor is not made of a CPU storage.
             ProcessGroupError: the machine has no memory left for it.
         """
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise NotSupportedError(
-                f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a CPU "
-                "group: only dense CPU tensors can"
-            )
-        block = self._take(_extent_bytes(tensor))
-        return block, spec_of(tensor, block.segment.number, block.start // tensor.element_size())
+        block = self._take(tensor.numel() * tensor.element_size())
+        return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
 
     def give_back(self, blocks: Iterable[Block]) -> None:
         """The blocks may be used for other tensors."""
         with self._lock:
             for block in blocks:
-                self._free[block.nbytes].append(block)
+                if block.life is self._life:
+                    self._free[block.nbytes].append(block)
 
     def close(self) -> None:
-        """Give the memory back to the system once nobody uses a block."""
+        """Give the memory back to the system, that of a block in use when it is dropped."""
         with self._lock:
             self._free.clear()
-            segments, self._segments = self._segments, []
-        for segment in segments:
-            os.close(segment.descriptor)
+            self._life = object()
 
     def _take(self, nbytes: int) -> Block:
         size = max(BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
@@ -166,10 +182,9 @@ class Staging:
 
     def _make(self, size: int) -> Iterator[Block]:
         segment = _make_segment(max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX)))
-        self._segments.append(segment)
         storage = open_segment(segment.descriptor, segment.nbytes)
         for start in range(0, segment.nbytes, size):
-            yield Block(segment, storage, start, size)
+            yield Block(segment, storage, start, size, self._life)
 
 
 def _make_segment(nbytes: int) -> Segment:
@@ -182,12 +197,6 @@ def _make_segment(nbytes: int) -> Segment:
             f"no shared memory left for {nbytes} bytes ({error.strerror}): use fewer or smaller tensors at a "
             "time, or tensors that live in shared memory (Tensor.share_memory_)"
         ) from error
-    return Segment(next(_numbers), descriptor, nbytes)
-
-
-def _extent_bytes(tensor: Tensor) -> int:
-    """From the first to the last byte of the tensor, whatever lies between its elements."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    segment = Segment(next(_numbers), descriptor, nbytes)
+    weakref.finalize(segment, os.close, descriptor)
+    return segment

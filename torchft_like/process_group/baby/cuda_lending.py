@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,6 @@ from torchft_like.process_group.cuda_ipc import (
     EventMessage,
     MemoryExports,
     MemoryImports,
-    MemoryMessage,
     MirroredStreams,
     OwnEvents,
     PeerEvents,
@@ -44,6 +43,7 @@ from torchft_like.process_group.cuda_ipc import (
 )
 
 EVENTS_PREPARED = 16
+ASK_S_MAX = 0.01
 TORCH_CUDA = TorchCuda()
 
 
@@ -56,32 +56,36 @@ class CudaLender:
 
     def __init__(self, device: torch.device, cuda: TorchCuda = TORCH_CUDA) -> None:
         self.cuda = cuda
-        self._device = device
+        self.device = device
         self._lock = threading.Lock()
         self._memory = MemoryExports(cuda=cuda)
         self._events = OwnEvents(cuda)
         self._peers = PeerEvents(cuda)
-        self._new: list[MemoryMessage] = []
+        self._letters: deque[Letter] = deque()
         self._running: deque[_CudaLoan] = deque()
+        self._is_dead = False
+        self._is_abandoned = False
 
     def lend(self, call: Call) -> _CudaLoan:
         """See lending.Lender."""
         self._forget_what_is_over()
         return _CudaLoan(call, self)
 
-    def letters(self) -> Iterable[Letter]:
+    def next_letter(self) -> Letter | None:
         """See lending.Lender."""
-        new, self._new = self._new, []
-        for message in new:
-            yield (ToChild.MAP.value, UNASKED, *message), ()
         for number in self._memory.take_dead():
-            yield (ToChild.UNMAP.value, UNASKED, number), ()
+            self._letters.append(((ToChild.UNMAP.value, UNASKED, number), ()))
+        return self._letters[0] if self._letters else None
+
+    def letter_sent(self) -> None:
+        """See lending.Lender."""
+        self._letters.popleft()
 
     def greeting(self) -> Any:
         """The device's index, and events to be opened while nothing runs."""
         with self._lock:
-            events = self._events.prepare(self.cuda.current_stream(self._device), EVENTS_PREPARED)
-        return self._device.index, events
+            events = self._events.prepare(self.cuda.current_stream(self.device), EVENTS_PREPARED)
+        return self.device.index, events
 
     def greeted(self, greeting: list[EventMessage]) -> None:
         """See lending.Lender."""
@@ -90,54 +94,70 @@ class CudaLender:
                 self._peers.open(event)
 
     def cut_off(self) -> int:
+        """See lending.Lender. What cannot be asked counts as cut off."""
+        return sum(not loan.is_surely_over() for loan in tuple(self._running))
+
+    def abandon(self) -> None:
         """See lending.Lender."""
-        return sum(not loan.is_over() for loan in tuple(self._running))
+        self._is_abandoned = True
 
     def close(self) -> None:
         """See lending.Lender."""
-        self._running.clear()
-        self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
-        self._memory.subprocess_died()
-        self._memory.close()
+        with self._lock:
+            self._is_dead = True
+            self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
+        if not self._is_abandoned:
+            self._running.clear()
+            self._memory.subprocess_died()
+            self._memory.close()
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """See lending.Loan."""
-        if tensor.device != self._device or tensor.layout is not torch.strided:
+        if tensor.device != self.device or tensor.layout is not torch.strided:
             raise NotSupportedError(
                 f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a "
-                f"group on {self._device}: only dense tensors of that device can"
+                f"group on {self.device}: only dense tensors of that device can"
             )
         number, message = self._memory.map(tensor.untyped_storage())
         if message is not None:
-            self._new.append(message)
+            self._letters.append(((ToChild.MAP.value, UNASKED, *message), ()))
         return spec_of(tensor, number)
 
     def context(self) -> Any:
         """The stream, the event that the operation comes after, and the events that may be used again."""
-        stream = self.cuda.current_stream(self._device)
+        stream = self.cuda.current_stream(self.device)
         with self._lock:
             return stream_message(stream), self._events.record(stream), self._peers.take_passed()
 
-    def started(self, loan: _CudaLoan, answer: tuple[Any, ...]) -> int:
+    def started(self, answer: tuple[Any, ...]) -> int:
         """The subprocess has queued the operation; gives the number of the event that stands for its end."""
         end: EventMessage
         end, passed, unmapped = answer
         with self._lock:
             self._peers.open(end)
             self._events.free(passed)
-            self._running.append(loan)
         self._memory.unmapped(unmapped)
         return end[0]
 
-    def order_after(self, end: int, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for the end of an operation; once for each."""
-        with self._lock:
-            self._peers.wait(end, stream)
+    def keep(self, loan: _CudaLoan) -> None:
+        """Until the operation is over."""
+        self._running.append(loan)
 
-    def is_over(self, end: int) -> bool:
-        """Whether the device has come to the end of an operation."""
+    def order_after(self, end: int, stream: torch.cuda.Stream) -> bool:
+        """Make the stream wait for the end of an operation; once for each. False if nobody can tell it."""
         with self._lock:
-            return self._peers.is_over(end)
+            if not self._is_dead:
+                self._peers.wait(end, stream)
+            return not self._is_dead
+
+    def is_over(self, end: int, patience_s: float = -1) -> bool:
+        """Whether the device has come to the end of an operation, as far as can be told in time."""
+        if not self._lock.acquire(timeout=patience_s):
+            return False
+        try:
+            return self._is_dead or self._peers.is_over(end)
+        finally:
+            self._lock.release()
 
     def _forget_what_is_over(self) -> None:
         """The first one that is not over stands for all behind it: one after the other is close enough."""
@@ -166,35 +186,57 @@ class _CudaLoan:
 
     def settle(self, request: Request) -> None:
         if request.outcome is Outcome.DONE:
-            self._end = self._lender.started(self, request.answer)
+            with self._lock:
+                self._end = self._lender.started(request.answer)
+            self._lender.keep(self)
         else:
             self._call = None
 
     def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:
         return BabyWorkNCCL(requests, request, result, failures, self)
 
-    def order(self, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for the operation, which has been queued."""
+    @property
+    def device(self) -> torch.device:
+        """Where the operation runs."""
+        return self._lender.device
+
+    def order_current_stream(self) -> bool:
+        """Make the device's current stream wait for the operation; False if nobody can tell its end."""
+        return self.order(self._lender.cuda.current_stream(self.device), is_callers=True)
+
+    def order(self, stream: torch.cuda.Stream, *, is_callers: bool) -> bool:
+        """Make a stream wait for the operation, which has been queued; False if nobody can tell its end.
+
+        Args:
+            is_callers: what the caller does next comes after the operation, so the tensors are safe.
+        """
         with self._lock:
             if self._end is not None:
-                self._lender.order_after(self._end, stream)
+                if not self._lender.order_after(self._end, stream):
+                    return False
                 self._waited = self._lender.cuda.new_event()
                 self._waited.record(stream)
                 self._end = None
             elif self._waited is not None:  # the subprocess's event may stand for something else by now
                 self._waited.wait(stream)
-            self._call = None
+            if is_callers:
+                self._call = None
+            return True
 
-    def order_current_stream(self) -> None:
-        """Make the current stream wait for the operation, which has been queued."""
-        self.order(self._lender.cuda.current_stream())
-
-    def is_over(self) -> bool:
-        """Whether the device has come to the end of the operation."""
-        with self._lock:
+    def is_over(self, patience_s: float = -1) -> bool:
+        """Whether the device has come to the end of the operation, as far as can be told in time."""
+        if not self._lock.acquire(timeout=patience_s):
+            return False
+        try:
             if self._end is not None:
-                return self._lender.is_over(self._end)
+                return self._lender.is_over(self._end, patience_s)
             return self._waited is None or bool(self._waited.query())  # type: ignore[no-untyped-call]
+        finally:
+            self._lock.release()
+
+    def is_surely_over(self) -> bool:
+        """As `is_over`, without waiting for who may be waiting for the device."""
+        return self.is_over(ASK_S_MAX)
 
     def retire(self) -> int | None:
         """It is over; gives the number of the event if nobody has waited for it and nobody will."""
@@ -224,7 +266,8 @@ class BabyWorkNCCL(BabyWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait; see BabyWork.wait for the errors."""
         super().wait(timeout)
-        self._loan.order_current_stream()
+        if not self._loan.order_current_stream():
+            raise self._lost_error().with_traceback(None)
         return True
 
     def is_completed(self) -> bool:
@@ -246,13 +289,20 @@ class BabyWorkNCCL(BabyWork):
         return -1
 
     def _new_future(self) -> Future[Any]:
-        return Future(devices=[torch.device("cuda", torch.cuda.current_device())])
+        return Future(devices=[self._loan.device])
 
     def _set_result(self, future: Future[Any]) -> None:
         # The future records where this stream is, and whoever waits for it waits for that.
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            self._loan.order_current_stream()
+        stream = torch.cuda.Stream(self._loan.device)  # type: ignore[no-untyped-call]
+        if not self._loan.order(stream, is_callers=False):
+            future.set_exception(self._lost_error())
+            return
+        with torch.cuda.stream(stream):
             future.set_result(self._result)
+
+    def _lost_error(self) -> Exception:
+        error = self._failures.describe(Request(UNASKED))
+        return self.explain(error) or error
 
 
 class CudaBorrower:

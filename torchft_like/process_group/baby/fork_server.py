@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import traceback
 from pathlib import Path
 
 # Loaded here so that no fork has to.
@@ -52,10 +53,17 @@ def main(control: int, trainer_pid: int) -> None:
     trainer = _watch(trainer_pid)
     gc.collect()
     gc.freeze()
-    channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
-    if channel is not None:
-        child.serve(channel, trainer)
-    os._exit(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it has handed that down
+    code = 1
+    try:
+        channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
+        if channel is not None:
+            child.serve(channel, trainer)
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, this process ends, and says why
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _watch(pid: int) -> int:

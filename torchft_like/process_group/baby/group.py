@@ -81,8 +81,9 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
             return None
 
     def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
+        lender = self._lender()
         child = nursery.take(abort, membership.timeout.total_seconds())
-        self._latest = backend = RemoteBackend(child, self._lender(), abort)
+        self._latest = backend = RemoteBackend(child, lender, abort)
         try:
             backend.begin(self.RECIPE, membership)
         except BaseException:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -48,8 +47,11 @@ class Lender(Protocol):
     def lend(self, call: Call) -> Loan:
         """A loan for one call."""
 
-    def letters(self) -> Iterable[Letter]:
-        """What the subprocess has to be told before the next request; each is given once."""
+    def next_letter(self) -> Letter | None:
+        """What the subprocess has to be told before the next request, if anything."""
+
+    def letter_sent(self) -> None:
+        """The last letter is on its way: the next one may follow."""
 
     def greeting(self) -> Any:
         """What the subprocess's side is made of, as plain data."""
@@ -58,7 +60,13 @@ class Lender(Protocol):
         """What the subprocess's side had to say when it was made."""
 
     def cut_off(self) -> int:
-        """The subprocess is about to be killed: how many operations that it has begun are not over."""
+        """The subprocess is about to be killed: how many operations that it has begun may not be over.
+
+        Must not block: what holds a lock may be what only the kill ends.
+        """
+
+    def abandon(self) -> None:
+        """The subprocess does not die: what it may still touch is never used again."""
 
     def close(self) -> None:
         """The subprocess is dead and reaped: everything is the trainer's again."""

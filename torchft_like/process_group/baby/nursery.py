@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import multiprocessing.spawn
 import os
 import select
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -37,6 +39,8 @@ _BOOTSTRAP = (
     "import json, sys; control, trainer, sys.path[:] = json.loads(sys.argv[1]); "
     "from torchft_like.process_group.baby.fork_server import main; main(control, trainer)"
 )
+_STDERR = 2
+_logger = logging.getLogger(__name__)
 # The server must have one thread; numpy's BLAS would start its own.
 _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -65,11 +69,14 @@ class Child:
         self._nursery = nursery
         self._lock = threading.Lock()
         self._watch: int | None = watch
+        self._closing = weakref.finalize(self, os.close, watch)
+        self._owner = os.getpid()
 
     def kill(self) -> None:
         """End it, whatever it is doing. From any thread, at any time; returns at once."""
         with self._lock:
-            if self._watch is not None:
+            if self._watch is not None and self._owner == os.getpid():
+                # A fork of the trainer has inherited this object, and the process is not its to kill.
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._watch, signal.SIGKILL)
 
@@ -94,9 +101,8 @@ class Child:
         """Let go of it; it is gone."""
         self.channel.close()
         with self._lock:
-            if self._watch is not None:
-                os.close(self._watch)
-                self._watch = None
+            self._watch = None
+            self._closing()
 
 
 class Nursery:
@@ -105,6 +111,7 @@ class Nursery:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._server: _Server | None = None
+        self._given_up: list[_Server] = []
         self._takers = 0
 
     def start(self) -> None:
@@ -151,8 +158,11 @@ class Nursery:
     def stop(self) -> None:
         """End the server, and with it every fork."""
         with self._changed:
-            server, self._server = self._server, None
-        if server is not None:
+            servers, self._given_up = self._given_up, []
+            if self._server is not None:
+                servers.append(self._server)
+            self._server = None
+        for server in servers:
             server.stop()
 
     def forget(self) -> None:
@@ -170,18 +180,23 @@ class Nursery:
         while (child := server.take()) is None:
             abort.check()
             if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
+                server.is_given_up = True
                 raise SubprocessLostError(
-                    f"the fork server of the Baby groups gave no subprocess in time; {server}. "
-                    "Is the machine out of memory or processes?"
+                    f"the fork server of the Baby groups gave no subprocess in time; {server}. If it left "
+                    "no message on stderr: is the machine out of memory, processes or file descriptors?"
                 )
         return child
 
     def _running(self) -> _Server:
-        if self._server is None or self._server.is_gone:
-            if self._server is not None:
-                self._server.stop()
-            self._server = _Server(self, self._changed)
-        return self._server
+        server = self._server
+        if server is not None and not server.is_gone and not server.is_given_up:
+            return server
+        if server is not None and server.is_gone:
+            server.stop()
+        elif server is not None:
+            self._given_up.append(server)  # it hangs; the forks in use live as long as it does
+        self._server = server = _Server(self, self._changed)
+        return server
 
     def _wake(self) -> None:
         with self._changed:
@@ -199,6 +214,7 @@ class _Server:
         self._letter: Message | None = None
         self.ends: dict[int, str] = {}
         self.is_gone = False
+        self.is_given_up = False
         self._process, self._control = _start_server()
         threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
 
@@ -248,6 +264,10 @@ class _Server:
                         self._note_end(pid, rest[0])
                     self._changed.notify_all()
         except ChannelClosedError:
+            pass
+        except Exception:
+            _logger.exception("what the fork server of the Baby groups has sent is of no use")
+        finally:
             self._control.close()
             with self._changed:
                 self.is_gone = True
@@ -270,15 +290,30 @@ class _Server:
 def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = Channel.pair()
     with theirs:
-        arguments = json.dumps([theirs.fileno(), os.getpid(), sys.path])
+        path = [entry for entry in sys.path if isinstance(entry, str)]
         process = subprocess.Popen(  # noqa: S603 - ourselves
-            [os.fsdecode(multiprocessing.spawn.get_executable()), "-c", _BOOTSTRAP, arguments],
+            [*_interpreter(), "-c", _BOOTSTRAP, json.dumps([theirs.fileno(), os.getpid(), path])],
             env={**os.environ, **_SINGLE_THREADED},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=_STDERR if _is_open(_STDERR) else subprocess.DEVNULL,  # NCCL's messages go to stdout
             pass_fds=[theirs.fileno()],
+            process_group=0,  # signals to the trainer's group, from a terminal or a scheduler, are not for it
         )
     return process, Channel(ours)
+
+
+def _interpreter() -> list[str]:
+    """This Python, with the options that it was started with, and nothing of the working directory."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
+    return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-P"]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 nursery = Nursery()

@@ -29,4 +29,7 @@ def answer_for(error: BaseException) -> tuple[Any, ...]:
 def error_from(answer: tuple[Any, ...]) -> Exception:
     """The error that `answer_for` was given."""
     name, text = answer
-    return _KNOWN.get(name, RuntimeError)(text)
+    try:
+        return _KNOWN.get(name, RuntimeError)(text)
+    except TypeError:  # it is made of more than a text
+        return RuntimeError(f"{name}: {text}")

@@ -39,4 +39,4 @@ class Outcome(IntEnum):
 
     DONE = 0  # what the collective, or the kind of memory, has to say
     FAILED = 1  # (type, text): the backend is of no use any more
-    REFUSED = 2  # (type, text): nothing has happened
+    REFUSED = 2  # (type, text): the call was wrong; the backend is as good as before

@@ -2,8 +2,10 @@
 
 Whoever waits reads the answers himself: one waiter at a time reads, for everybody, and the others
 sleep until theirs has come or it is their turn to read. So an answer wakes one thread, the one that
-wants it. Only a request that somebody follows by a future needs a thread that nobody waits in; it
-is started when the first one does.
+wants it. Requests that are followed by a future have a thread that reads when nobody else does; only
+that thread runs what the user has attached to a future. It starts with the first one.
+
+A subprocess is silent when it has answered nothing at all for longer than it may take over one request.
 
 INVARIANT: a request is settled exactly once: by its answer, or because the subprocess is gone. Until
 then it keeps its tensors alive, whatever became of the work that the user holds.
@@ -12,6 +14,7 @@ then it keeps its tensors alive, whatever became of the work that the user holds
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +22,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.channel import FOREVER, Channel, ChannelClosedError
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome
+
+# How long an empty channel is watched after a limit has passed, before the subprocess counts as silent:
+# a trainer that was stopped itself finds every limit passed.
+LAST_CHANCE_S = 1.0
+# How long one look at the channel lasts: a request that comes meanwhile may have less patience.
+SLICE_S = 1.0
+
+_logger = logging.getLogger(__name__)
 
 # Called with the request, by whichever thread reads its answer, or finds that none will come.
 Settled = Callable[["Request"], None]
@@ -32,14 +44,15 @@ class Request:
 
     Attributes:
         number: of the request in messages.
-        deadline: when the subprocess counts as silent (of `time.monotonic`).
+        patience_s: how long the subprocess may say nothing while the request is open.
         on_settled: called once, before anybody who waits goes on.
         outcome, answer: set when it is settled; no outcome means that the subprocess is gone.
     """
 
     number: int
-    deadline: float = FOREVER
+    patience_s: float = FOREVER
     on_settled: Settled | None = None
+    since: float = field(default_factory=time.monotonic)
     is_settled: bool = False
     outcome: Outcome | None = None
     answer: tuple[Any, ...] = ()
@@ -54,15 +67,20 @@ class Requests:
 
     Args:
         channel: to the subprocess; its answers are read here and nowhere else.
-        on_silence: called when a request's deadline has passed without an answer; has to end the
-            subprocess.
+        on_silence: called when the subprocess is silent; has to end it.
+        on_closed: called when its end of the channel is closed; returns when it cannot touch a tensor.
     """
 
-    def __init__(self, channel: Channel, on_silence: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, on_silence: Callable[[], None], on_closed: Callable[[], object]
+    ) -> None:
         self._channel = channel
         self._on_silence = on_silence
+        self._on_closed = on_closed
         self._turn = threading.Condition(threading.Lock())
         self._open: dict[int, Request] = {}
+        self._by_patience: dict[float, dict[int, Request]] = {}
+        self._heard = 0.0
         self._numbers = itertools.count(UNASKED + 1)
         self._is_being_read = False
         self._waiters = 0
@@ -72,45 +90,32 @@ class Requests:
         self._is_over = False
         self.last_words: str | None = None
 
-    def add(self, deadline: float, on_settled: Settled | None = None) -> Request:
-        """A new request, before it is sent: its answer may come at once."""
-        request = Request(next(self._numbers), deadline, on_settled)
+    def add(self, patience_s: float, on_settled: Settled | None = None) -> Request:
+        """A new request, just before it is sent: its answer may come at once."""
+        request = Request(next(self._numbers), patience_s, on_settled)
         with self._turn:
             is_over = self._is_over
             if not is_over:
                 self._open[request.number] = request
+                self._by_patience.setdefault(patience_s, {})[request.number] = request
         if is_over:
             self._settle(request)
         return request
 
-    def withdraw(self, request: Request) -> None:
-        """It will not be sent."""
-        with self._turn:
-            was_open = self._open.pop(request.number, None) is not None
-        if was_open:
-            self._settle(request)
-
     def wait(self, request: Request, deadline: float) -> bool:
         """Until the request is settled; False if `deadline` came first."""
         while not request.is_settled:
-            limit = min(deadline, request.deadline)
-            if self._take_turn(lambda: request.is_settled, limit):
-                try:
-                    self._read_one(limit)
-                except TimeoutError:
-                    pass
-                finally:
-                    self._pass_turn()
-            if request.is_settled:
-                break
-            if self._is_silent(request):
-                self._on_silence()
-            elif time.monotonic() >= deadline:
+            if self._take_turn(lambda: request.is_settled, deadline):
+                self._read_in_turn(deadline)
+            if not request.is_settled and time.monotonic() >= deadline:
                 return False
         return True
 
     def follow(self, request: Request, settled: Settled) -> None:
-        """Have `settled` called, once, when the request is settled; at once if it is."""
+        """Have `settled` called, once, when the request is settled; at once if it is.
+
+        It runs on a thread of its own and may wait for another request.
+        """
         with self._turn:
             is_settled = request.is_settled
             if not is_settled:
@@ -127,10 +132,7 @@ class Requests:
     def look(self) -> None:
         """Take the answers that are there, without waiting."""
         while self._open and self._channel.has_message() and self._take_turn(lambda: False, deadline=0):
-            try:
-                self._read_one(deadline=0)
-            finally:
-                self._pass_turn()
+            self._read_in_turn(deadline=0)
 
     def count(self) -> int:
         """How many are not settled."""
@@ -139,7 +141,6 @@ class Requests:
     def end(self) -> None:
         """Nothing will be answered any more: settle what is open. Nobody reads after this."""
         self._end()
-        self._tell_followers()
         with self._turn:
             self._turn.wait_for(lambda: not self._is_being_read)
 
@@ -149,96 +150,121 @@ class Requests:
             if not self._is_free():
                 self._waiters += 1
                 try:
-                    self._turn.wait_for(lambda: is_enough() or self._is_free(), _seconds(deadline))
+                    self._turn.wait_for(lambda: is_enough() or self._is_free(), _seconds_until(deadline))
                 finally:
                     self._waiters -= 1
-            self._is_being_read |= (is_mine := self._is_free() and not is_enough())
+            is_mine = self._is_free() and not is_enough()
+            self._is_being_read |= is_mine
             return is_mine
 
     def _is_free(self) -> bool:
         return not self._is_being_read and not self._is_over
 
-    def _pass_turn(self) -> None:
+    def _read_in_turn(self, deadline: float) -> None:
+        """Read one answer, or find out that there is none, and pass the turn on."""
+        try:
+            limit = self._quiet_until()
+            try:
+                self._read_one(min(deadline, limit, time.monotonic() + SLICE_S))
+            except TimeoutError:
+                if time.monotonic() >= limit:
+                    self._give_last_chance()
+        finally:
+            with self._turn:
+                self._is_being_read = False
+                if self._waiters or self._followed:
+                    self._turn.notify_all()
+
+    def _give_last_chance(self) -> None:
+        try:
+            self._read_one(time.monotonic() + LAST_CHANCE_S)
+        except TimeoutError:
+            self._heard = time.monotonic()  # the end of the subprocess is what comes next
+            self._on_silence()
+
+    def _quiet_until(self) -> float:
+        """When the subprocess, if it says nothing, counts as silent."""
         with self._turn:
-            self._is_being_read = False
-            if self._waiters or self._followed:
-                self._turn.notify_all()
-        self._tell_followers()
+            oldest = [(next(iter(group.values())), patience) for patience, group in self._by_patience.items()]
+        return min((max(r.since, self._heard) + patience for r, patience in oldest), default=FOREVER)
 
     def _read_one(self, deadline: float) -> None:
         try:
             (number, outcome, *answer), _ = self._channel.receive(deadline)
         except ChannelClosedError:
+            self._on_closed()
             self._end()
             return
-        with self._turn:
-            request = self._open.pop(number, None)
+        self._heard = time.monotonic()
         if number == UNASKED:
             self.last_words = str(answer[-1])
-        elif request is not None:
+        elif (request := self._pop(number)) is not None:
             request.outcome, request.answer = Outcome(outcome), tuple(answer)
             self._settle(request)
+
+    def _pop(self, number: int) -> Request | None:
+        with self._turn:
+            request = self._open.pop(number, None)
+            if request is not None:
+                group = self._by_patience[request.patience_s]
+                del group[number]
+                if not group:
+                    del self._by_patience[request.patience_s]
+            return request
 
     def _end(self) -> None:
         with self._turn:
             self._is_over = True
             left, self._open = list(self._open.values()), {}
+            self._by_patience.clear()
             self._turn.notify_all()
         for request in left:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        if request.on_settled is not None:
-            request.on_settled(request)
-            request.on_settled = None
-        with self._turn:
-            request.is_settled = True
-            self._followed -= len(request.followers)
-            self._due.extend((settled, request) for settled in request.followers)
-            request.followers.clear()
-            if self._waiters:
-                self._turn.notify_all()
-
-    def _tell_followers(self) -> None:
-        """Not during one's turn to read: what is called may wait for another request."""
-        while True:
-            try:
-                settled, request = self._due.popleft()
-            except IndexError:
-                return
-            settled(request)
+        on_settled, request.on_settled = request.on_settled, None
+        try:
+            if on_settled is not None:
+                on_settled(request)
+        except BaseException as error:
+            request.outcome, request.answer = Outcome.FAILED, outcomes.answer_for(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._turn:
+                request.is_settled = True
+                self._followed -= len(request.followers)
+                self._due.extend((settled, request) for settled in request.followers)
+                if self._waiters or request.followers:
+                    self._turn.notify_all()
+                request.followers.clear()
 
     def _read_for_followers(self) -> None:
-        while self._take_turn_for_followers():
-            try:
-                self._read_one(min((r.deadline for r in self._open_now() if r.followers), default=FOREVER))
-            except TimeoutError:
-                silent = [request for request in self._open_now() if self._is_silent(request)]
-                if silent:
-                    self._on_silence()
-            finally:
-                self._pass_turn()
+        while True:
+            with self._turn:
+                self._turn.wait_for(self._followers_need_something)
+                due = self._due.popleft() if self._due else None
+                if due is None and self._is_over and not self._followed:
+                    return
+                is_my_turn = due is None and self._is_free()
+                self._is_being_read |= is_my_turn
+            if due is not None:
+                _tell(*due)
+            elif is_my_turn:
+                self._read_in_turn(FOREVER)
 
-    def _take_turn_for_followers(self) -> bool:
-        """Sleep until somebody follows a request and nobody reads; False at the end."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._is_over or (self._followed > 0 and self._is_free()))
-            if self._is_over:
-                return False
-            self._is_being_read = True
+    def _followers_need_something(self) -> bool:
+        if self._due:
             return True
-
-    def _open_now(self) -> list[Request]:
-        with self._turn:
-            return list(self._open.values())
-
-    def _is_silent(self, request: Request) -> bool:
-        """Whether the subprocess has not answered in time; says so once."""
-        if time.monotonic() < request.deadline:
-            return False
-        request.deadline = FOREVER  # the end of the subprocess will settle it
-        return True
+        return self._is_free() if self._followed else self._is_over
 
 
-def _seconds(deadline: float) -> float | None:
+def _tell(settled: Settled, request: Request) -> None:
+    try:
+        settled(request)
+    except Exception:
+        _logger.exception("completing a future")
+
+
+def _seconds_until(deadline: float) -> float | None:
     return None if deadline == FOREVER else max(0.0, deadline - time.monotonic())

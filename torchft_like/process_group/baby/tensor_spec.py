@@ -13,10 +13,20 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
 
-def spec_of(tensor: Tensor, storage: int, offset: int | None = None) -> TensorSpec:
-    """Describe a tensor in a storage; at its own offset unless another is given."""
-    start = int(tensor.storage_offset()) if offset is None else offset
-    return storage, _INDEX[tensor.dtype], start, tuple(tensor.shape), tensor.stride()
+def spec_of(tensor: Tensor, storage: int) -> TensorSpec:
+    """Describe a tensor in its own storage."""
+    offset = int(tensor.storage_offset())
+    return storage, _INDEX[tensor.dtype], offset, tuple(tensor.shape), tensor.stride()
+
+
+def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
+    """Describe a place for the tensor's elements, one after the other, in another storage."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return storage, _INDEX[tensor.dtype], offset, tuple(tensor.shape), tuple(reversed(strides))
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ class BabyWork(ExplainedWork):
         self._result = result
         self._failures = failures
         self._error: Exception | None = None
+        self._lock = threading.Lock()
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -57,10 +59,12 @@ class BabyWork(ExplainedWork):
 
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
-        if self._future is None:
-            self._future = self._new_future()
+        with self._lock:
+            is_new = self._future is None
+            future = self._future = self._future or self._new_future()
+        if is_new:
             self._requests.follow(self._request, self._complete)
-        return self._future
+        return future
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -53,7 +53,9 @@ class Pair:
         self.letters: list[tuple[Any, ...]] = []
 
     def deliver_letters(self) -> None:
-        for (kind, _, *details), descriptors in self.lender.letters():
+        while (letter := self.lender.next_letter()) is not None:
+            (kind, _, *details), descriptors = letter
+            self.lender.letter_sent()
             self.letters.append((kind, *details))
             if kind == ToChild.MAP:
                 self.borrower.map(tuple(details), list(descriptors))
@@ -143,7 +145,7 @@ def test_waiting_again_does_not_touch_an_event_that_stands_for_something_else(pa
         pair.finish()
         pair.machine.current.run()
     other = Stream(stream_id=3)
-    loan.order(other)
+    loan.order(other, is_callers=True)
     assert other.queued == 1
     assert len(pair.machine.events) <= events + 3
 

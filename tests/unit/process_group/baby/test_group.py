@@ -17,13 +17,15 @@ from torch import Tensor
 
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
 from torchft_like.errors import (
+    NotSupportedError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
     SubprocessLostError,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupBabyGloo
-from torchft_like.process_group.baby import backend
+from torchft_like.process_group.baby import backend, requests
 from torchft_like.process_group.baby.backend import RemoteBackend
+from torchft_like.process_group.baby.nursery import nursery
 
 
 def baby() -> ProcessGroup:
@@ -153,10 +155,11 @@ def test_a_stopped_backend_is_ended_when_it_does_not_answer(
 ) -> None:
     groups = party.meet(2, baby)
     monkeypatch.setattr(backend, "SILENCE_S", 0.2)
+    monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
     victim = process_of(groups[0])
     victim.send_signal(signal.SIGSTOP)
     groups[0].set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(SubprocessLostError, match="did not answer"):
+    with pytest.raises(SubprocessLostError, match="said nothing"):
         groups[0].allreduce([torch.ones(3)]).wait()
     with pytest.raises(SubprocessLostError):
         groups[0].allreduce([torch.ones(3)]).get_future().wait()
@@ -185,9 +188,9 @@ def test_an_abort_ends_what_is_under_way_and_the_subprocess(party: Party) -> Non
 def test_an_abort_ends_a_configure_whose_peer_never_comes(party: Party) -> None:
     group = party.own(baby())
     configured = party.aside(group.configure, party.prefix(), 0, 2)
-    deadline_free = threading.Event()
+    pause = threading.Event()
     while not configured.done() and not group._generation:  # type: ignore[attr-defined]
-        deadline_free.wait(0.01)
+        pause.wait(0.01)
     group.abort("not today")
     with pytest.raises(ProcessGroupAbortedError, match="not today"):
         configured.result(LIMIT_S)
@@ -287,3 +290,113 @@ def test_functions_of_torch_distributed_take_it(party: Party) -> None:
         return [output[0].item() for output in outputs]
 
     assert party.together(party.meet(2, baby), gather) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "staged"])
+def test_a_tensor_that_is_input_and_output_keeps_the_output(party: Party, is_shared: bool) -> None:
+    def scatter(rank: int, group: ProcessGroup) -> list[float]:
+        inputs = [torch.full((2,), rank + 1.0) for _ in range(2)]
+        if is_shared:
+            inputs = [shared(tensor) for tensor in inputs]
+        dist.reduce_scatter(inputs[rank], inputs, group=group)
+        result: list[float] = inputs[rank].tolist()
+        return result
+
+    assert party.together(party.meet(2, baby), scatter) == [[3, 3], [3, 3]]
+
+
+def test_inputs_that_repeat_an_element_and_inference_tensors_work(party: Party) -> None:
+    def gather(rank: int, group: ProcessGroup) -> list[list[float]]:
+        with torch.inference_mode():
+            outputs = [torch.zeros(3) for _ in range(2)]
+        dist.all_gather(outputs, torch.full((1,), float(rank)).expand(3), group=group)
+        return [output.tolist() for output in outputs]
+
+    assert party.together(party.meet(2, baby), gather)[0] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_a_refused_call_gives_its_memory_back(party: Party) -> None:
+    (group,) = party.meet(1, baby)
+    for _ in range(20):
+        with pytest.raises(NotSupportedError, match="sparse"):
+            group.allreduce_coalesced([torch.zeros(100_000), torch.zeros(3).to_sparse()])
+    assert group.num_active_work() == 0  # type: ignore[attr-defined]
+    group.allreduce([torch.zeros(100_000)]).wait()
+    assert len([line for line in shared_mappings(process_of(group)) if "memfd" in line]) == 1
+
+
+def test_a_tensor_of_a_refused_call_may_go_and_the_next_call_works(party: Party) -> None:
+    (group,) = party.meet(1, baby)
+    with pytest.raises(NotSupportedError):
+        group.allreduce_coalesced([shared(torch.zeros(10)), torch.zeros(3).to_sparse()])
+    gc.collect()
+    group.allreduce([torch.zeros(3)]).wait()
+
+
+def test_many_answers_that_nobody_has_read_block_nobody(party: Party) -> None:
+    (group,) = party.meet(1, baby)
+    wrong = [torch.ones(2), torch.ones(3)]
+    works = [group.allreduce(wrong) for _ in range(2000)]
+    for work in works:
+        with pytest.raises(RuntimeError, match="invalid tensor size"):
+            work.wait()
+
+
+def test_a_member_that_is_slow_is_waited_for_as_by_any_other_group(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "SILENCE_S", 0.3)
+    monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
+    first, second = party.meet(2, lambda: ProcessGroupBabyGloo(1, check_collectives=False))
+    works = [first.allreduce([torch.ones(1)]) for _ in range(8)]
+    pause = threading.Event()
+    for _ in works:
+        pause.wait(0.3)  # all together take longer than the timeout, each one does not
+        second.allreduce([torch.ones(1)]).wait()
+    works[-1].wait()
+
+
+def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
+    groups = party.meet(2, baby)
+    forked = os.fork()
+    if forked == 0:
+        groups[0].abort("in the fork")
+        os._exit(0)
+    os.waitpid(forked, 0)
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
+    (group,) = party.meet(1, baby)
+    server = psutil.Process(nursery.pids()["server"])
+    for process in server.children():
+        if process.pid != backend_of(group).pid:
+            process.kill()  # the spare
+    server.send_signal(signal.SIGSTOP)
+    try:
+        group.set_timeout(timedelta(seconds=1))
+        with pytest.raises(ProcessGroupNotConfiguredError, match="fork server"):
+            party.configure([group])
+        group.set_timeout(timedelta(seconds=LIMIT_S))
+        party.configure([group])
+        group.allreduce([torch.ones(3)]).wait()
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
+def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None:
+    def use_one() -> None:
+        group = ProcessGroupBabyGloo(LIMIT_S, check_collectives=False)
+        group.configure(party.prefix(), 0, 1)
+        group.allreduce([torch.ones(3)]).wait()
+        group.abort("dropped")
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    use_one()
+    before = descriptors()
+    for _ in range(5):
+        use_one()
+    assert descriptors() <= before + 4  # the last one may still be going, and a spare coming

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.channel import FOREVER, Channel
 from torchft_like.process_group.baby.protocol import Outcome
 from torchft_like.process_group.baby.requests import Request, Requests
@@ -24,7 +25,7 @@ class Correspondence:
         self.far = Channel(far)
         self.near = Channel(near)
         self.silences = threading.Semaphore(0)
-        self.requests = Requests(self.near, self.silences.release)
+        self.requests = Requests(self.near, self.silences.release, lambda: None)
 
     def answer(self, request: Request, *parts: object) -> None:
         self.far.send((request.number, Outcome.DONE.value, *parts))
@@ -168,12 +169,93 @@ def test_the_end_frees_everybody_who_waits(talk: Correspondence) -> None:
 
 @pytest.mark.parametrize("is_followed", [False, True], ids=["waited for", "followed"])
 def test_a_request_that_is_not_answered_in_time_is_reported_once(
-    talk: Correspondence, is_followed: bool
+    talk: Correspondence, is_followed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = talk.requests.add(time.monotonic() + 0.01)
+    monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.01)
+    request = talk.requests.add(patience_s=0.2)
     if is_followed:
         talk.requests.follow(request, lambda _: None)
     else:
-        assert not talk.requests.wait(request, time.monotonic() + 0.2)
+        assert not talk.requests.wait(request, time.monotonic() + 0.3)
     assert talk.silences.acquire(timeout=LIMIT_S)
-    assert not talk.silences.acquire(timeout=0.05)
+    assert not talk.silences.acquire(blocking=False)
+
+
+def test_a_follower_notices_silence_while_another_waits_patiently(
+    talk: Correspondence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.01)
+    patient = talk.requests.add(FOREVER)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(talk.requests.wait, patient, limit())
+        talk.requests.follow(talk.requests.add(patience_s=0.05), lambda _: None)
+        assert talk.silences.acquire(timeout=LIMIT_S)
+        talk.answer(patient)
+        assert wait.result(LIMIT_S)
+
+
+def test_who_asks_late_finds_the_answer_not_silence(talk: Correspondence) -> None:
+    first, second = talk.requests.add(patience_s=0.01), talk.requests.add(patience_s=0.01)
+    talk.answer(first)
+    talk.answer(second)
+    threading.Event().wait(0.05)  # the limit of both passes
+    assert talk.requests.wait(second, limit())
+    assert not talk.silences.acquire(blocking=False)
+
+
+def test_every_answer_shows_that_the_subprocess_is_not_silent(
+    talk: Correspondence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "LAST_CHANCE_S", 5.0)
+    open_requests = [talk.requests.add(patience_s=0.2) for _ in range(10)]
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(talk.requests.wait, open_requests[-1], limit())
+        for request in open_requests:
+            threading.Event().wait(0.05)
+            talk.answer(request)
+        assert wait.result(LIMIT_S)
+    assert not talk.silences.acquire(blocking=False)
+
+
+def test_an_error_in_what_settles_a_request_frees_who_waits(talk: Correspondence) -> None:
+    def fail(_: Request) -> None:
+        raise ValueError("no room for the copy")
+
+    request = talk.requests.add(FOREVER, fail)
+    talk.answer(request)
+    assert talk.requests.wait(request, limit())
+    assert request.outcome is Outcome.FAILED
+    assert request.answer == ("ValueError", "no room for the copy")
+
+
+def test_a_follower_that_raises_does_not_keep_others_from_being_told(
+    talk: Correspondence, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Request) -> None:
+        raise ValueError("a future that is complete")
+
+    told = threading.Event()
+    requests_ = [talk.requests.add(FOREVER) for _ in range(2)]
+    talk.requests.follow(requests_[0], fail)
+    talk.requests.follow(requests_[1], lambda _: told.set())
+    for request in requests_:
+        talk.answer(request)
+    assert told.wait(LIMIT_S)
+    assert "a future that is complete" in caplog.text
+
+
+def test_what_follows_runs_on_no_thread_that_waits_for_something_else(talk: Correspondence) -> None:
+    followed, waited = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
+    threads: list[threading.Thread] = []
+    told = threading.Event()
+
+    def note(_: Request) -> None:
+        threads.append(threading.current_thread())
+        told.set()
+
+    talk.requests.follow(followed, note)
+    talk.answer(followed)
+    talk.answer(waited)
+    talk.requests.wait(waited, limit())
+    assert told.wait(LIMIT_S)
+    assert threads[0] is not threading.current_thread()
