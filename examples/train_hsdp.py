@@ -20,10 +20,12 @@ group is left: started again, they all go on from there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -207,30 +209,36 @@ class LocalGroup:
     def read(self) -> None:
         for line in self.process.stdout or ():
             print(f"group {self.index} | {line.rstrip()}", flush=True)
-            words = line.split()
             if line.startswith("{"):
                 self.result = json.loads(line)
-            elif (
-                words[:1] == ["step"] and self.kill_at_step is not None and int(words[1]) >= self.kill_at_step
-            ):
+            elif self.kill_at_step is not None and self.trains_with_others_at(self.kill_at_step, line):
                 self.kill_at_step = None
                 self.kill_ranks()
+
+    @staticmethod
+    def trains_with_others_at(step: int, line: str) -> bool:
+        match = re.match(r"step (\d+) .* participants (\d+)", line)
+        return match is not None and int(match[1]) >= step and int(match[2]) > 1
 
     def kill_ranks(self) -> None:
         """SIGKILL to every rank at once; torchrun starts them again."""
         print(f"group {self.index} | killed", flush=True)
-        for rank in psutil.Process(self.process.pid).children():
-            rank.kill()
+        kill(psutil.Process(self.process.pid).children())
 
     def end(self) -> None:
         """Leave nothing behind, however the run went."""
         if self.process.poll() is None:
             family = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
-            for member in family:
-                member.kill()
+            kill(family)
             psutil.wait_procs(family)
         self.reader.join()
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # torchrun ends the others when one is gone
+            process.kill()
 
 
 def run_locally(args: argparse.Namespace) -> int:
@@ -264,7 +272,11 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--local", action="store_true", help="start everything on this machine")
-    parser.add_argument("--kill-at-step", type=int, help="with --local: kill the last group here, once")
+    parser.add_argument(
+        "--kill-at-step",
+        type=int,
+        help="with --local: kill the last group, once, while it trains with others",
+    )
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
     parser.add_argument("--num-replicas", type=int, default=2, help="replica groups that share the data")
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
