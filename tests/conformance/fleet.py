@@ -22,7 +22,7 @@ from .member import run_member
 from .scene import PLAIN, Kind
 from .subjects import BY_NAME, WORLD_MAX
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload(["tests.integration.gloo_member", "tests.conformance.member"])
 
