@@ -122,7 +122,8 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
         self.waiting = waiting
 
     def __str__(self) -> str:
-        return f"timed out after {self.seconds:g} s: {_ranks(self.missing)} did not come; {_waiting(self.waiting)}"
+        missing = _ranks(self.missing)
+        return f"timed out after {self.seconds:g} s: {missing} did not come; {_waiting(self.waiting)}"
 
 
 class PeerLostError(ProcessGroupError):

@@ -45,9 +45,7 @@ def test_c_plus_plus_reaches_the_method_or_says_that_it_cannot(group: ProcessGro
         call_as_c_plus_plus(group, *arguments)
         assert group.calls[row.name] == 1
     else:
-        with pytest.raises(
-            RuntimeError, match=r"No backend type associated|default backend"
-        ):
+        with pytest.raises(RuntimeError, match=r"No backend type associated|default backend"):
             call_as_c_plus_plus(group, *arguments)
         assert not group.calls
 
