@@ -59,7 +59,7 @@ class Member:
     """Does as it is told."""
 
     def __init__(self) -> None:
-        self.group = ProcessGroupGloo(300)
+        self.group = ProcessGroupGloo(300, check_collectives=False)
 
     def configure(self, address: str, rank: str, world_size: str) -> str:
         self.group.configure(address, int(rank), int(world_size))
