@@ -6,6 +6,7 @@ runs a thousand reconfigurations of each class, a hundred of Baby groups.
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import select
@@ -15,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from .footprint import Allowance, left_by
 from .gloo_member import LIMIT_S, run_store
@@ -106,7 +106,9 @@ class Hoard:
         self._kept.append(subprocess.Popen(["sleep", "1000"]))
 
     def resident(self) -> None:
-        self._kept.append(torch.ones(1 << 18))
+        memory = mmap.mmap(-1, 1 << 20)  # fresh pages: a tensor might get memory that was freed before
+        memory.write(b"x" * (1 << 20))
+        self._kept.append(memory)
 
     def end(self) -> None:
         self._enough.set()
@@ -114,7 +116,7 @@ class Hoard:
             if isinstance(kept, subprocess.Popen):
                 kept.kill()
                 kept.wait()
-            elif not isinstance(kept, torch.Tensor):
+            else:
                 kept.close()  # type: ignore[attr-defined] # all others have it
         for file in self._files:
             os.unlink(file)
