@@ -358,7 +358,7 @@ class Cluster:
         return "\n".join(f"--- {name}\n{_tail(text)}" for name, text in texts.items())
 
 
-def _tail(text: str, lines: int = 40) -> str:
+def _tail(text: str, lines: int = 120) -> str:
     """The end of a log or event file; committed steps are left out, they are too many."""
     kept = [line[:400] for line in text.splitlines() if '"committed":true' not in line]
     return "\n".join(kept[-lines:])
