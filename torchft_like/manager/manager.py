@@ -436,7 +436,7 @@ class Manager:
 
     def _raise_if_over(self) -> None:
         if self._driver.fatal is not None:
-            raise self._driver.fatal
+            raise self._driver.fatal.with_traceback(None)  # raised again and again: frames would pile up
 
     def _last_result(self) -> QuorumResult | None:
         return None if self._driver.attempt is None else self._driver.attempt.result
