@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
@@ -14,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.device import busy, wait_for
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.backend import RemoteBackend
-
-LONG_CYCLES = 5_000_000_000  # two to five seconds of a GPU
 
 
 @pytest.fixture
@@ -32,21 +30,9 @@ def group(party: Party) -> Iterator[ProcessGroupBabyNCCL]:
     torch.cuda.synchronize()
 
 
-def busy() -> None:
-    """The current stream has something to do for some seconds."""
-    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
-
-
 def subprocess_of(group: ProcessGroupBabyNCCL) -> psutil.Process:
     remote: RemoteBackend = group.parent
     return psutil.Process(remote.pid)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_collectives_reach_the_callers_tensors(group: ProcessGroupBabyNCCL) -> None:
@@ -189,7 +175,7 @@ def test_configure_is_aborted_while_the_other_never_comes(party: Party) -> None:
     group.shutdown()
 
 
-def test_the_spare_has_a_context_before_it_is_needed(party: Party, group: ProcessGroupBabyNCCL) -> None:
+def test_the_contexts_of_ended_subprocesses_are_given_back(party: Party, group: ProcessGroupBabyNCCL) -> None:
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         group.configure(party.prefix(), 0, 1)

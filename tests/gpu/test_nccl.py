@@ -10,8 +10,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.gpu.device import busy, wait_for
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.futures import future_timeout
@@ -32,7 +32,6 @@ from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.rendezvous import meet
 from torchft_like.process_group.store import parse_store_address
 
-LONG_CYCLES = 5_000_000_000  # two to five seconds of a GPU
 SHORT = timedelta(seconds=0.3)
 NCCL_THREADS = {"pt_nccl_watchdg", "pt_nccl_heartbt"}
 
@@ -45,18 +44,6 @@ def group(party: Party) -> Iterator[ProcessGroupNCCL]:
     yield group
     group.shutdown()
     torch.cuda.synchronize()
-
-
-def busy() -> None:
-    """The current stream has something to do for some seconds."""
-    torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_collectives_of_one_member(group: ProcessGroupNCCL) -> None:
