@@ -3,6 +3,9 @@
 A Python signal handler runs only between two instructions of the main thread, and a backward pass
 that waits for a slow peer has none for as long as it waits. The operating system's own note of the
 signal (`signal.set_wakeup_fd`) is read by a thread here, which then makes the wait fail.
+
+The ranks of a replica group get their SIGTERM one after the other, and not at the same place of the
+script: through the Manager they agree on the step after which they leave.
 """
 
 from __future__ import annotations
@@ -18,39 +21,53 @@ from typing import Protocol
 from torchft_like.errors import ShutdownError
 
 
-class Interruptible(Protocol):
-    """What can end its own waits: a Manager."""
+class Stoppable(Protocol):
+    """What can end its own waits, and agree with others on where to stop: a Manager."""
 
     def interrupt(self, e: Exception) -> None: ...
 
+    def request_stop(self) -> None: ...
+
+    @property
+    def stop_agreed(self) -> bool: ...
+
 
 class Stop:
-    """Whether the script was asked to stop."""
+    """Whether the script shall stop: it was asked to and, with a Manager, all ranks of its group agree."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, manager: Stoppable | None) -> None:
+        self._manager = manager
+        self._is_asked = False
+
+    @property
+    def requested(self) -> bool:
+        """To be looked at between two steps."""
+        return self._is_asked if self._manager is None else self._manager.stop_agreed
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if self._is_asked:
+            raise KeyboardInterrupt
+        self._is_asked = True
+        if self._manager is not None:
+            self._manager.request_stop()
 
 
 @contextmanager
-def stop_on_signals(manager: Interruptible | None = None) -> Iterator[Stop]:
+def stop_on_signals(manager: Stoppable | None = None) -> Iterator[Stop]:
     """SIGTERM asks to stop after the current step; a second one, like Ctrl-C, ends the script at once.
 
         with Manager(...) as manager, stop_on_signals(manager) as stop:
             while not stop.requested:
                 train_one_step()
 
-    A replica that leaves between two steps costs the others nothing. With a `manager`, Ctrl-C also
-    ends a collective that waits for its peers. Main thread only; what was installed before is put
-    back at the end.
+    A replica that leaves between two steps costs the others nothing. With a `manager`, a SIGTERM to
+    one rank makes all ranks of its replica group leave, after the same step; and Ctrl-C also ends a
+    collective that waits for its peers. Main thread only; what was installed before is put back at
+    the end.
     """
-    stop = Stop()
-
-    def request(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-
-    previous = signal.signal(signal.SIGTERM, request)
+    stop = Stop(manager)
+    previous = signal.signal(signal.SIGTERM, stop.on_signal)
     try:
         with _released_by_interrupt(manager):
             yield stop
@@ -59,7 +76,7 @@ def stop_on_signals(manager: Interruptible | None = None) -> Iterator[Stop]:
 
 
 @contextmanager
-def _released_by_interrupt(manager: Interruptible | None) -> Iterator[None]:
+def _released_by_interrupt(manager: Stoppable | None) -> Iterator[None]:
     if manager is None:
         yield
         return
@@ -79,7 +96,7 @@ def _released_by_interrupt(manager: Interruptible | None) -> Iterator[None]:
         read_end.close()
 
 
-def _release_on_interrupt(read_end: socket.socket, manager: Interruptible) -> None:
+def _release_on_interrupt(read_end: socket.socket, manager: Stoppable) -> None:
     while number := read_end.recv(1):
         if number[0] == signal.SIGINT:
             manager.interrupt(ShutdownError("interrupted from the keyboard"))

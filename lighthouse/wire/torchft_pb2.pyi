@@ -192,22 +192,26 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step")
+    __slots__ = ("should_commit", "group_rank", "step", "stop")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    stop: bool
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit", "step")
+    __slots__ = ("should_commit", "step", "stop")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     step: int
-    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ...) -> None: ...
+    stop: bool
+    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ..., stop: bool = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)

@@ -43,6 +43,19 @@ def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, 
             assert_undisturbed(staying, since)
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_path: Path, asked: int) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b, c = cluster.start_all("abc", size=2)
+        since = time.time()
+        c.ranks[asked].signal(signal.SIGTERM)
+        cluster.wait_for_end(c)
+        cluster.wait_for_quorum_of(a, b)
+        assert [rank.exit_code for rank in c.ranks] == [0, 0]
+        assert c.ranks[0].commits()[-1].step == c.ranks[1].commits()[-1].step
+        assert_undisturbed([a, b, c], since)
+
+
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 def test_replicas_that_come_and_reach_the_end_of_their_script_cost_the_others_no_step(
     tmp_path: Path, use_async_quorum: bool

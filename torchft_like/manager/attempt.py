@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import ManagedWork
 
 
@@ -31,7 +32,7 @@ class Attempt:
         self.pending_state: Mapping[str, object] | None = None
         self.pending_collectives: list[ManagedWork] = []
         self.error: Exception | None = None
-        self.verdict: bool | None = None
+        self.verdict: Verdict | None = None
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
@@ -57,9 +58,9 @@ class Attempt:
         self._configured.set()
         self._ready.set()
 
-    def decide(self, committed: bool) -> None:
+    def decide(self, verdict: Verdict) -> None:
         """The group's verdict."""
-        self.verdict = committed
+        self.verdict = verdict
         self._decided.set()
 
     def fail(self, error: Exception) -> None:
@@ -85,7 +86,7 @@ class Attempt:
         self._ready.wait()
         self._raise_error()
 
-    def wait_decided(self, timeout_s: float) -> bool | None:
+    def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""
         self._decided.wait(timeout_s)
         if self.verdict is None:

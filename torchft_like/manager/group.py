@@ -10,6 +10,7 @@ Invariants:
   it; it is told to the lighthouse again after every reconnect.
 * A verdict is given once every rank has voted on the same step, and it is the same for all.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
+* Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
 """
 
 from __future__ import annotations
@@ -52,12 +53,24 @@ class RankQuorum:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the group decided on a step, the same for every rank.
+
+    Attributes:
+        stop: a rank was asked to stop: all leave after this step, none a step later than another.
+    """
+
+    step: int
+    committed: bool
+    stop: bool = False
+
+
+@dataclass(frozen=True)
 class RankVerdict:
     """Effect: answer a rank's vote."""
 
     group_rank: int
-    step: int
-    committed: bool
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -70,13 +83,21 @@ class LossNotice:
 
 
 @dataclass(frozen=True)
+class GroupLeftNotice:
+    """Effect: tell the ranks that have begun another step that theirs cannot be done without the others."""
+
+    group_ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class GroupLostNotice:
     """Effect: tell every rank, and leave the lighthouse without a word."""
 
     reason: str
 
 
-Effect = GroupJoin | RankQuorum | RankVerdict | LossNotice | GroupLostNotice
+Effect = GroupJoin | RankQuorum | RankVerdict | LossNotice | GroupLeftNotice | GroupLostNotice
 
 
 @dataclass
@@ -91,7 +112,7 @@ class ReplicaGroup:
     last_quorum_replica_ids: tuple[str, ...] = ()
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
-    _votes: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    _votes: dict[int, Verdict] = field(default_factory=dict)
     _metadata: dict[int, str] = field(default_factory=dict)
 
     def rank_joined(self, join: RankJoin) -> list[Effect]:
@@ -142,25 +163,37 @@ class ReplicaGroup:
             return []
         return [LossNotice(quorum_id, replica_id, reason)]
 
-    def rank_voted(self, group_rank: int, step: int, should_commit: bool) -> list[Effect]:
-        """A rank is done with a step."""
+    def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
+        """A rank is done with a step: the verdict that it wants."""
         if self.lost_reason is not None:
             return [GroupLostNotice(self.lost_reason)]
-        self._votes[group_rank] = (step, should_commit)
+        self._votes[group_rank] = vote
         if len(self._votes) < self.world_size:
             return []
         votes, self._votes = self._votes, {}
-        same_step = len({step for step, _ in votes.values()}) == 1
-        committed = same_step and all(yes for _, yes in votes.values())
-        return [RankVerdict(rank, voted, committed) for rank, (voted, _) in sorted(votes.items())]
+        same_step = len({vote.step for vote in votes.values()}) == 1
+        committed = same_step and all(vote.committed for vote in votes.values())
+        stop = any(vote.stop for vote in votes.values())
+        return [
+            RankVerdict(rank, Verdict(vote.step, committed, stop)) for rank, vote in sorted(votes.items())
+        ]
 
-    def rank_lost(self, group_rank: int, reason: str) -> list[Effect]:
+    def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
+        """A rank has left between two steps, and with it the group."""
+        waiting = tuple(sorted(self._joins.keys() | self._votes.keys()))
+        notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")
+        return [GroupLeftNotice(waiting, notice.reason) for notice in notices]
+
+    def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         """A rank's process is gone: its share of the model is too."""
+        return self._lose(f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}")
+
+    def _lose(self, reason: str) -> list[GroupLostNotice]:
         if self.lost_reason is not None:
             return []
-        self.lost_reason = f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}"
+        self.lost_reason = reason
         self._joins, self._open_join, self._votes = {}, None, {}
-        return [GroupLostNotice(self.lost_reason)]
+        return [GroupLostNotice(reason)]
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Where that rank's state can be fetched, as it said when it last joined."""

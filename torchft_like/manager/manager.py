@@ -31,7 +31,6 @@ from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import (
     CheckpointError,
     FaultToleranceError,
-    GroupLostError,
     MaxRetriesError,
     NotSupportedError,
     ProcessGroupAbortedError,
@@ -40,6 +39,7 @@ from torchft_like.errors import (
 from torchft_like.futures import future_timeout
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.ballot import Ballot
 from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
@@ -151,6 +151,7 @@ class Manager:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
             self._transport.shutdown(wait=False)
             raise
+        self._ballot = Ballot(config, self._link, self._driver)
         self._replica_id = self._link.replica_id
         atexit.register(self.shutdown, wait=False)
 
@@ -288,6 +289,15 @@ class Manager:
         if attempt is not None:
             attempt.fail(e)
 
+    def request_stop(self) -> None:
+        """Have this replica group leave after its current step, all ranks after the same one."""
+        self._ballot.request_stop()
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether the ranks of this replica group leave now; looked at between two steps."""
+        return self._ballot.stop_agreed
+
     def errored(self) -> Exception | None:
         """Why the current step will not be committed, if so."""
         return self._protocol.failure
@@ -328,7 +338,7 @@ class Manager:
         self._load_pending_state(attempt)
         with self._group.lock:
             vote = self._protocol.vote()
-        committed = self._decide(attempt, vote, timeout)
+        committed = self._ballot.decide(attempt, self._protocol.step, vote, timeout)
         with self._group.lock:
             self._protocol.decide(committed)
         self._emit("commit", committed=committed, participants=self._protocol.num_participants)
@@ -471,22 +481,6 @@ class Manager:
             self._protocol.restore(counters)
             if not self._rules.use_async_quorum:
                 self._protocol.take_part()
-
-    def _decide(self, attempt: Attempt, vote: bool, timeout: timedelta | float | None) -> bool:
-        if self._config.group_world_size == 1:
-            return vote
-        self._link.vote(self._config.group_rank, self._protocol.step, vote)
-        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        verdict = attempt.wait_decided(bound_s)
-        if verdict is None:
-            # The others may have been told either; a guess could make the ranks of this group differ.
-            error = GroupLostError(
-                f"not all ranks of replica group {self._replica_id} voted on step "
-                f"{self._protocol.step} within {bound_s:g} s; restart all ranks of this replica group"
-            )
-            self._driver.stop(error, None)
-            raise error
-        return verdict
 
     def _emit(self, kind: str, **fields: Any) -> None:
         fields.setdefault("quorum_id", self._protocol.quorum_id)

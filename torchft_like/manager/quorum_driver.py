@@ -16,7 +16,7 @@ from torchft_like.errors import CheckpointFormatError, FaultToleranceError, Grou
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
-from torchft_like.manager.group import LossNotice
+from torchft_like.manager.group import LossNotice, Verdict
 from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
 from torchft_like.manager.preparation import QuorumWorker, State, fetch_state, state_bytes
 from torchft_like.manager.state_registry import StateRegistry
@@ -99,9 +99,9 @@ class QuorumDriver:
         else:
             self._worker.submit(lambda: self._prepare(attempt, result, plan))
 
-    def verdict(self, step: int, committed: bool) -> None:
-        if self.attempt is not None and step == self._protocol.step:
-            self.attempt.decide(committed)
+    def verdict(self, verdict: Verdict) -> None:
+        if self.attempt is not None and verdict.step == self._protocol.step:
+            self.attempt.decide(verdict)
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)

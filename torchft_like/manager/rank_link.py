@@ -20,7 +20,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall
-from torchft_like.manager.group import LossNotice, RankJoin
+from torchft_like.manager.group import LossNotice, RankJoin, Verdict
 
 CONNECT_RETRY_S = 0.05
 LEAVE_ANSWER_S = 0.5
@@ -32,7 +32,7 @@ class RankListener(Protocol):
     def quorum(self, result: QuorumResult) -> None:
         """The quorum that was asked for."""
 
-    def verdict(self, step: int, committed: bool) -> None:
+    def verdict(self, verdict: Verdict) -> None:
         """The group's decision on a step."""
 
     def member_lost(self, notice: LossNotice) -> None:
@@ -58,8 +58,8 @@ class RankLink(Protocol):
     def join(self, join: RankJoin) -> None:
         """Ask for a quorum."""
 
-    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
-        """Vote on a step."""
+    def vote(self, group_rank: int, vote: Verdict) -> None:
+        """Vote on a step: the verdict that this rank wants."""
 
     def leave(self, reason: str) -> None:
         """Say goodbye and hang up."""
@@ -95,9 +95,11 @@ class SessionLink:
     def join(self, join: RankJoin) -> None:
         self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**vars(join))))
 
-    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
-        vote = pb.ShouldCommitRequest(group_rank=group_rank, step=step, should_commit=should_commit)
-        self._send(pb.RankSessionRequest(vote=vote))
+    def vote(self, group_rank: int, vote: Verdict) -> None:
+        request = pb.ShouldCommitRequest(
+            group_rank=group_rank, step=vote.step, should_commit=vote.committed, stop=vote.stop
+        )
+        self._send(pb.RankSessionRequest(vote=request))
 
     def leave(self, reason: str) -> None:
         self._closing = True
@@ -156,7 +158,8 @@ class SessionLink:
             case "quorum":
                 self._listener.quorum(quorum_result_from_wire(response.quorum))
             case "vote":
-                self._listener.verdict(response.vote.step, response.vote.should_commit)
+                vote = response.vote
+                self._listener.verdict(Verdict(vote.step, vote.should_commit, vote.stop))
             case "member_lost":
                 lost = response.member_lost
                 self._listener.member_lost(LossNotice(lost.quorum_id, lost.replica_id, lost.reason))

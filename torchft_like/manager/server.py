@@ -23,12 +23,14 @@ from torchft_like.manager.config import seconds_of
 from torchft_like.manager.group import (
     Effect,
     GroupJoin,
+    GroupLeftNotice,
     GroupLostNotice,
     LossNotice,
     RankJoin,
     RankQuorum,
     RankVerdict,
     ReplicaGroup,
+    Verdict,
 )
 from torchft_like.manager.lighthouse_link import LighthouseLink
 from torchft_like.manager.rank_link import RankListener
@@ -122,13 +124,14 @@ class ManagerServer:
         """A rank no longer waits for a quorum."""
         self._group.rank_withdrew(group_rank)
 
-    def rank_voted(self, group_rank: int, step: int, should_commit: bool) -> None:
+    def rank_voted(self, group_rank: int, vote: Verdict) -> None:
         """A rank votes on a step."""
-        self._perform(self._group.rank_voted(group_rank, step, should_commit))
+        self._perform(self._group.rank_voted(group_rank, vote))
 
     def rank_left(self, group_rank: int, reason: str) -> None:
         """A rank left in good order; without it the group cannot go on, so it leaves as a whole."""
         self._forget(group_rank)
+        self._perform(self._group.rank_left(group_rank, reason))
         asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - ends with the link
 
     def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
@@ -200,11 +203,14 @@ class ManagerServer:
                 self._link.join(self._member(effect))
             case RankQuorum(group_rank, result) if group_rank in self._ranks:
                 self._ranks[group_rank].quorum(result)
-            case RankVerdict(group_rank, step, committed) if group_rank in self._ranks:
-                self._ranks[group_rank].verdict(step, committed)
+            case RankVerdict(group_rank, verdict) if group_rank in self._ranks:
+                self._ranks[group_rank].verdict(verdict)
             case LossNotice():
                 for rank in list(self._ranks.values()):
                     rank.member_lost(effect)
+            case GroupLeftNotice(group_ranks, reason):
+                for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
+                    rank.group_lost(reason)
             case GroupLostNotice(reason):
                 asyncio.ensure_future(self._link.close())  # noqa: RUF006 - ends with the link
                 for rank in list(self._ranks.values()):
@@ -253,6 +259,7 @@ class ManagerServer:
         if reason is None:
             await self._link.close()
         else:
+            self._perform(self._group.rank_left(LOCAL_RANK, reason))
             await self._link.leave(reason)
             await self._wait_for_other_ranks()
         await self._server.stop(STOP_GRACE_S)
@@ -280,8 +287,8 @@ class LocalLink:
     def join(self, join: RankJoin) -> None:
         self._call(self._server.rank_joined, join)
 
-    def vote(self, group_rank: int, step: int, should_commit: bool) -> None:
-        self._call(self._server.rank_voted, group_rank, step, should_commit)
+    def vote(self, group_rank: int, vote: Verdict) -> None:
+        self._call(self._server.rank_voted, group_rank, vote)
 
     def leave(self, reason: str) -> None:
         self._server.leave(reason)

@@ -15,7 +15,7 @@ import grpc.aio
 
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import LossNotice, RankJoin
+from torchft_like.manager.group import LossNotice, RankJoin, Verdict
 from torchft_like.manager.rank_link import quorum_result_to_wire
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class _Handlers:
                     self._server.rank_joined(rank_join(request.join, group_rank))
                 case "vote":
                     vote = request.vote
-                    self._server.rank_voted(group_rank, vote.step, vote.should_commit)
+                    self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
                 case "leave":
                     self._server.rank_left(group_rank, request.leave.reason)
         line.responses.put_nowait(None)
@@ -112,9 +112,11 @@ class _Handlers:
         await self._check_rank(request.group_rank, context)
         call = _UnaryCall()
         self._server.rank_attached(request.group_rank, call)
-        self._server.rank_voted(request.group_rank, request.step, request.should_commit)
+        self._server.rank_voted(
+            request.group_rank, Verdict(request.step, request.should_commit, request.stop)
+        )
         try:
-            return pb.ShouldCommitResponse(should_commit=await call.committed, step=request.step)
+            return vote_response(await call.verdict_given)
         except _GroupLostError as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
             raise
@@ -155,6 +157,11 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
     )
 
 
+def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
+    """The wire message of a verdict."""
+    return pb.ShouldCommitResponse(should_commit=verdict.committed, step=verdict.step, stop=verdict.stop)
+
+
 class _SessionLine:
     """A `RankListener` that puts what the rank is told on its stream."""
 
@@ -164,9 +171,8 @@ class _SessionLine:
     def quorum(self, result: QuorumResult) -> None:
         self.responses.put_nowait(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
 
-    def verdict(self, step: int, committed: bool) -> None:
-        vote = pb.ShouldCommitResponse(should_commit=committed, step=step)
-        self.responses.put_nowait(pb.RankSessionResponse(vote=vote))
+    def verdict(self, verdict: Verdict) -> None:
+        self.responses.put_nowait(pb.RankSessionResponse(vote=vote_response(verdict)))
 
     def member_lost(self, notice: LossNotice) -> None:
         self.responses.put_nowait(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
@@ -191,21 +197,21 @@ class _UnaryCall:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.result: asyncio.Future[QuorumResult] = loop.create_future()
-        self.committed: asyncio.Future[bool] = loop.create_future()
+        self.verdict_given: asyncio.Future[Verdict] = loop.create_future()
 
     def quorum(self, result: QuorumResult) -> None:
         if not self.result.done():
             self.result.set_result(result)
 
-    def verdict(self, step: int, committed: bool) -> None:
-        if not self.committed.done():
-            self.committed.set_result(committed)
+    def verdict(self, verdict: Verdict) -> None:
+        if not self.verdict_given.done():
+            self.verdict_given.set_result(verdict)
 
     def member_lost(self, notice: LossNotice) -> None:
         """A unary caller cannot be told."""
 
     def group_lost(self, reason: str) -> None:
-        for future in (self.result, self.committed):
+        for future in (self.result, self.verdict_given):
             if not future.done():
                 future.set_exception(_GroupLostError(reason))
                 future.exception()  # nobody may be waiting for the other one

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchft_like.manager.group import (
     Effect,
     GroupJoin,
+    GroupLeftNotice,
     GroupLostNotice,
     LossNotice,
     RankJoin,
     RankQuorum,
     RankVerdict,
     ReplicaGroup,
+    Verdict,
 )
 
 
@@ -37,7 +40,7 @@ def members(*replica_ids: str) -> list[Member]:
     return [Member(replica_id) for replica_id in replica_ids]
 
 
-def kinds(effects: list[Effect]) -> list[type]:
+def kinds(effects: Sequence[Effect]) -> list[type]:
     return [type(effect) for effect in effects]
 
 
@@ -88,25 +91,32 @@ def test_an_open_join_is_repeated_after_a_reconnect() -> None:
 
 def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
     group = ReplicaGroup("a", 2)
-    assert group.rank_voted(0, 4, True) == []
-    assert group.rank_voted(1, 4, False) == [RankVerdict(0, 4, False), RankVerdict(1, 4, False)]
-    group.rank_voted(1, 5, True)
-    assert group.rank_voted(0, 5, True) == [RankVerdict(0, 5, True), RankVerdict(1, 5, True)]
+    assert group.rank_voted(0, Verdict(4, True)) == []
+    assert group.rank_voted(1, Verdict(4, False)) == [
+        RankVerdict(0, Verdict(4, False)),
+        RankVerdict(1, Verdict(4, False)),
+    ]
+    group.rank_voted(1, Verdict(5, True))
+    assert group.rank_voted(0, Verdict(5, True)) == [
+        RankVerdict(0, Verdict(5, True)),
+        RankVerdict(1, Verdict(5, True)),
+    ]
 
 
 def test_votes_on_different_steps_commit_nothing() -> None:
     group = ReplicaGroup("a", 2)
-    group.rank_voted(0, 4, True)
-    assert [e.committed for e in group.rank_voted(1, 5, True) if isinstance(e, RankVerdict)] == [False, False]
+    group.rank_voted(0, Verdict(4, True))
+    effects = group.rank_voted(1, Verdict(5, True))
+    assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
 
 
 def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> None:
     group = ReplicaGroup("a", 2)
-    group.rank_voted(0, 4, True)
+    group.rank_voted(0, Verdict(4, True))
     group.rank_joined(join(0))
     group.rank_joined(join(1))
     group.quorum_formed(9, members("a"), 1)
-    assert group.rank_voted(1, 4, True) == []
+    assert group.rank_voted(1, Verdict(4, True)) == []
 
 
 def test_only_losses_in_the_current_quorum_are_passed_on() -> None:
@@ -125,8 +135,27 @@ def test_a_lost_rank_is_the_end_of_the_group() -> None:
     assert "rank 1 of replica group a" in notice.reason
     assert group.rank_lost(0, "too") == []
     assert kinds(group.rank_joined(join(0))) == [GroupLostNotice]
-    assert kinds(group.rank_voted(0, 4, True)) == [GroupLostNotice]
+    assert kinds(group.rank_voted(0, Verdict(4, True))) == [GroupLostNotice]
     assert group.lighthouse_connected() == []
+
+
+def test_one_rank_that_was_asked_to_stop_makes_all_leave_after_the_same_step() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_voted(0, Verdict(4, committed=True))
+    assert group.rank_voted(1, Verdict(4, committed=True, stop=True)) == [
+        RankVerdict(rank, Verdict(4, committed=True, stop=True)) for rank in (0, 1)
+    ]
+
+
+def test_when_a_rank_leaves_one_that_has_begun_another_step_is_told() -> None:
+    group = ReplicaGroup("a", 3)
+    group.rank_joined(join(2))
+    [notice] = group.rank_left(1, "shutdown")
+    assert isinstance(notice, GroupLeftNotice)
+    assert notice.group_ranks == (2,)
+    assert "rank 1 of replica group a has left: shutdown" in notice.reason
+    assert group.rank_left(0, "shutdown") == []
+    assert kinds(group.rank_joined(join(0))) == [GroupLostNotice]
 
 
 def test_checkpoint_metadata_is_each_ranks_own() -> None:

@@ -16,6 +16,7 @@ from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import ManagedWork, finished
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
@@ -36,8 +37,8 @@ class TestAttempt:
         attempt.open_ready()
         attempt.wait_ready(str)
         assert attempt.wait_decided(0.0) is None
-        attempt.decide(False)
-        assert attempt.wait_decided(LIMIT_S) is False
+        attempt.decide(Verdict(4, committed=False))
+        assert attempt.wait_decided(LIMIT_S) == Verdict(4, committed=False)
 
     def test_a_failed_attempt_wakes_whoever_waits(self) -> None:
         attempt, seen = Attempt(True, LIMIT_S), list[Exception]()
@@ -57,9 +58,9 @@ class TestAttempt:
 
     def test_a_verdict_that_is_known_is_not_lost_to_the_end(self) -> None:
         attempt = Attempt(True, LIMIT_S)
-        attempt.decide(True)
+        attempt.decide(Verdict(4, committed=True))
         attempt.fail(ShutdownError("rank 0 has ended"))
-        assert attempt.wait_decided(LIMIT_S) is True
+        assert attempt.wait_decided(LIMIT_S) == Verdict(4, committed=True)
 
 
 def unexpected(error: Exception) -> None:
@@ -195,13 +196,37 @@ class TestSignals:
                 os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
 
+    def test_with_a_manager_the_replica_group_says_when(self) -> None:
+        class Manager:
+            stop_agreed = False
+            is_asked = False
+
+            def interrupt(self, e: Exception) -> None:
+                raise AssertionError("a SIGTERM is no SIGINT")
+
+            def request_stop(self) -> None:
+                self.is_asked = True
+
+        manager = Manager()
+        with stop_on_signals(manager) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert manager.is_asked
+            assert not stop.requested, "another rank may have begun the next step"
+            manager.stop_agreed = True
+            assert stop.requested
+
     def test_an_interrupt_releases_a_wait_that_python_cannot_interrupt(self) -> None:
         errors, released = list[Exception](), threading.Event()
 
         class Manager:
+            stop_agreed = False
+
             def interrupt(self, e: Exception) -> None:
                 errors.append(e)
                 released.set()
+
+            def request_stop(self) -> None:
+                raise AssertionError("a SIGINT is no SIGTERM")
 
         with stop_on_signals(Manager()):
             with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,59 @@
+"""How the ranks of one replica group decide together: does a step commit, and do they leave after it.
+
+A rank that is asked to stop while another has already begun the next step could not leave without
+spoiling that one. So a rank only wishes to stop: its next vote says so, and the verdict on that
+step, which every rank gets, makes it true for all of them at the same place in the script.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torchft_like.errors import GroupLostError
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.config import ManagerConfig, seconds_of
+from torchft_like.manager.group import Verdict
+from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.rank_link import RankLink
+
+
+class Ballot:
+    """One rank's part in the votes of its replica group.
+
+    Attributes:
+        stop_agreed: the group leaves: the last verdict said so.
+    """
+
+    def __init__(self, config: ManagerConfig, link: RankLink, driver: QuorumDriver) -> None:
+        self.stop_agreed = False
+        self._stop_wanted = False
+        self._config = config
+        self._link = link
+        self._driver = driver
+
+    def request_stop(self) -> None:
+        """Ask for it; a rank without others need not wait for a vote. Safe in a signal handler."""
+        self._stop_wanted = True
+        self.stop_agreed = self.stop_agreed or self._config.group_world_size == 1
+
+    def decide(self, attempt: Attempt, step: int, vote: bool, timeout: timedelta | float | None) -> bool:
+        """Whether the step commits, the same on every rank.
+
+        Raises:
+            GroupLostError: a rank is gone, or did not vote within the timeout.
+        """
+        if self._config.group_world_size == 1:
+            return vote
+        self._link.vote(self._config.group_rank, Verdict(step, vote, self._stop_wanted))
+        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        verdict = attempt.wait_decided(bound_s)
+        if verdict is None:
+            # The others may have been told either; a guess could make the ranks of this group differ.
+            error = GroupLostError(
+                f"not all ranks of replica group {self._link.replica_id} voted on step {step} within "
+                f"{bound_s:g} s; restart all ranks of this replica group"
+            )
+            self._driver.stop(error, None)
+            raise error
+        self.stop_agreed = verdict.stop
+        return verdict.committed
