@@ -22,9 +22,9 @@ import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import RunningProcess
-from tests.integration.invariants import Commit, Heal, History, Process, progress, violations
-from tests.integration.journal import JournalReader, Record
 from tests.integration.options import WorkerOptions
+from torchft_like.chaos.invariants import Commit, Heal, History, Process, progress, violations
+from torchft_like.chaos.journal import JournalReader, Record
 
 LOOPBACK = "127.0.0.1"
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.journal import Journal
+from torchft_like.chaos.journal import Journal
 
 ACTS = ("kill", "stop", "hang")
 PLACES = (

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.integration.invariants import Commit
-from tests.integration.journal import Journal
 from tests.integration.options import WorkerOptions
 from torchft_like import Manager
+from torchft_like.chaos.invariants import Commit
+from torchft_like.chaos.journal import Journal
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas

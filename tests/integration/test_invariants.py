@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.invariants import Commit, Heal, History, progress, violations
+from torchft_like.chaos.invariants import Commit, Heal, History, progress, violations
 
 NAMES = ("a", "b", "c")
 

@@ -23,7 +23,6 @@ from torch.distributed import ReduceOp
 
 from lighthouse.events import Event
 from tests.integration.faults import Faults, Relay
-from tests.integration.journal import Journal
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import ShardedModel
 from torchft_like import (
@@ -36,6 +35,7 @@ from torchft_like import (
     ProcessGroupWrapper,
     WorldSizeMode,
 )
+from torchft_like.chaos.journal import Journal
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.shutdown_signals import stop_on_signals
 

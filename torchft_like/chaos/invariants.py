@@ -126,12 +126,14 @@ def no_regress(history: History) -> Violations:
         for before, after in pairwise(commits):
             if after.step <= before.step:
                 yield f"{before} was followed by step {after.step}"
-    for quorum_id, commits in _grouped(history.commits, lambda commit: commit.quorum_id).items():
+    latest: dict[str, Commit] = {}  # of each replica, in the quorums so far
+    for quorum_id, commits in sorted(_grouped(history.commits, lambda commit: commit.quorum_id).items()):
         first = min(commits, key=lambda commit: commit.step)
-        for commit in history.commits:
-            past = commit.quorum_id < quorum_id and commit.replica_id in first.members
-            if past and commit.step >= first.step:
-                yield f"{commit} was forgotten by quorum {quorum_id}, which committed step {first.step} again"
+        for past in (latest[member] for member in sorted(first.members) if member in latest):
+            if past.step >= first.step:
+                yield f"{past} was forgotten by quorum {quorum_id}, which committed step {first.step} again"
+        for commit in commits:
+            latest[commit.replica_id] = max(latest.get(commit.replica_id, commit), commit, key=_step)
 
 
 def heal_is_clean(history: History) -> Violations:
@@ -207,6 +209,10 @@ def _differences(healed: Commit, commits: list[Commit]) -> Violations:
             yield f"{healed} has healed to {healed.digest}, but {other} has {other.digest}"
         if other.ledger != healed.ledger:
             yield f"{healed} has healed and counts {healed.ledger:b}, but {other} counts {other.ledger:b}"
+
+
+def _step(commit: Commit) -> int:
+    return commit.step
 
 
 def _heals(history: History) -> Mapping[Process, list[Heal]]:

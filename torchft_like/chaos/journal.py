@@ -1,4 +1,4 @@
-"""What a test process writes down, and how a test reads it while it grows.
+"""What a process of a test job writes down, and how it is read while it grows.
 
 One record is one line of JSON, written at once to a descriptor opened for appending: a process
 that is killed leaves whole lines behind.

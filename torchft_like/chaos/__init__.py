@@ -1,0 +1,1 @@
+"""Faults for real jobs, and what must hold whatever is injected."""
