@@ -28,9 +28,10 @@ class Address:
         return f"http://{self}"
 
 
-_ADDRESS = re.compile(
-    r"(?:https?://)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})/?"
-)
+# What the resolver takes. It raises errors of its own, of several types, for anything else.
+_HOST = r"(?=[^:]{1,253}(?::|\Z))(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?"
+_V6 = r"(?:[0-9A-Fa-f]{0,4}:){2,8}(?:[0-9A-Fa-f]{0,4}|[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?:%[A-Za-z0-9_-]{1,32})?"
+_ADDRESS = re.compile(rf"(?:https?://)?(?:\[(?P<v6>{_V6})\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})/?")
 
 
 def parse_address(text: str, what: str = "address") -> Address:
@@ -41,8 +42,19 @@ def parse_address(text: str, what: str = "address") -> Address:
     """
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or int(match["port"]) > 65535:
-        raise AddressError(f"{what} {text!r} is not host:port (examples: 127.0.0.1:29510, [::1]:29510)")
+        raise AddressError(f"{what} {text!r:.200} is not host:port (examples: 127.0.0.1:29510, [::1]:29510)")
     return Address(match["v6"] or match["host"], int(match["port"]))
+
+
+def parse_host(text: str, what: str = "host") -> str:
+    """Read the name or the IP address of a host, as it stands in an address or without the brackets.
+
+    Raises:
+        AddressError: it is none; the message shows it and names `what`.
+    """
+    if isinstance(text, str) and re.fullmatch(rf"{_HOST}|{_V6}", text):
+        return text
+    raise AddressError(f"{what} {text!r:.200} is not the name of a host or its IP address")
 
 
 def local_host_towards(host: str, port: int = 9) -> str:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
+from lighthouse.net import allow_many_files
 from lighthouse.server import Lighthouse
 
 DEFAULT_PORT = 29510
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bind, config, level = _parse(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+        _allow_connections(config)
         asyncio.run(_serve(bind, config))
     except CoordinationError as error:
         print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks to people
@@ -58,6 +60,13 @@ async def _serve(bind: Address, config: LighthouseConfig) -> None:
         await signalled.wait()
     finally:
         await lighthouse.stop("signal")
+
+
+def _allow_connections(config: LighthouseConfig) -> None:
+    files = allow_many_files()
+    if files < config.replicas_max:
+        text = "may open %d files: for %d replicas (--replicas_max) it needs more (ulimit -n)"
+        logging.getLogger("lighthouse").info(text, files, config.replicas_max)
 
 
 class _Parser(argparse.ArgumentParser):

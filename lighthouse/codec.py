@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
 from lighthouse.config import LighthouseConfig
 from lighthouse.quorum import Member, MemberLost, Quorum, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
+
+M = TypeVar("M")
+
+
+def reader(kind: type[M]) -> Callable[[bytes], M | None]:
+    """Parses messages of one kind; gives None for bytes that are none.
+
+    gRPC's own answer to an exception in a parser is a traceback in the log for each such message.
+    """
+    parse: Any = kind.FromString  # type: ignore[attr-defined]
+
+    def read(data: bytes) -> M | None:
+        try:
+            message: M = parse(data)
+        except DecodeError:
+            return None
+        return message
+
+    return read
 
 
 def member_from_wire(message: pb.QuorumMember) -> Member:

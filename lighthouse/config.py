@@ -12,6 +12,12 @@ from lighthouse.errors import ConfigError
 
 _DAY_MS = 24 * 60 * 60 * 1000
 
+# Of a gRPC message, in either direction: a quorum of `replicas_max` members has to fit into one.
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+_MEMBER_BYTES_MAX = 1024 * 1024
+_FRAMING_BYTES = 16
+_REPORT_BYTES = 256  # of one name in a report of the last quorum, generously
+
 # Smallest and largest value of each setting.
 _BOUNDS = {
     "min_replicas": (1, 1_000_000),
@@ -21,7 +27,7 @@ _BOUNDS = {
     "reconnect_grace_ms": (0, _DAY_MS),
     "keepalive_time_ms": (10, _DAY_MS),
     "keepalive_timeout_ms": (10, _DAY_MS),
-    "replicas_max": (1, 1_000_000),
+    "replicas_max": (1, 100_000),
     "session_queue_max": (1, 1_000_000),
 }
 
@@ -64,6 +70,21 @@ class LighthouseConfig:
 
     session_queue_max: int = 64
     """Messages that may wait for one session's reader; with one more the session counts as lost."""
+
+    @property
+    def member_bytes_max(self) -> int:
+        """What one member of a quorum may have to say, so that the quorum of all can be sent."""
+        return min(_MEMBER_BYTES_MAX, MESSAGE_BYTES_MAX // self.replicas_max - _FRAMING_BYTES)
+
+    @property
+    def request_bytes_max(self) -> int:
+        """The largest message that is taken: a register names all members of the last quorum."""
+        return min(MESSAGE_BYTES_MAX, 2 * _MEMBER_BYTES_MAX + _REPORT_BYTES * self.replicas_max)
+
+    @property
+    def connections_max(self) -> int:
+        """One for each replica, as many again that are about to be closed, and some for people."""
+        return 2 * self.replicas_max + 1000
 
     def __post_init__(self) -> None:
         for setting in fields(self):

@@ -18,6 +18,8 @@ from pathlib import Path
 
 EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
 
+_logger = logging.getLogger(__name__)
+
 Field = str | int | float | bool | None | list[str]
 
 LEVELS: Mapping[str, int] = {
@@ -59,7 +61,7 @@ class Event:
         who = f"{short_name(self.replica_id)}/{self.group_rank}" if self.replica_id else self.source
         where = f" step {self.step}" if self.step >= 0 else ""
         quorum = f" quorum {self.quorum_id}" if self.quorum_id > 0 else ""
-        return f"[{who}{where}{quorum}] {_SENTENCES[self.kind](self.fields)}"
+        return printable(f"[{who}{where}{quorum}] {_SENTENCES[self.kind](self.fields)}")
 
 
 def short_name(replica_id: str) -> str:
@@ -69,6 +71,13 @@ def short_name(replica_id: str) -> str:
 
 
 Fields = Mapping[str, Field]
+def printable(text: str) -> str:
+    """The text on one line that moves no cursor: what a peer calls itself ends up in terminals."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 
 
 def _names(value: Field) -> str:
@@ -168,9 +177,19 @@ class JsonLinesFile:
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """The records in a file so far, oldest first; a line still being written is left out."""
+    """The records in a file so far, oldest first; a line still being written is left out.
+
+    So is a line that is no record, with a warning: a writer that was killed, or a disk that was full, may
+    have left half of one, and what comes after it is still wanted.
+    """
     if not path.exists():
         return
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+            yield record
+        else:
+            _logger.warning("%s:%d is no event record", path, number)

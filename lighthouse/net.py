@@ -14,6 +14,7 @@ shares a single completion queue per process and is not at ease with several eve
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,10 +25,11 @@ import grpc
 import grpc.aio
 
 from lighthouse.address import Address
+from lighthouse.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import BindError
 
 T = TypeVar("T")
-MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+_DESCRIPTORS_KEPT = 128  # for everything that is no client's connection
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,41 @@ class Keepalive:
 
 DEFAULT_KEEPALIVE = Keepalive()
 
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What clients may use up of a server. More is refused, and nobody else is disturbed.
+
+    Attributes:
+        connections: open at a time; fewer where the process may not open as many files.
+        calls: open at a time, on all connections together.
+        streams: open at a time on one connection; others wait on the client's side.
+        request_bytes: the longest message that is taken.
+        handshake_s: after which a connection that has not begun to speak HTTP/2 is closed.
+        idle_s: after which a connection without a call is closed.
+    """
+
+    connections: int = 2000
+    calls: int = 2000
+    streams: int = 250
+    request_bytes: int = 1024 * 1024
+    handshake_s: float = 5.0
+    idle_s: float = 300.0
+
+    def options(self) -> list[tuple[str, int]]:
+        """gRPC channel arguments."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Without descriptors this process could not even open a file.
+        connections = max(1, min(self.connections, files - _DESCRIPTORS_KEPT))
+        return [
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.max_receive_message_length", self.request_bytes),
+            ("grpc.server_handshake_timeout_ms", int(self.handshake_s * 1000)),
+            ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
+        ]
+
+
 _MESSAGE_LIMITS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -62,7 +99,7 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10),
     # Probing the bandwidth costs a PING for each small request, and there are no others.
     ("grpc.http2.bdp_probe", 0),
-    *_MESSAGE_LIMITS,
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 ]
 
 _CHANNEL_OPTIONS = [
@@ -89,6 +126,7 @@ def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE)
 def make_aio_server(
     bind: Address,
     handlers: Sequence[grpc.GenericRpcHandler[Any, Any]],
+    limits: ServerLimits,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
 ) -> tuple[grpc.aio.Server, Address]:
     """An asyncio server, bound but not started, and the address with the port that it got.
@@ -98,7 +136,8 @@ def make_aio_server(
     """
     if _why_unbindable(bind) is not None:  # asked first, because gRPC fails with lines of its own
         raise bind_error(bind, None)
-    server = grpc.aio.server(options=[*_SERVER_OPTIONS, *keepalive.options()])
+    options = [*_SERVER_OPTIONS, *limits.options(), *keepalive.options()]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
         port = server.add_insecure_port(str(bind))
@@ -159,6 +198,18 @@ def bind_error(bind: Address, cause: Exception | None) -> BindError:
     return BindError(
         f"cannot listen on {bind}: {reason}; choose another address, or port 0 for any free port"
     )
+
+
+def allow_many_files() -> int:
+    """Raise this process's limit of open files as far as the system lets it: each client has one.
+
+    Returns:
+        The limit from now on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def _why_unbindable(bind: Address) -> str | None:

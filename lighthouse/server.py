@@ -14,32 +14,35 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from lighthouse import codec
+from lighthouse import admission, codec
 from lighthouse.address import Address
 from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
 from lighthouse.membership import QuorumNumber
-from lighthouse.net import Keepalive, make_aio_server
+from lighthouse.net import Keepalive, ServerLimits, make_aio_server
 from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed, QuorumOver
-from lighthouse.session import Refusal, ReplicaSession
+from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, bytes]
+M = TypeVar("M")
+R = TypeVar("R")
 
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
-_TEXT_MAX = 4096  # of an id or an address
-_NUMBER_MAX = 2**62  # of a quorum id or a round: leaves room to count on from
+_REGISTER_S = 10.0  # how long a session may take to say whose it is
+_CALLS_PER_REPLICA_MAX = 8  # unary Quorum calls that are open at a time: one, and some that were given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
 _SUPERSEDED = Refusal(grpc.StatusCode.ABORTED, "a newer session of this replica took this one's place")
 _REPLICA_GONE = Refusal(grpc.StatusCode.ABORTED, "the session of this replica ended")
+_TOO_MANY_CALLS = Refusal(grpc.StatusCode.ABORTED, "newer calls of this replica took this one's place")
 
 
 class Lighthouse:
@@ -60,7 +63,7 @@ class Lighthouse:
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
-        self._calls: dict[str, set[asyncio.Future[bytes | Refusal]]] = {}
+        self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}  # oldest first
         self._server: grpc.aio.Server | None = None
         self._address: Address | None = None
 
@@ -73,7 +76,12 @@ class Lighthouse:
         """
         lighthouse = cls(config)
         keepalive = Keepalive(config.keepalive_time_ms, config.keepalive_timeout_ms)
-        server, address = make_aio_server(bind, [_handlers(lighthouse)], keepalive)
+        limits = ServerLimits(
+            connections=config.connections_max,
+            calls=config.connections_max,
+            request_bytes=config.request_bytes_max,
+        )
+        server, address = make_aio_server(bind, [_handlers(lighthouse)], limits, keepalive)
         lighthouse._server, lighthouse._address = server, address
         await server.start()
         return lighthouse
@@ -118,49 +126,53 @@ class Lighthouse:
         finally:
             self._close_session(session, reason)
         if session.ended is not None:
-            await context.abort(session.ended.code, session.ended.text)
+            raise RefusedError(session.ended)
 
-    async def serve_quorum(self, request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
+    async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, _: Context) -> bytes:
         """torchft's Quorum: joins, and is answered with the quorum."""
-        member = codec.member_from_wire(request.requester)
-        await self._check_replica(member.replica_id, context)
+        message = _well_formed(request).requester
+        self._admit(message.replica_id, admission.about_member(message, self.config, _now_ms()))
+        if self._core.session_of(message.replica_id) is not None:
+            raise _exists(f"replica {message.replica_id!r:.100} joins through its session")
+        member = codec.member_from_wire(message)
         answer: asyncio.Future[bytes | Refusal] = self._loop.create_future()
-        calls = self._calls.setdefault(member.replica_id, set())
-        calls.add(answer)
+        calls = self._calls.setdefault(member.replica_id, {})
+        calls[answer] = None
         self._apply(self._core.call(member, self._loop.time()))
+        if len(calls) > _CALLS_PER_REPLICA_MAX:
+            _settle(next(iter(calls)), _TOO_MANY_CALLS)
         try:
             result = await answer
         finally:
-            calls.discard(answer)
+            calls.pop(answer, None)
             if not calls and self._calls.get(member.replica_id) is calls:
                 del self._calls[member.replica_id]
                 self._apply(self._core.withdraw(member.replica_id, self._loop.time()))
         if isinstance(result, Refusal):
-            await context.abort(result.code, result.text)
+            raise RefusedError(result)
         return result
 
-    async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest, context: Context) -> bytes:
+    async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest | None, _: Context) -> bytes:
         """torchft's Heartbeat."""
-        await self._check_replica(request.replica_id, context)
+        request = _well_formed(request)
+        self._admit(request.replica_id, admission.about_replica(request.replica_id))
         self._apply(self._core.heartbeat(request.replica_id, self._loop.time()))
         return b""
 
     # -- sessions
 
     async def _open_session(self, context: Context) -> ReplicaSession:
-        request = await context.read()
-        kind = request.WhichOneof("request") if isinstance(request, pb.SessionRequest) else None
-        if kind != "register":
-            await _refuse(
-                context, f"the first message of a session must be a register, not {kind or 'empty'}"
-            )
-        register: pb.Register = request.register
-        await self._check_replica(register.replica_id, context)
-        await self._check_report(register, context)
+        register = await _read_register(context)
+        self._admit(register.replica_id, admission.about_register(register, self.config, _now_ms()))
+        self._check_owner(register)
         # On its own: a first write that is cancelled halfway would leave gRPC unable to end the stream.
         await context.send_initial_metadata(())
         session = ReplicaSession(
-            next(self._numbers), register.replica_id, context, self.config.session_queue_max
+            next(self._numbers),
+            register.replica_id,
+            register.address,
+            context,
+            self.config.session_queue_max,
         )
         self._sessions[session.number] = session
         session.send(codec.registered(self.config))
@@ -179,19 +191,25 @@ class Lighthouse:
         """Until the replica ends its side; returns why, which nobody hears after a leave."""
         while True:
             request = await context.read()
-            if not isinstance(request, pb.SessionRequest):
+            if request is grpc.aio.EOF:  # type: ignore[attr-defined]
                 return "its connection ended, or it hung up without a leave"
-            kind = request.WhichOneof("request")
-            if kind == "join" and request.join.replica_id == session.replica_id:
-                member = codec.member_from_wire(request.join)
-                self._apply(self._core.join(session.number, member, self._loop.time()))
-            elif kind == "leave":
-                self._leave(session, request.leave.reason)
+            kind = request.WhichOneof("request") if request is not None else "bytes"
+            if kind == "leave":
+                self._leave(session, request.leave.reason[: admission.TEXT_MAX])
                 return "left"
-            else:
-                text = f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r}"
-                session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
-                return text
+            complaint = self._about_request(session, kind, request)
+            if complaint is not None:
+                session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint)
+                return complaint
+            member = codec.member_from_wire(request.join)
+            self._apply(self._core.join(session.number, member, self._loop.time()))
+
+    def _about_request(
+        self, session: ReplicaSession, kind: str | None, request: pb.SessionRequest
+    ) -> str | None:
+        if kind == "join" and request.join.replica_id == session.replica_id:
+            return admission.about_member(request.join, self.config, _now_ms())
+        return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
 
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
         del self._sessions[session.number]
@@ -206,23 +224,20 @@ class Lighthouse:
         self._apply(self._core.leave(session.number, self._loop.time()))
         self._answer(session.replica_id, _REPLICA_GONE)
 
-    async def _check_replica(self, replica_id: str, context: Context) -> None:
-        if not replica_id:
-            await _refuse(context, "replica_id is empty")
-        if len(replica_id) > _TEXT_MAX:
-            await _refuse(context, f"replica_id is longer than {_TEXT_MAX} characters")
+    def _admit(self, replica_id: str, complaint: str | None) -> None:
+        if complaint is not None:
+            raise _invalid(complaint)
         if len(self._core) >= self.config.replicas_max and replica_id not in self._core:
             text = f"this lighthouse has its {self.config.replicas_max} replicas (--replicas_max)"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            raise RefusedError(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
 
-    async def _check_report(self, register: pb.Register, context: Context) -> None:
-        for name in ("last_quorum_id", "last_quorum_round"):
-            number = getattr(register, name)
-            if number > _NUMBER_MAX:
-                await _refuse(context, f"{name} {number} is beyond {_NUMBER_MAX}")
-        if len(register.last_quorum_replica_ids) > self.config.replicas_max:
-            await _refuse(
-                context, f"last_quorum_replica_ids has more than {self.config.replicas_max} entries"
+    def _check_owner(self, register: pb.Register) -> None:
+        """A replica group that comes back has the address that it had; whoever has another is not it."""
+        number = self._core.session_of(register.replica_id)
+        live = None if number is None else self._sessions.get(number)
+        if live is not None and live.ended is None and live.address != register.address:
+            raise _exists(
+                f"replica {register.replica_id!r:.100} has a session, and is at {live.address!r:.100}"
             )
 
     # -- decisions
@@ -284,8 +299,7 @@ class Lighthouse:
 
     def _answer(self, replica_id: str, result: bytes | Refusal) -> None:
         for call in self._calls.pop(replica_id, ()):
-            if not call.done():
-                call.set_result(result)
+            _settle(call, result)
 
     # -- time
 
@@ -303,23 +317,68 @@ class Lighthouse:
         self._apply(self._core.advance(self._loop.time()))
 
 
-async def _refuse(context: Context, text: str) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+async def _read_register(context: Context) -> pb.Register:
+    try:
+        async with asyncio.timeout(_REGISTER_S):
+            request = await context.read()
+    except TimeoutError:
+        raise _invalid(f"the session did not begin with a register within {_REGISTER_S:g} s") from None
+    kind = request.WhichOneof("request") if isinstance(request, pb.SessionRequest) else None
+    if kind != "register":
+        raise _invalid(f"the first message of a session must be a register, not {kind or 'empty'}")
+    register: pb.Register = request.register
+    return register
+
+
+def _well_formed(request: M | None) -> M:
+    if request is None:
+        raise _invalid("this is no message of the protocol")
+    return request
+
+
+def _invalid(text: str) -> RefusedError:
+    return RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, text))
+
+
+def _exists(text: str) -> RefusedError:
+    return RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
+
+
+def _settle(call: asyncio.Future[bytes | Refusal], result: bytes | Refusal) -> None:
+    if not call.done():
+        call.set_result(result)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, Context], Awaitable[R]]:
+    async def answer(request: Any, context: Context) -> R:
+        try:
+            return await serve(request, context)
+        except RefusedError as error:
+            await context.abort(error.why.code, error.why.text)
+            raise
+
+    return answer
 
 
 def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
-    """Requests are parsed by gRPC, answers are bytes already."""
+    """Requests are parsed where a malformed one does no more than be refused, answers are bytes already."""
     return grpc.method_handlers_generic_handler(
         _SERVICE,
         {
             "Session": grpc.stream_stream_rpc_method_handler(
-                lighthouse.serve_session, request_deserializer=pb.SessionRequest.FromString
+                _refusing(lighthouse.serve_session), request_deserializer=codec.reader(pb.SessionRequest)
             ),
             "Quorum": grpc.unary_unary_rpc_method_handler(
-                lighthouse.serve_quorum, request_deserializer=pb.LighthouseQuorumRequest.FromString
+                _refusing(lighthouse.serve_quorum),
+                request_deserializer=codec.reader(pb.LighthouseQuorumRequest),
             ),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(
-                lighthouse.serve_heartbeat, request_deserializer=pb.LighthouseHeartbeatRequest.FromString
+                _refusing(lighthouse.serve_heartbeat),
+                request_deserializer=codec.reader(pb.LighthouseHeartbeatRequest),
             ),
         },
     )

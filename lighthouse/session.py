@@ -23,17 +23,32 @@ class Refusal:
     text: str
 
 
+class RefusedError(Exception):
+    """An RPC cannot be served; its caller is told why."""
+
+    def __init__(self, why: Refusal) -> None:
+        super().__init__(why.text)
+        self.why = why
+
+
 class ReplicaSession:
     """Made and used on the server's loop, inside the RPC's own task.
 
-    `number` tells sessions apart for the quorum core; `ended` says why this side ended it, if it did.
+    `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves;
+    `ended` says why this side ended it, if it did.
     """
 
     def __init__(
-        self, number: int, replica_id: str, context: grpc.aio.ServicerContext[Any, bytes], queue_max: int
+        self,
+        number: int,
+        replica_id: str,
+        address: str,
+        context: grpc.aio.ServicerContext[Any, bytes],
+        queue_max: int,
     ) -> None:
         self.number = number
         self.replica_id = replica_id
+        self.address = address
         self.ended: Refusal | None = None
         self._context = context
         self._queue_max = queue_max

@@ -220,7 +220,7 @@ def test_a_member_that_leaves_alarms_nobody(fresh: str) -> None:
 
 def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody() -> None:
     with (
-        LighthouseProcess("--min_replicas=1", "--session_queue_max=4") as daemon,
+        LighthouseProcess("--min_replicas=1", "--session_queue_max=4", "--replicas_max=8") as daemon,
         registered(daemon.address, "a") as (a,),
         SessionClient(daemon.address, "slow", reads=False) as slow,
     ):

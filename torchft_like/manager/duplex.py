@@ -8,9 +8,16 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
+
+from torchft_like.errors import ConnectError
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+
+class MalformedMessageError(ConnectError):
+    """The other side sent bytes that are no message, or one that makes no sense."""
 
 
 class DuplexCall(Generic[Request, Response]):
@@ -42,8 +49,12 @@ class DuplexCall(Generic[Request, Response]):
 
         Raises:
             grpc.aio.AioRpcError: the call failed.
+            MalformedMessageError: what came is no message; nothing after it can be relied upon.
         """
-        response: Any = await self._call.read()
+        try:
+            response: Any = await self._call.read()
+        except DecodeError as error:
+            raise MalformedMessageError(f"what came is no message of the protocol: {error}") from error
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
     async def close(self) -> None:

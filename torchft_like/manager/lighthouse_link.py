@@ -22,7 +22,7 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.manager.duplex import DuplexCall
+from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
@@ -101,6 +101,8 @@ class LighthouseLink:
                 reason = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serve = self._serve_unary
+            except MalformedMessageError as error:
+                reason = str(error)
             except TimeoutError:
                 reason = f"no answer to the registration within {REGISTER_S:g} s"
             self.last_error = reason

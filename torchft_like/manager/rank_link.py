@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import asdict
 from typing import Protocol
 
 import grpc.aio
@@ -19,7 +20,7 @@ from lighthouse.net import LoopThread, coordination_loop, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.duplex import DuplexCall
+from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 from torchft_like.manager.group import LossNotice, RankJoin, Verdict
 
 CONNECT_RETRY_S = 0.05
@@ -145,6 +146,8 @@ class SessionLink:
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
         finally:
+        except MalformedMessageError as error:
+            reason = str(error)
             await self._call.close()
             await channel.close(None)
         if self._registered.is_set() and not self._closing:
@@ -176,7 +179,12 @@ class SessionLink:
 
 
 def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
-    """The value type of a wire message."""
+    """The value type of a wire message.
+
+    Raises:
+        MalformedMessageError: its ranks are not among its members.
+    """
+    _check_ranks(response)
     source = response.recover_src_replica_rank if response.HasField("recover_src_replica_rank") else None
     max_rank = response.max_replica_rank if response.HasField("max_replica_rank") else None
     return QuorumResult(
@@ -199,5 +207,13 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
 
 def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
     """The wire message of a value; None fields stay unset."""
+def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
+    """Members are looked up by these."""
+    size = len(response.replica_ids)
+    ranks = [response.replica_rank, response.recover_src_replica_rank, response.max_replica_rank]
+    if not all(0 <= rank < size for rank in (*ranks, *response.recover_dst_replica_ranks)):
+        raise MalformedMessageError(f"the quorum's ranks are not all among its {size} members")
+
+
     fields = {name: getattr(result, name) for name in QuorumResult.__slots__}
     return pb.ManagerQuorumResponse(**{k: v for k, v in fields.items() if v is not None})

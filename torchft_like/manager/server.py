@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from lighthouse.address import Address, parse_address
-from lighthouse.net import coordination_loop, make_aio_server
+from lighthouse.admission import TEXT_MAX
+from lighthouse.events import printable
+from lighthouse.net import ServerLimits, coordination_loop, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import seconds_of
@@ -81,6 +83,7 @@ class ManagerServer:
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size)
         self._ranks: dict[int, RankListener] = {}
+        self._lasting: dict[int, RankListener] = {}  # those of `_ranks` that are not of a single call
         self._rank_gone = asyncio.Event()
         self._loop = coordination_loop()
         self._is_shut_down = False
@@ -112,17 +115,27 @@ class ManagerServer:
 
     # ------------------------------------------------- called on the loop, by ranks
 
-    def rank_attached(self, group_rank: int, listener: RankListener) -> None:
-        """A rank can be told things from now on; a newer line replaces an older one."""
+    def rank_attached(self, group_rank: int, listener: RankListener, *, lasts: bool) -> bool:
+        """A rank can be told things from now on, by a line that lasts or by a call that waits for one answer.
+
+        False where the rank has a line that lasts: a rank has one in its life, so this is somebody else.
+        A call takes the place of an older one.
+        """
+        if group_rank in self._lasting:
+            return False
         self._ranks[group_rank] = listener
+        if lasts:
+            self._lasting[group_rank] = listener
+        return True
 
     def rank_joined(self, join: RankJoin) -> None:
         """A rank asks for a quorum."""
         self._perform(self._group.rank_joined(join))
 
-    def rank_withdrew(self, group_rank: int) -> None:
-        """A rank no longer waits for a quorum."""
-        self._group.rank_withdrew(group_rank)
+    def rank_withdrew(self, group_rank: int, listener: RankListener) -> None:
+        """A rank no longer waits for a quorum; ignored for a call whose place a newer one took."""
+        if self._ranks.get(group_rank) is listener:
+            self._group.rank_withdrew(group_rank)
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> None:
         """A rank votes on a step."""
@@ -142,6 +155,7 @@ class ManagerServer:
 
     def _forget(self, group_rank: int) -> None:
         self._ranks.pop(group_rank, None)
+        self._lasting.pop(group_rank, None)
         self._rank_gone.set()
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
@@ -150,7 +164,9 @@ class ManagerServer:
 
     def kill(self, message: str) -> None:
         """End this process at once, as torchft's Kill does."""
-        logger.critical("replica group %s is killed by request: %s", self._replica_id, message)
+        logger.critical(
+            "replica group %s is killed by request: %s", self._replica_id, printable(message[:TEXT_MAX])
+        )
         self._loop.loop.call_later(0.05, os._exit, KILL_EXIT_CODE)
 
     @property
@@ -233,7 +249,7 @@ class ManagerServer:
     # -------------------------------------------------------------- start and stop
 
     async def _start(self, bind: Address, connect_timeout_s: float) -> None:
-        self._server, bound = make_aio_server(bind, [manager_service(self)])
+        self._server, bound = make_aio_server(bind, [manager_service(self)], ServerLimits())
         self._address = Address(self._hostname, bound.port)
         await self._server.start()
         self._link = LighthouseLink(self._lighthouse, self, self._heartbeat_interval_s)
@@ -248,7 +264,7 @@ class ManagerServer:
         )
 
     async def _attach(self, group_rank: int, listener: RankListener) -> None:
-        self.rank_attached(group_rank, listener)
+        self._ranks[group_rank] = self._lasting[group_rank] = listener
 
     def _stop_once(self, reason: str | None) -> None:
         if not self._is_shut_down:

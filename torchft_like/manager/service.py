@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
 
+from lighthouse import codec
+from lighthouse.admission import TEXT_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import LossNotice, RankJoin, Verdict
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from torchft_like.manager.server import ManagerServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+REGISTER_S = 10.0  # how long a session may take to say which rank it is
+M = TypeVar("M")
+LINE_MAX = 64  # messages that may wait for a rank's reader; with one more the rank counts as lost
 
 
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
@@ -33,22 +39,24 @@ def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
         {
             "Quorum": unary(
                 handlers.quorum,
-                pb.ManagerQuorumRequest.FromString,
+                codec.reader(pb.ManagerQuorumRequest),
                 pb.ManagerQuorumResponse.SerializeToString,
             ),
             "CheckpointMetadata": unary(
                 handlers.checkpoint_metadata,
-                pb.CheckpointMetadataRequest.FromString,
+                codec.reader(pb.CheckpointMetadataRequest),
                 pb.CheckpointMetadataResponse.SerializeToString,
             ),
             "ShouldCommit": unary(
                 handlers.should_commit,
-                pb.ShouldCommitRequest.FromString,
+                codec.reader(pb.ShouldCommitRequest),
                 pb.ShouldCommitResponse.SerializeToString,
             ),
-            "Kill": unary(handlers.kill, pb.KillRequest.FromString, pb.KillResponse.SerializeToString),
+            "Kill": unary(handlers.kill, codec.reader(pb.KillRequest), pb.KillResponse.SerializeToString),
             "Session": stream(
-                handlers.session, pb.RankSessionRequest.FromString, pb.RankSessionResponse.SerializeToString
+                handlers.session,
+                codec.reader(pb.RankSessionRequest),
+                pb.RankSessionResponse.SerializeToString,
             ),
         },
     )
@@ -59,16 +67,17 @@ class _Handlers:
         self._server = server
 
     async def session(
-        self, requests: AsyncIterator[pb.RankSessionRequest], context: Context
+        self, requests: AsyncIterator[pb.RankSessionRequest | None], context: Context
     ) -> AsyncIterator[pb.RankSessionResponse]:
-        first = await anext(requests, None)
+        first = await _first(requests)
         if first is None or first.WhichOneof("request") != "register":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a rank's session begins with `register`")
             return
         group_rank = first.register.group_rank
         await self._check_rank(group_rank, context)
         line = _SessionLine()
-        self._server.rank_attached(group_rank, line)
+        if not self._server.rank_attached(group_rank, line, lasts=True):
+            await self._refuse_second(group_rank, context)
         yield pb.RankSessionResponse(registered=pb.RankRegistered(replica_id=self._server.replica_id))
         reader = asyncio.create_task(self._read(requests, group_rank, line))
         try:
@@ -79,23 +88,28 @@ class _Handlers:
             self._server.rank_lost(group_rank, line, "its session ended")
 
     async def _read(
-        self, requests: AsyncIterator[pb.RankSessionRequest], group_rank: int, line: _SessionLine
+        self, requests: AsyncIterator[pb.RankSessionRequest | None], group_rank: int, line: _SessionLine
     ) -> None:
-        async for request in requests:
-            match request.WhichOneof("request"):
-                case "join":
-                    self._server.rank_joined(rank_join(request.join, group_rank))
-                case "vote":
-                    vote = request.vote
-                    self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
-                case "leave":
-                    self._server.rank_left(group_rank, request.leave.reason)
-        line.responses.put_nowait(None)
+        try:
+            async for request in requests:
+                if request is None:  # bytes that are no message: nothing more of this rank makes sense
+                    return
+                match request.WhichOneof("request"):
+                    case "join":
+                        self._server.rank_joined(rank_join(request.join, group_rank))
+                    case "vote":
+                        vote = request.vote
+                        self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
+                    case "leave":
+                        self._server.rank_left(group_rank, request.leave.reason[:TEXT_MAX])
+        finally:
+            line.end()
 
-    async def quorum(self, request: pb.ManagerQuorumRequest, context: Context) -> pb.ManagerQuorumResponse:
-        await self._check_rank(request.group_rank, context)
-        call = _UnaryCall()
-        self._server.rank_attached(request.group_rank, call)
+    async def quorum(
+        self, request: pb.ManagerQuorumRequest | None, context: Context
+    ) -> pb.ManagerQuorumResponse:
+        request = await _well_formed(request, context)
+        call = await self._attach_call(request.group_rank, context)
         self._server.rank_joined(rank_join(request, request.group_rank))
         try:
             return quorum_result_to_wire(await call.result)
@@ -103,15 +117,14 @@ class _Handlers:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
             raise
         except asyncio.CancelledError:
-            self._server.rank_withdrew(request.group_rank)
+            self._server.rank_withdrew(request.group_rank, call)
             raise
 
     async def should_commit(
-        self, request: pb.ShouldCommitRequest, context: Context
+        self, request: pb.ShouldCommitRequest | None, context: Context
     ) -> pb.ShouldCommitResponse:
-        await self._check_rank(request.group_rank, context)
-        call = _UnaryCall()
-        self._server.rank_attached(request.group_rank, call)
+        request = await _well_formed(request, context)
+        call = await self._attach_call(request.group_rank, context)
         self._server.rank_voted(
             request.group_rank, Verdict(request.step, request.should_commit, request.stop)
         )
@@ -122,8 +135,9 @@ class _Handlers:
             raise
 
     async def checkpoint_metadata(
-        self, request: pb.CheckpointMetadataRequest, context: Context
+        self, request: pb.CheckpointMetadataRequest | None, context: Context
     ) -> pb.CheckpointMetadataResponse:
+        request = await _well_formed(request, context)
         metadata = self._server.checkpoint_metadata(request.rank)
         if metadata is None:
             await context.abort(
@@ -132,9 +146,22 @@ class _Handlers:
             )
         return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata or "")
 
-    async def kill(self, request: pb.KillRequest, context: Context) -> pb.KillResponse:
+    async def kill(self, request: pb.KillRequest | None, context: Context) -> pb.KillResponse:
+        request = await _well_formed(request, context)
         self._server.kill(request.msg)
         return pb.KillResponse()
+
+    async def _attach_call(self, group_rank: int, context: Context) -> _UnaryCall:
+        await self._check_rank(group_rank, context)
+        call = _UnaryCall()
+        if not self._server.rank_attached(group_rank, call, lasts=False):
+            await self._refuse_second(group_rank, context)
+        return call
+
+    async def _refuse_second(self, group_rank: int, context: Context) -> None:
+        await context.abort(
+            grpc.StatusCode.ALREADY_EXISTS, f"rank {group_rank} of {self._server.replica_id} is here already"
+        )
 
     async def _check_rank(self, group_rank: int, context: Context) -> None:
         if not 0 <= group_rank < self._server.world_size:
@@ -142,6 +169,23 @@ class _Handlers:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"group rank {group_rank} is not in [0, {self._server.world_size})",
             )
+
+
+async def _first(
+    requests: AsyncIterator[pb.RankSessionRequest | None],
+) -> pb.RankSessionRequest | None:
+    try:
+        async with asyncio.timeout(REGISTER_S):
+            return await anext(requests, None)
+    except TimeoutError:
+        return None
+
+
+async def _well_formed(request: M | None, context: Context) -> M:
+    if request is None:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of the protocol")
+        raise AssertionError  # `abort` has raised
+    return request
 
 
 def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
@@ -163,22 +207,35 @@ def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
 
 
 class _SessionLine:
-    """A `RankListener` that puts what the rank is told on its stream."""
+    """A `RankListener` that puts what the rank is told on its stream.
+
+    `responses` ends with None: the rank has hung up, or reads so little that more is waiting than may.
+    """
 
     def __init__(self) -> None:
         self.responses: asyncio.Queue[pb.RankSessionResponse | None] = asyncio.Queue()
 
     def quorum(self, result: QuorumResult) -> None:
-        self.responses.put_nowait(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
+        self._put(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
 
     def verdict(self, verdict: Verdict) -> None:
-        self.responses.put_nowait(pb.RankSessionResponse(vote=vote_response(verdict)))
+        self._put(pb.RankSessionResponse(vote=vote_response(verdict)))
 
     def member_lost(self, notice: LossNotice) -> None:
-        self.responses.put_nowait(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
+        self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
 
     def group_lost(self, reason: str) -> None:
-        self.responses.put_nowait(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
+        self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
+
+    def end(self) -> None:
+        """Nothing more is told."""
+        self.responses.put_nowait(None)
+
+    def _put(self, response: pb.RankSessionResponse) -> None:
+        if self.responses.qsize() < LINE_MAX:
+            self.responses.put_nowait(response)
+        elif self.responses.qsize() == LINE_MAX:
+            self.end()
 
     def lighthouse_disconnected(self, reason: str) -> None:
         """Only rank 0 tells of it."""
