@@ -43,6 +43,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.data,
         message.commit_failures,
         message.commit_quorum_id,
+        message.fingerprint,
     )
 
 
@@ -62,6 +63,7 @@ def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
             data=member.data,
             commit_failures=member.commit_failures,
             commit_quorum_id=member.commit_quorum_id,
+            fingerprint=member.fingerprint,
         )
     return message
 

@@ -27,6 +27,7 @@ LEVELS: Mapping[str, int] = {
     "register": logging.INFO,  # a replica group opened its session
     "leave": logging.INFO,  # a replica group left in good order: reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
+    "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
     "heal": logging.INFO,  # state was fetched: source, bytes, seconds
@@ -100,6 +101,17 @@ def _commit_sentence(fields: Fields) -> str:
     return f"{verdict} with {fields['participants']} participants"
 
 
+def _divergence_sentence(fields: Fields) -> str:
+    sides = f"{_names(fields['members'])} from {_names(fields['kept'])}"
+    if not fields["comparable"]:
+        return f"states cannot be compared, other tensors or slices are watched: {sides}"
+    ranks = fields["ranks"]
+    where = f" in rank {' '.join(ranks)}" if isinstance(ranks, list) else ""
+    outcome = "the first take over the others' state" if fields["heals"] else "nothing is done about it"
+    doubt = ", though as many are against it" if fields["tied"] and fields["heals"] else ""
+    return f"states differ: {sides}{where}; {outcome}{doubt}"
+
+
 _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "quorum": _quorum_sentence,
     "register": lambda _: "registered",
@@ -107,6 +119,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
     "abort": lambda f: f"aborted the process group: {f['reason']}",
     "error": lambda f: f"error: {f['reason']}",
+    "divergence": _divergence_sentence,
     "heal": lambda f: f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s",
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
     "commit": _commit_sentence,

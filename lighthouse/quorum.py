@@ -66,6 +66,7 @@ class Member:
     data: str = ""
     commit_failures: int = 0
     commit_quorum_id: int = 0
+    fingerprint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

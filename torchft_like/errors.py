@@ -21,6 +21,7 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "CoordinationError",
+    "DivergenceError",
     "FaultToleranceError",
     "GroupLostError",
     "MaxRetriesError",
@@ -58,6 +59,10 @@ class MemberLostError(FaultToleranceError):
 
 class MaxRetriesError(FaultToleranceError):
     """More consecutive steps failed to commit than `max_retries` allows."""
+
+
+class DivergenceError(FaultToleranceError):
+    """Replicas hold different states after the same step, and nobody can know which is right."""
 
 
 class NotSupportedError(FaultToleranceError, NotImplementedError):

@@ -53,6 +53,8 @@ CORES = (
     "torchft_like/manager/step.py",
     "torchft_like/manager/group.py",
     "torchft_like/manager/assignment.py",
+    "torchft_like/divergence/comparison.py",
+    "torchft_like/divergence/slices.py",
     "torchft_like/process_group/checking/rules.py",
     "torchft_like/process_group/checking/referee.py",
 )

@@ -4,7 +4,8 @@ Every replica group computes this for itself from the member list that the light
 so the rules must be a function of that list alone. They are torchft's, with one addition: replicas
 are up to date when both their step and the quorum in which they committed it are the newest.
 A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
-the next one; the two states differ although their steps are equal.
+the next one; the two states differ although their steps are equal. And where replicas say what their
+state looks like (`divergence.comparison`), those that differ from the rest are not up to date either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torchft_like.divergence.comparison import Divergence, compare
 
 
 class QuorumMemberLike(Protocol):
@@ -29,6 +32,8 @@ class QuorumMemberLike(Protocol):
     def commit_failures(self) -> int: ...
     @property
     def commit_quorum_id(self) -> int: ...
+    @property
+    def fingerprint(self) -> bytes: ...
 
 
 class NotAMemberError(ValueError):
@@ -48,6 +53,7 @@ class QuorumResult:
         heal: this member must fetch state from `recover_src_manager_address`.
         recover_dst_replica_ranks: members that fetch their state from this one.
         store_address: host:port of the store for the process group's rendezvous.
+        divergence: members whose state differs from that of others after the same step, if any.
     """
 
     quorum_id: int
@@ -64,6 +70,7 @@ class QuorumResult:
     commit_failures: int
     replica_ids: tuple[str, ...]
     healing_replica_ids: tuple[str, ...] = ()
+    divergence: Divergence | None = None
 
 
 def assign(
@@ -90,8 +97,13 @@ def assign(
 
     newest = max(_version(member) for member in members)
     up_to_date = [rank for rank, member in enumerate(members) if _version(member) == newest]
+    is_first = init_sync and newest[0] == 0
+    divergence = None if is_first else compare([members[rank] for rank in up_to_date])
+    if divergence is not None and divergence.heals:
+        wrong = set(divergence.replica_ids)
+        up_to_date = [rank for rank in up_to_date if replica_ids[rank] not in wrong]
     primary = up_to_date[group_rank % len(up_to_date)]
-    if init_sync and newest[0] == 0:
+    if is_first:
         # One source for all ranks of a group: tensor parallel ranks hold copies of the same tensor, which
         # must not begin, or take their first step, with the parameters and the data of different groups.
         sources, healing = up_to_date[:1], [rank for rank in range(len(members)) if rank != up_to_date[0]]
@@ -115,6 +127,7 @@ def assign(
         commit_failures=max(member.commit_failures for member in members),
         replica_ids=replica_ids,
         healing_replica_ids=tuple(replica_ids[rank] for rank in healing),
+        divergence=divergence,
     )
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import ManagedWork
+from torchft_like.manager.preparation import PeerState
 
 
 class Attempt:
@@ -29,7 +30,7 @@ class Attempt:
         self.allow_heal = allow_heal
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
-        self.pending_state: Mapping[str, object] | None = None
+        self.pending_state: PeerState | None = None
         self.pending_collectives: list[ManagedWork] = []
         self.error: Exception | None = None
         self.verdict: Verdict | None = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchft_like.divergence.comparison import combine
 from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign
 
 
@@ -32,6 +33,7 @@ class RankJoin:
     init_sync: bool = True
     commit_failures: int = 0
     commit_quorum_id: int = 0
+    fingerprint: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class GroupJoin:
     shrink_only: bool
     commit_failures: int
     commit_quorum_id: int
+    fingerprint: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class ReplicaGroup:
             shrink_only=any(j.shrink_only for j in joins),
             commit_failures=max(j.commit_failures for j in joins),
             commit_quorum_id=first.commit_quorum_id,
+            fingerprint=combine([self._joins[rank].fingerprint for rank in sorted(self._joins)]),
         )
         return [self._open_join]
 

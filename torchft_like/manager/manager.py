@@ -28,8 +28,8 @@ from torch.distributed import ReduceOp
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
-    CheckpointError,
     FaultToleranceError,
     MaxRetriesError,
     NotSupportedError,
@@ -187,6 +187,10 @@ class Manager:
         """Restore the counters from a periodic checkpoint."""
         self._protocol.restore(state_dict)
 
+    def watch_divergence(self, fingerprint: StateFingerprint) -> None:
+        """Compare this replica's state with its peers' in every step; see docs/divergence.md."""
+        self._driver.fingerprint = fingerprint
+
     # ------------------------------------------------------------------------- one step
 
     def start_quorum(
@@ -212,17 +216,16 @@ class Manager:
         )
         attempt = Attempt(allow_heal, quorum_timeout_s * (1 + self._config.quorum_retries))
         own = self._driver.begin(attempt)
-        self._link.join(
-            RankJoin(
-                group_rank=self._config.group_rank,
-                step=own.step,
-                checkpoint_metadata=self._transport.metadata(),
-                shrink_only=shrink_only,
-                init_sync=self._init_sync,
-                commit_failures=own.commit_failures,
-                commit_quorum_id=own.commit_quorum_id,
-            )
+        join = RankJoin(
+            group_rank=self._config.group_rank,
+            step=own.step,
+            checkpoint_metadata=self._transport.metadata(),
+            shrink_only=shrink_only,
+            init_sync=self._init_sync,
+            commit_failures=own.commit_failures,
+            commit_quorum_id=own.commit_quorum_id,
         )
+        self._driver.ask(attempt, join, self._link)
         if not self._rules.use_async_quorum:
             attempt.wait_ready(self._driver.why_no_quorum)
             self._load_pending_state(attempt)
@@ -327,6 +330,7 @@ class Manager:
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
+        DivergenceError: the replicas differ and none is known to be right (`HEAL_UNLESS_TIED`).
         """
         attempt = self._current_attempt()
         attempt.wait_ready(self._driver.why_no_quorum)
@@ -471,14 +475,9 @@ class Manager:
         state, attempt.pending_state = attempt.pending_state, None
         if state is None:
             return
-        user_state, counters = state["user"], state["torchft"]
-        if not isinstance(user_state, Mapping) or not isinstance(counters, Mapping):
-            raise CheckpointError(
-                "a peer sent state of another form; every replica must run the same version"
-            )
-        self._state.load(user_state)
+        self._state.load(state.user)
         with self._group.lock:
-            self._protocol.restore(counters)
+            self._protocol.restore(state.counters)
             if not self._rules.use_async_quorum:
                 self._protocol.take_part()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,14 @@ from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.client import ManagerClient
 
 State = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """What a peer sent: the training script's state, and its Manager's counters."""
+
+    user: State
+    counters: State
 
 
 class QuorumWorker:
@@ -52,7 +61,7 @@ def fetch_state(
     group_rank: int,
     transport: CheckpointTransport[State],
     timeout_s: float,
-) -> State:
+) -> PeerState:
     """The whole state of the up-to-date peer that the quorum assigned, verified.
 
     Raises:
@@ -70,12 +79,17 @@ def fetch_state(
         step=result.max_step,
         timeout=timeout,
     )
-    counters = state.get("torchft")
-    if "user" not in state or not isinstance(counters, Mapping) or counters.get("step") != result.max_step:
+    user, counters = state.get("user"), state.get("torchft")
+    if not isinstance(user, Mapping) or not isinstance(counters, Mapping):
+        raise CheckpointError(
+            f"{result.recover_src_manager_address} sent state of another form; every replica must run the "
+            "same version"
+        )
+    if counters.get("step") != result.max_step:
         raise CheckpointError(
             f"{result.recover_src_manager_address} sent state that is not of step {result.max_step}"
         )
-    return state
+    return PeerState(user, counters)
 
 
 def state_bytes(state: object) -> int:

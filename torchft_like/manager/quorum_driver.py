@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError
+from torchft_like.divergence import OnDivergence, StateFingerprint
+from torchft_like.divergence.comparison import UNKNOWN_RANK, Divergence
+from torchft_like.divergence.state_fingerprint import PendingFingerprint
+from torchft_like.errors import (
+    CheckpointFormatError,
+    DivergenceError,
+    FaultToleranceError,
+    GroupLostError,
+)
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
-from torchft_like.manager.group import LossNotice, Verdict
+from torchft_like.manager.group import LossNotice, RankJoin, Verdict
 from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
-from torchft_like.manager.preparation import QuorumWorker, State, fetch_state, state_bytes
+from torchft_like.manager.preparation import (
+    PeerState,
+    QuorumWorker,
+    State,
+    fetch_state,
+    state_bytes,
+)
+from torchft_like.manager.rank_link import RankLink
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Join, Plan, StepProtocol
 
@@ -32,6 +48,7 @@ class QuorumDriver:
         attempt: the current one, or the last.
         fatal: set once this Manager cannot go on; every later wait raises it.
         trouble: why the lighthouse cannot be reached just now, if so.
+        fingerprint: of the state, for the join; None while divergence is not watched.
     """
 
     def __init__(
@@ -46,6 +63,7 @@ class QuorumDriver:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
         self.trouble: str | None = None
+        self.fingerprint: StateFingerprint | None = None
         self._config = config
         self._protocol = protocol
         self._group = group
@@ -56,12 +74,24 @@ class QuorumDriver:
         self._members: tuple[str, ...] = ()
         self._is_serving = False
         self._heals_from = ""
+        self._divergence: Divergence | None = None
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
         with self._group.lock:
             self.attempt = attempt
             return self._protocol.begin()
+
+    def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
+        """Join, with the fingerprint of the state once the device has computed it, which nobody waits for."""
+        if self.fingerprint is None:
+            link.join(join)
+            return
+        pending = self.fingerprint.take(join.step)
+        if pending.is_ready:
+            link.join(replace(join, fingerprint=pending.result()))
+        else:
+            self._worker.submit(lambda: self._ask_later(attempt, join, link, pending))
 
     def why_no_quorum(self) -> str:
         """For the message of a QuorumTimeoutError."""
@@ -90,6 +120,10 @@ class QuorumDriver:
             return  # an answer to a join that was given up
         plan = self._group.agree(result, attempt.allow_heal)
         attempt.agree(result)
+        self._tell_of(result.divergence)
+        if result.divergence is not None and self._is_undecidable(result.divergence):
+            attempt.fail(DivergenceError(_undecidable(result)))
+            return
         if self._is_serving and not plan.serve:
             # Every member of this quorum is done with the last one: nobody fetches any more.
             self._is_serving = False
@@ -126,7 +160,39 @@ class QuorumDriver:
         self.trouble = None
         self._emit("connected", address=str(self._config.lighthouse))
 
+    def _tell_of(self, divergence: Divergence | None) -> None:
+        """Report who differs; what nothing is done about is not repeated in every step."""
+        last, self._divergence = self._divergence, divergence
+        if divergence is None or (divergence == last and not divergence.heals):
+            return
+        self._emit(
+            "divergence",
+            members=list(divergence.replica_ids),
+            ranks=["several" if rank == UNKNOWN_RANK else str(rank) for rank in divergence.group_ranks],
+            kept=list(divergence.kept),
+            tied=divergence.tied,
+            comparable=divergence.comparable,
+            heals=divergence.heals,
+        )
+
+    def _is_undecidable(self, divergence: Divergence) -> bool:
+        unless_tied = (
+            self.fingerprint is not None and self.fingerprint.on_divergence is OnDivergence.HEAL_UNLESS_TIED
+        )
+        return unless_tied and divergence.tied and divergence.comparable
+
     # ---------------------------------------------------------- on the quorum worker
+
+    def _ask_later(
+        self, attempt: Attempt, join: RankJoin, link: RankLink, pending: PendingFingerprint
+    ) -> None:
+        try:
+            join = replace(join, fingerprint=pending.result())
+        except Exception as error:
+            logger.exception("no fingerprint of the state")
+            self._group.fail_current(error)
+        if self.attempt is attempt and attempt.error is None:
+            link.join(join)
 
     def _prepare(self, attempt: Attempt, result: QuorumResult, plan: Plan) -> None:
         try:
@@ -180,7 +246,7 @@ class QuorumDriver:
         else:
             self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
 
-    def _heal(self, result: QuorumResult) -> State | None:
+    def _heal(self, result: QuorumResult) -> PeerState | None:
         """Fetch the peer's state; without it this replica goes on contributing zeros and does not commit."""
         began = time.monotonic()
         self._heals_from = source = _source_of(result)
@@ -191,7 +257,7 @@ class QuorumDriver:
             return None
         finally:
             self._heals_from = ""
-        self._emit("heal", source=source, bytes=state_bytes(state), seconds=time.monotonic() - began)
+        self._emit("heal", source=source, bytes=state_bytes(state.user), seconds=time.monotonic() - began)
         return state
 
     def _end(self, error: FaultToleranceError) -> None:
@@ -200,6 +266,17 @@ class QuorumDriver:
             attempt = self.attempt
         if attempt is not None:
             attempt.fail(self.fatal)
+
+
+def _undecidable(result: QuorumResult) -> str:
+    divergence = result.divergence
+    sides = (
+        "" if divergence is None else f"{', '.join(divergence.replica_ids)} and {', '.join(divergence.kept)}"
+    )
+    return (
+        f"after step {result.max_step} {sides} hold different states, and nobody can know who is right; go "
+        "back to a checkpoint, or watch with OnDivergence.HEAL to go on with the state of the latter"
+    )
 
 
 def _source_of(result: QuorumResult) -> str:

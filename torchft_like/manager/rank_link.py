@@ -18,6 +18,7 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.net import LoopThread, coordination_loop, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.divergence.comparison import Divergence
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
@@ -202,6 +203,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         commit_failures=response.commit_failures,
         replica_ids=tuple(response.replica_ids),
         healing_replica_ids=tuple(response.healing_replica_ids),
+        divergence=_divergence(response.divergence) if response.HasField("divergence") else None,
     )
 
 
@@ -216,4 +218,17 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
 
 
     fields = {name: getattr(result, name) for name in QuorumResult.__slots__}
+    if result.divergence is not None:
+        fields["divergence"] = pb.Divergence(**asdict(result.divergence))
     return pb.ManagerQuorumResponse(**{k: v for k, v in fields.items() if v is not None})
+
+
+def _divergence(message: pb.Divergence) -> Divergence:
+    return Divergence(
+        replica_ids=tuple(message.replica_ids),
+        group_ranks=tuple(message.group_ranks),
+        kept=tuple(message.kept),
+        tied=message.tied,
+        comparable=message.comparable,
+        heals=message.heals,
+    )

@@ -244,6 +244,7 @@ class ManagerServer:
             shrink_only=join.shrink_only,
             commit_failures=join.commit_failures,
             commit_quorum_id=join.commit_quorum_id,
+            fingerprint=join.fingerprint,
         )
 
     # -------------------------------------------------------------- start and stop

@@ -16,6 +16,7 @@ class Member:
     step: int = 0
     commit_quorum_id: int = 0
     commit_failures: int = 0
+    fingerprint: bytes = b""
 
     @property
     def address(self) -> str:

@@ -28,6 +28,7 @@ class Member:
     commit_failures: int = 0
     address: str = "http://h:1"
     store_address: str = "h:2"
+    fingerprint: bytes = b""
 
 
 def join(group_rank: int, **changes: Any) -> RankJoin:

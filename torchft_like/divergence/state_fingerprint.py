@@ -1,0 +1,230 @@
+"""A fingerprint of the tensors that ought to be the same in every replica, a slice of them at a time.
+
+It knows how to read parameters, optimizer state and the local shards of a DTensor, and what of them
+is looked at in which step. It does not know who compares the result with whom.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchft_like.divergence.comparison import LAYOUT_BYTES, RankFingerprint
+from torchft_like.divergence.slices import Piece, Slices
+from torchft_like.divergence.words import word_sum
+from torchft_like.errors import ConfigError, NotSupportedError
+
+DEFAULT_SLICES = 32
+
+
+class OnDivergence(Enum):
+    """What is done about replicas that differ; an event names them in any case.
+
+    HEAL: the smaller number takes over the state of the larger. In a tie, of two replicas for instance,
+        those who agree with the lowest replica rank are taken to be right, and the event says so.
+    HEAL_UNLESS_TIED: the same, but in a tie `should_commit` raises a DivergenceError on all of them,
+        for a job that would rather go back to its last checkpoint.
+    REPORT: nothing.
+    """
+
+    HEAL = "heal"
+    HEAL_UNLESS_TIED = "heal unless tied"
+    REPORT = "report"
+
+
+class OptimizerLike(Protocol):
+    """An optimizer, or an `OptimizerWrapper` around one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def state(self) -> Any: ...
+
+
+class StateFingerprint:
+    """What of this rank's state is compared with the same rank of other replica groups, and how often.
+
+        manager.watch_divergence(StateFingerprint(model.parameters(), [optimizer]))
+
+    Every step reads one slice of `slices`, so a difference is found within that many steps, at the price
+    of one such part of the bytes per step. Give only what is the same in all replicas when a step begins:
+    not the running statistics of a BatchNorm, nor parameters between two synchronisations of LocalSGD. And
+    give only what the Manager's state dict holds, or healing will not mend it.
+
+    Args:
+        tensors: dense tensors of any dtype and device; of a DTensor the local shard counts. The same
+            objects must hold the state for as long as it is watched, as a module's parameters do.
+        optimizers: the tensors of their state are watched too, as they come into being.
+        slices: steps in which everything is read once; 1 reads everything in every step. The same
+            on all replicas, like the order of the tensors.
+        on_divergence: the same on all replicas.
+
+    Raises:
+        ConfigError: `slices` is not positive, or there is no tensor to watch.
+        NotSupportedError: a tensor is sparse, quantized or on the meta device.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        optimizers: Iterable[OptimizerLike] = (),
+        *,
+        slices: int = DEFAULT_SLICES,
+        on_divergence: OnDivergence = OnDivergence.HEAL,
+    ) -> None:
+        self.on_divergence = on_divergence
+        self._tensors = list(tensors)
+        self._optimizers = list(optimizers)
+        self._slice_count = slices
+        if slices < 1:
+            raise ConfigError(f"slices is {slices}, it must be 1 or more: the steps to read everything in")
+        if not self._tensors and not self._optimizers:
+            raise ConfigError("no tensor to watch for divergence: give the model's parameters")
+        self._plan = self._make_plan()
+
+    def take(self, step: int) -> PendingFingerprint:
+        """Begin to read the slice of this step, after what the current streams have still to do.
+
+        Raises:
+            NotSupportedError: an optimizer has come by a tensor that cannot be read.
+        """
+        if self._plan.entry_count != self._count_entries():
+            self._plan = self._make_plan()
+        sums = self._sums(step)
+        if sums is None:  # the optimizer has loaded tensors of another form
+            self._plan = self._make_plan()
+            sums = self._sums(step) or []
+        return PendingFingerprint(sums, self._plan.layout, self.on_divergence is not OnDivergence.REPORT)
+
+    def _sums(self, step: int) -> list[Tensor] | None:
+        plan = self._plan
+        sums = []
+        with torch.no_grad():
+            for piece in plan.slices.pieces(step):
+                tensor = _local(plan.parts[piece.part]())
+                if _form(tensor) != plan.forms[piece.part]:
+                    return None
+                sums.append(word_sum(_elements(tensor, piece)))
+        return sums
+
+    def _count_entries(self) -> int:
+        return sum(len(entries) for optimizer in self._optimizers for entries in optimizer.state.values())
+
+    def _make_plan(self) -> _Plan:
+        parts = [partial(_same, tensor) for tensor in self._tensors]
+        for optimizer in self._optimizers:
+            parts += _state_of(optimizer)
+        with torch.no_grad():
+            tensors = [_local(part()) for part in parts]
+        for tensor in tensors:
+            _check(tensor)
+        forms = [_form(tensor) for tensor in tensors]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        layout = hashlib.blake2b(f"{self._slice_count} {forms}".encode(), digest_size=LAYOUT_BYTES).digest()
+        return _Plan(parts, forms, Slices(sizes, self._slice_count), layout, self._count_entries())
+
+
+class PendingFingerprint:
+    """A fingerprint that the devices may still be computing. Made on one thread, awaited on another."""
+
+    def __init__(self, sums: Sequence[Tensor], layout: bytes, heals: bool) -> None:
+        self._layout = layout
+        self._heals = heals
+        self._copies = [_copy_to_host(of_device) for of_device in _by_device(sums)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` does not wait."""
+        return all(done is None or done.query() for _, done in self._copies)
+
+    def result(self) -> bytes:
+        """The fingerprint as it travels; waits for the devices, without holding the GIL."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sums, done in self._copies:
+            if done is not None:
+                done.synchronize()
+            digest.update(sums.numpy().tobytes())
+        value = int.from_bytes(digest.digest())
+        return RankFingerprint(self._heals, self._layout, value).to_bytes()
+
+
+class _Plan(NamedTuple):
+    """How the state is cut, for as long as it has the same tensors."""
+
+    parts: list[partial[Tensor]]
+    forms: list[str]
+    slices: Slices
+    layout: bytes
+    entry_count: int
+
+
+def _state_of(optimizer: OptimizerLike) -> list[partial[Tensor]]:
+    """The tensors of an optimizer's state, in an order that saving and loading it does not change.
+
+    Looked up anew each time: loading replaces them.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        partial(_entry, optimizer, parameter, key)
+        for parameter in parameters
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _entry(optimizer: OptimizerLike, parameter: Tensor, key: str) -> Tensor:
+    value = optimizer.state.get(parameter, {}).get(key)
+    return value if isinstance(value, Tensor) else torch.empty(0, dtype=torch.bool)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory that this rank holds of a tensor, as a plain tensor; of a DTensor that is its shard."""
+    to_local = getattr(tensor, "to_local", None)
+    return (tensor if to_local is None else to_local()).detach()
+
+
+def _check(tensor: Tensor) -> None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.is_meta or tensor.is_quantized:
+        raise NotSupportedError(
+            f"a {type(tensor).__name__} of {tensor.layout} on {tensor.device} has no bytes that could be "
+            "compared: leave it out of the StateFingerprint"
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _elements(tensor: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece, in the order of their indices, whatever the strides are."""
+    size = tensor.element_size()
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return flat[piece.start // size : piece.stop // size]
+
+
+def _by_device(sums: Iterable[Tensor]) -> list[Tensor]:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for value in sums:
+        devices.setdefault(value.device, []).append(value)
+    return [torch.stack(values) for values in devices.values()]
+
+
+def _copy_to_host(sums: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """The copy, and what to wait for before it may be read."""
+    if sums.device.type == "cpu":
+        return sums, None
+    copy = sums.to("cpu", non_blocking=True)
+    done = torch.Event(sums.device, blocking=True)
+    done.record(torch.accelerator.current_stream(sums.device))
+    return copy, done

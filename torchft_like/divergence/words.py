@@ -1,0 +1,74 @@
+"""64 bits that stand for the bytes of a tensor, computed where the tensor lies.
+
+The bytes are read as 32-bit words, each is multiplied by a pseudo-random odd 64-bit number of its
+own, and the products are added modulo 2**64: multilinear hashing (Lemire and Kaser, "Strongly universal
+string hashing is fast", 2014). A change within one word is always found, since an odd factor can be
+divided by; changes of several words cancel each other with a probability of at most 2**-32. Integer
+addition is exact in any order, so that the result does not depend on the device or on the number of
+its threads.
+
+The words are taken in rows of `ROW` with the same factors for each; the sums of the rows are words
+of 64 bits, which are added up in the same way with other factors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+ROW = 2**16
+
+# The products are temporaries: rows at a time for which they stay in a processor's cache, or for which
+# launching kernels costs a GPU nothing beside running them.
+_ROWS_ON_CPU = 1
+_ROWS_ELSEWHERE = 2**8
+
+
+def word_sum(elements: Tensor) -> Tensor:
+    """The sum over the bytes of `elements`, a plain tensor of one dimension and any dtype.
+
+    Returns:
+        An int64 tensor of no dimension on the same device; nothing waits for it.
+    """
+    words = _as_words(elements)
+    factors = _factors("words", words.device)
+    rows = _rows_of(words, factors)
+    while len(rows) > 1:
+        rows = _rows_of(rows, _factors("rows", words.device))
+    return rows[0] if len(rows) else torch.zeros((), dtype=torch.int64, device=words.device)
+
+
+def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
+    """One sum for each row."""
+    if len(words) <= ROW:
+        return (words * factors[: len(words)]).sum().reshape(1)
+    whole = len(words) // ROW
+    matrix = words[: whole * ROW].view(whole, ROW)
+    step = _ROWS_ON_CPU if words.device.type == "cpu" else _ROWS_ELSEWHERE
+    sums = [(matrix[row : row + step] * factors).sum(dim=1) for row in range(0, whole, step)]
+    if whole * ROW < len(words):
+        sums.append(_rows_of(words[whole * ROW :], factors))
+    return torch.cat(sums)
+
+
+def _as_words(elements: Tensor) -> Tensor:
+    """The bytes as int32, on the same memory where that is aligned; filled up with zeros."""
+    if elements.dtype == torch.int32:
+        return elements
+    size = elements.element_size()
+    if elements.numel() * size % 4 == 0 and elements.storage_offset() * size % 4 == 0:
+        return elements.view(torch.int32)
+    data = elements.view(torch.uint8)
+    filled = torch.zeros(-(-len(data) // 4) * 4, dtype=torch.uint8, device=data.device)
+    filled[: len(data)] = data
+    return filled.view(torch.int32)
+
+
+@functools.cache
+def _factors(purpose: str, device: torch.device) -> Tensor:
+    """`ROW` odd numbers, the same in every process and on every machine."""
+    stream = hashlib.shake_128(f"torchft_like divergence {purpose}".encode()).digest(8 * ROW)
+    return (torch.frombuffer(bytearray(stream), dtype=torch.int64) | 1).to(device)
