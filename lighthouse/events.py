@@ -71,7 +71,6 @@ def short_name(replica_id: str) -> str:
     return f"{name}:{incarnation[:4]}" if name else replica_id[:12]
 
 
-Fields = Mapping[str, Field]
 def printable(text: str) -> str:
     """The text on one line that moves no cursor: what a peer calls itself ends up in terminals."""
     if text.isprintable():
@@ -79,6 +78,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+Fields = Mapping[str, Field]
 
 
 def _names(value: Field) -> str:

@@ -295,12 +295,12 @@ class QuorumCore:
         """Whom a session speaks for; None when it ended or was superseded."""
         return self._members.owner_of(session)
 
-    def describe(self, now: float) -> str:
     def session_of(self, replica_id: str) -> int | None:
         """The open session of a replica."""
         session = self._members.session_of(replica_id)
         return None if session is None else session.number
 
+    def describe(self, now: float) -> str:
         """For people: the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
         joined, awaited = sorted(self._joined), [i for i in self._members.ids() if i not in self._joined]
         expected = set(self._members.expected_ids())

@@ -146,9 +146,9 @@ class SessionLink:
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
             reason = error.details() or error.code().name
-        finally:
         except MalformedMessageError as error:
             reason = str(error)
+        finally:
             await self._call.close()
             await channel.close(None)
         if self._registered.is_set() and not self._closing:
@@ -207,8 +207,6 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
     )
 
 
-def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
-    """The wire message of a value; None fields stay unset."""
 def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
     """Members are looked up by these."""
     size = len(response.replica_ids)
@@ -217,6 +215,8 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
         raise MalformedMessageError(f"the quorum's ranks are not all among its {size} members")
 
 
+def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
+    """The wire message of a value; None fields stay unset."""
     fields = {name: getattr(result, name) for name in QuorumResult.__slots__}
     if result.divergence is not None:
         fields["divergence"] = pb.Divergence(**asdict(result.divergence))
