@@ -2,17 +2,15 @@
 
 A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the
 first process that comes to the place and finds the file, which it takes away. The process then
-kills itself, stops itself as SIGSTOP does, or hangs until SIGUSR1. The worker calls `visit` in each
-place; the record of the fault is on disk before it strikes.
+kills itself, stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. The
+worker calls `visit` in each place; the record of the fault is on disk before it strikes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from torchft_like.chaos.journal import Journal
 
-ACTS = ("kill", "stop", "hang")
+ACTS = ("kill", "stop", "hang", "flip-parameter", "flip-optimizer", "flip-ballast")
 PLACES = (
     "step",  # before the quorum is asked for
     "backward",  # the gradients are there, the collective has not begun
@@ -56,7 +54,13 @@ class Fault:
 
 
 class Faults:
-    """The faults still to come in this process."""
+    """The faults still to come in this process.
+
+    Attributes:
+        flip: changes one bit of a part of the worker's state: "parameter", "optimizer" or "ballast".
+    """
+
+    flip: Callable[[str], None]
 
     def __init__(self, plan: Iterable[str], journal: Journal) -> None:
         self._planned = [Fault.parse(text) for text in plan]
@@ -80,36 +84,5 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang":
                 self._released.wait()
-
-
-class Relay:
-    """A TCP relay in front of a server; calls back once `limit` bytes of an answer are out.
-
-    Standing between a server and its clients it can cut a transfer in the middle, whatever
-    protocol the transfer speaks.
-    """
-
-    def __init__(self, target: tuple[str, int], limit: int, callback: Callable[[], None]) -> None:
-        self._target = target
-        self._limit = limit
-        self._callback = callback
-        self._listener = socket.create_server((target[0], 0))
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            server = socket.create_connection(self._target)
-            for source, target, is_answer in ((client, server, False), (server, client, True)):
-                threading.Thread(target=self._copy, args=(source, target, is_answer), daemon=True).start()
-
-    def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
-        sent = 0
-        with contextlib.suppress(OSError):  # either side may hang up at any time
-            while data := source.recv(64 * 1024):
-                target.sendall(data)
-                sent += len(data)
-                if is_answer and sent - len(data) < self._limit <= sent:
-                    self._callback()
-            target.shutdown(socket.SHUT_WR)
+            case _:
+                self.flip(fault.act.removeprefix("flip-"))

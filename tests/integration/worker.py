@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from lighthouse.events import Event
-from tests.integration.faults import Faults, Relay
+from tests.integration.faults import Faults
 from tests.integration.options import WorkerOptions
-from tests.integration.sharded import ShardedModel
+from tests.integration.sharded import ShardedModel, flip_bit
 from torchft_like import (
     DistributedDataParallel,
     Manager,
@@ -36,7 +36,9 @@ from torchft_like import (
     WorldSizeMode,
 )
 from torchft_like.chaos.journal import Journal
+from torchft_like.chaos.relay import Filter, Relay, at
 from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
@@ -51,8 +53,11 @@ def main() -> None:
     journal = Journal(options.journal)
     faults = Faults(options.faults, journal)
     model = ShardedModel(options) if options.reduce == "sharded" else Model(options)
+    faults.flip = model.flip
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
         model.use(manager)
+        if options.slices:
+            manager.watch_divergence(fingerprint_of(model, options))
         loop = Loop(options, model, manager, journal, faults)
         while loop.steps_done < options.steps and not stop.requested:
             loop.attempt_step()
@@ -98,6 +103,16 @@ class Model:
 
     def write(self, journal: Journal, step: int) -> None:
         """The digest says it all."""
+
+    def flip(self, part: str) -> None:
+        """Change one bit, as a fault of the memory would."""
+        *_, last = self.net.parameters()
+        momentum = self.optimizer.state[last]["momentum_buffer"]
+        flip_bit({"parameter": last, "optimizer": momentum, "ballast": self._ballast}[part])
+
+    def watched(self) -> list[Tensor]:
+        """What is the same in all replicas."""
+        return [*self.net.parameters(), self._ballast]
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -207,8 +222,15 @@ class FaultyTransport(HTTPTransport[Any]):
             raise ValueError(f"no address in {metadata!r}")
         if self._relay is None:
             target = match[1], int(match[2])
-            self._relay = Relay(target, STATE_BYTES_BEFORE_FAULT, lambda: self._faults.visit("heal"))
+            self._relay = Relay(target, self._open_filter)
         return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+
+    def _open_filter(self) -> Filter:
+        return at(STATE_BYTES_BEFORE_FAULT, self._visit)
+
+    def _visit(self, data: bytes) -> bytes:
+        self._faults.visit("heal")
+        return data
 
 
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
@@ -232,6 +254,16 @@ def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Man
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
         checkpoint_transport=FaultyTransport(faults, timeout),
+    )
+
+
+def fingerprint_of(model: AnyModel, options: WorkerOptions) -> StateFingerprint:
+    """Of all that the model has."""
+    return StateFingerprint(
+        model.watched(),
+        [model.optimizer],
+        slices=options.slices,
+        on_divergence=OnDivergence[options.on_divergence],
     )
 
 

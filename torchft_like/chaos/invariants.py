@@ -25,7 +25,7 @@ Process = tuple[str, int]  # replica id and group rank
 Place = tuple[int, int, int]  # step, quorum id and group rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """One committed step of one rank.
 
@@ -46,6 +46,7 @@ class Commit:
     ledger: int
     ledger_steps: int
     digest: str  # of all parameters after the step
+    began: float = 0.0  # when the attempt at this step began
 
     @property
     def process(self) -> Process:

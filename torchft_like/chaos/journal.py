@@ -27,24 +27,32 @@ class Journal:
         os.write(self._descriptor, (json.dumps(record) + "\n").encode())
 
 
-class JournalReader:
-    """Reads a file of records piece by piece; a line still being written is left for later."""
+class JournalTail:
+    """Gives each record of a growing file once; a line still being written is left for later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._records: list[Record] = []
 
-    def records(self, kind: str | None = None) -> list[Record]:
-        """All records so far, or those of one kind, oldest first."""
-        self._read_more()
-        return [record for record in self._records if kind in (None, record["kind"])]
-
-    def _read_more(self) -> None:
+    def new_records(self) -> list[Record]:
+        """What was written since the last call, oldest first."""
         if not self._path.exists():
-            return
+            return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        self._records += [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class JournalReader:
+    """Reads a file of records piece by piece, and keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JournalTail(path)
+        self._records: list[Record] = []
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        """All records so far, or those of one kind, oldest first."""
+        self._records += self._tail.new_records()
+        return [record for record in self._records if kind in (None, record["kind"])]

@@ -1,0 +1,232 @@
+"""A run: the job is started, the faults of a schedule strike it one after the other, and it ends.
+
+A fault is injected at its time, or later: once the job is whole again, that is, all replica groups have
+committed a step together since the last one. Whatever does not come back within its limit is a hang,
+and ends the run. The engine keeps what happened; `evidence` and `invariants` judge it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchft_like.chaos.evidence import Injection, Outcome, judge
+from torchft_like.chaos.injectors import SmallDisk, Target, clear_triggers, inject
+from torchft_like.chaos.job import LIGHTHOUSE, ChaosJob, JobError, JobSettings
+from torchft_like.chaos.log import Log
+from torchft_like.chaos.network import Network, why_unavailable
+from torchft_like.chaos.resources import Watch
+from torchft_like.chaos.schedule import KINDS, Planned
+
+FIRST_STEP_S_MAX = 60.0
+RECOVERY_S_MAX = 20.0
+WHOLE_S_MAX = 60.0
+STEPS_BETWEEN_S = 0.5
+STACKS_S = 1.0
+LEFT_S_MAX = 5.0
+
+Tell = Callable[["Run"], None]
+
+
+@dataclass
+class Run:
+    """What happened.
+
+    Attributes:
+        settings: of the job.
+        began, ended: of the time in which steps and batches are counted, seconds since the Unix epoch.
+        length_s: how long that should last.
+        planned: how many faults were planned.
+        log: what the processes wrote.
+        outcomes: of the faults that were injected.
+        hangs, crashes, leaks: in words.
+    """
+
+    settings: JobSettings
+    length_s: float
+    planned: int
+    log: Log = field(default_factory=Log)
+    began: float = 0.0
+    ended: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the faults of a run may use: see `schedule.Kind.needs`.
+
+    Attributes:
+        available: names of features.
+        missing: why each of the others is not there.
+    """
+
+    available: frozenset[str]
+    missing: dict[str, str]
+
+
+def features(settings: JobSettings, *, network: bool = True) -> Features:
+    """What this machine, this user and these settings offer; `network=False` does without hosts."""
+    missing: dict[str, str | None] = {
+        "network": why_unavailable() if network else "the run was told to do without",
+        "disk": SmallDisk.why_unavailable(),
+        "ranks": None if settings.ranks > 1 else "replica groups have one rank",
+        "baby": None if settings.training.backend != "gloo" else "the backend is gloo, without a subprocess",
+        "worker": "the user's command cannot be told to do it" if settings.command else None,
+    }
+    return Features(
+        frozenset(name for name, reason in missing.items() if reason is None),
+        {name: reason for name, reason in missing.items() if reason is not None},
+    )
+
+
+def usable(kinds: Sequence[str], offered: Features) -> tuple[list[str], dict[str, str]]:
+    """Which of these kinds of fault can be injected, and why each of the others cannot."""
+    skipped = {
+        kind: "; ".join(offered.missing[need] for need in KINDS[kind].needs if need in offered.missing)
+        for kind in kinds
+        if not set(KINDS[kind].needs) <= offered.available
+    }
+    return [kind for kind in kinds if kind not in skipped], skipped
+
+
+class Engine:
+    """Runs one schedule.
+
+    Args:
+        settings: of the job.
+        folder: for everything that is written; made here, must not exist.
+        offered: what the faults may use; a network and a disk are made where they are offered.
+        tell: called now and then, with the run so far.
+        seed: of what the network loses.
+    """
+
+    def __init__(self, settings: JobSettings, folder: Path, offered: Features, tell: Tell, seed: int) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._offered = offered
+        self._tell = tell
+        self._seed = seed
+        self._watch = Watch()
+
+    def run(self, plan: Sequence[Planned], length_s: float) -> Run:
+        """Run for `length_s` seconds from the first step of all on. However it ends, no process is left.
+
+        Raises:
+            JobError: the job did not even start.
+        """
+        run = Run(self._settings, length_s, len(plan))
+        self._folder.mkdir(parents=True)
+        with ExitStack() as stack:
+            target = self._set_up(stack)
+            job = target.job
+            run.log = job.log
+            self._begin(job, run)
+            for planned in plan:
+                if not self._strike(target, planned, run):
+                    break
+            self._finish(job, run)
+        run.leaks += self._watch.leaks() + self._watch.shared_memory_left()
+        return run
+
+    def _set_up(self, stack: ExitStack) -> Target:
+        network = disk = None
+        if "network" in self._offered.available:
+            hosts = (LIGHTHOUSE, *self._settings.names)
+            network = stack.enter_context(Network(hosts, self._folder, self._seed))
+        if "disk" in self._offered.available:
+            disk = SmallDisk(self._folder)
+            stack.callback(disk.close)
+        checkpoints = disk.path if disk else str(self._folder)
+        job = ChaosJob(self._settings, self._folder, checkpoints, network)
+        stack.callback(job.kill)
+        return Target(job, disk)
+
+    def _begin(self, job: ChaosJob, run: Run) -> None:
+        job.start()
+        self._watch.sample({})
+        if not self._tend(job, run, lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
+            tails = "\n".join(rank.child.tail() for replica in job.replicas for rank in replica.ranks)
+            raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
+        run.began = time.time()
+
+    def _strike(self, target: Target, planned: Planned, run: Run) -> bool:
+        """Inject one fault and wait until the job is whole again; False when it hangs."""
+        job = target.job
+        due = run.began + planned.at_s
+        self._tend(job, run, lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
+        self._watch.sample(job.pids())
+        clear_triggers(target)
+        injection = self._inject(target, planned, run)
+        whole = self._tend(job, run, lambda: self._is_over(job, injection), WHOLE_S_MAX)
+        outcome = judge(injection, job.log, self._settings.members, time.time())
+        run.outcomes.append(outcome)
+        if outcome.recovery_s is None or outcome.recovery_s > RECOVERY_S_MAX or not whole:
+            run.hangs.append(self._describe_hang(job, outcome))
+        job.refill_spares()
+        return whole
+
+    def _inject(self, target: Target, planned: Planned, run: Run) -> Injection:
+        time_of = time.time()
+        with inject(target, planned) as injected:
+            lift_at = time_of + planned.duration_s
+            self._tend(target.job, run, lambda: time.time() >= lift_at, planned.duration_s + WHOLE_S_MAX)
+        lifted = time.time() if planned.duration_s else time_of
+        return Injection(
+            planned.number, planned.kind, time_of, lifted, injected.victims, dict(injected.details)
+        )
+
+    def _is_over(self, job: ChaosJob, injection: Injection) -> bool:
+        """Whether all train together again, and every survivor has recovered."""
+        since = max(injection.lifted, injection.time)
+        if not job.is_whole(since):
+            return False
+        return judge(injection, job.log, self._settings.members, time.time()).whole_s is not None
+
+    def _describe_hang(self, job: ChaosJob, outcome: Outcome) -> str:
+        job.print_stacks()
+        self._wait(job, STACKS_S)
+        last = {f"{name}/{rank}": commit.step for (name, rank), commit in job.last.items()}
+        injection = outcome.injection
+        return (
+            f"fault {injection.number} ({injection.kind} of {', '.join(injection.victims) or 'nobody'}): "
+            f"recovery {outcome.recovery_s}, whole {outcome.whole_s}; last steps {last}; "
+            f"stacks are in {self._folder}"
+        )
+
+    def _finish(self, job: ChaosJob, run: Run) -> None:
+        end = run.began + run.length_s
+        if not run.hangs:
+            self._tend(job, run, lambda: time.time() >= end, run.length_s + WHOLE_S_MAX)
+        run.ended = time.time()
+        self._watch.sample(job.pids())
+        run.hangs += job.stop()
+        run.crashes += job.crashes
+        job.log.sort()
+        run.outcomes = [self._judged_again(outcome, job.log, run) for outcome in run.outcomes]
+        deadline = time.monotonic() + LEFT_S_MAX
+        while (left := job.left_behind()) and time.monotonic() < deadline:
+            time.sleep(STEPS_BETWEEN_S)
+        run.leaks += left
+
+    def _judged_again(self, outcome: Outcome, log: Log, run: Run) -> Outcome:
+        """With everything that was written, up to the next fault."""
+        injection = outcome.injection
+        later = (o.injection.time for o in run.outcomes if o.injection.number > injection.number)
+        return judge(injection, log, self._settings.members, min(later, default=run.ended))
+
+    def _tend(self, job: ChaosJob, run: Run, done: Callable[[], object], limit_s: float) -> bool:
+        def tended() -> object:
+            self._tell(run)
+            return done()
+
+        return job.wait_until(tended, limit_s)
+
+    def _wait(self, job: ChaosJob, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        job.wait_until(lambda: time.monotonic() >= end, seconds + 1)

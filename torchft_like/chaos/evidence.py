@@ -1,0 +1,232 @@
+"""Was a fault felt, and how long did it take to recover? Answered from the log alone, and pure.
+
+A fault that nobody felt proves nothing: its injector is broken. What counts as felt is written down
+here for every kind; a recovery begins with the injection and ends with the last survivor's first
+committed step that was begun after the fault was felt, so a step in flight does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from types import MappingProxyType
+
+from torchft_like.chaos.invariants import Commit, Process
+from torchft_like.chaos.journal import Record
+from torchft_like.chaos.log import Log, name_of, rank_of
+
+COMPARED_S = 3.0
+STALLS = ("loss", "abort", "error", "disconnected")
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A fault that was injected.
+
+    Attributes:
+        number, kind: as planned.
+        time: of the injection, seconds since the Unix epoch.
+        lifted: when it was taken back; for a fault that is not, the time of the injection.
+        victims: names of the replica groups it was aimed at.
+        details: what the injector did and counted.
+    """
+
+    number: int
+    kind: str
+    time: float
+    lifted: float
+    victims: tuple[str, ...] = ()
+    details: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it.
+
+    Attributes:
+        felt: the evidence in words; empty when nobody felt it.
+        recovery_s: from the injection until every survivor had committed a step that it began after the
+            fault was felt; None if that did not come.
+        whole_s: from the injection until all replica groups had committed a step together that they began
+            after the fault was lifted; None if that did not come.
+    """
+
+    injection: Injection
+    felt: str
+    recovery_s: float | None
+    whole_s: float | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who takes part: the names of all replica groups, and their size."""
+
+    names: tuple[str, ...]
+    ranks: int = 1
+
+    def processes(self, without: Iterable[str] = ()) -> frozenset[Process]:
+        """All ranks of all replica groups but some."""
+        left_out = set(without)
+        return frozenset(
+            (name, rank) for name in self.names if name not in left_out for rank in range(self.ranks)
+        )
+
+
+def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
+    """What became of a fault, up to the time `until`, which is that of the next one."""
+    view = View(injection, log, job, until)
+    felt = FELT[injection.kind](view)
+    began = view.first_stall()
+    recovered = view.all_committed(job.processes(without=injection.victims), began)
+    together = view.all_committed(job.processes(), max(began, injection.lifted), together=True)
+    return Outcome(injection, felt, _since(injection, recovered), _since(injection, together))
+
+
+class View:
+    """The log in the time of one fault."""
+
+    def __init__(self, injection: Injection, log: Log, job: Job, until: float) -> None:
+        self.injection = injection
+        self.job = job
+        self._log = log
+        self._until = until
+
+    def events(self, *kinds: str) -> list[Record]:
+        """Of the time of this fault."""
+        return self._log.events_between(self.injection.time, self._until, *kinds)
+
+    def notes(self, *kinds: str) -> list[Record]:
+        """Of the time of this fault."""
+        return self._log.notes_between(self.injection.time, self._until, *kinds)
+
+    def commits(self) -> Iterable[Commit]:
+        """Of the time of this fault."""
+        return self._log.commits_between(self.injection.time, self._until)
+
+    def commits_before(self, seconds: float) -> Iterable[Commit]:
+        """Of the time just before this fault."""
+        return self._log.commits_between(self.injection.time - seconds, self.injection.time)
+
+    def is_victim(self, record: Record) -> bool:
+        """Whether a victim wrote it."""
+        return name_of(str(record.get("replica_id") or record.get("replica"))) in self.injection.victims
+
+    def first_stall(self) -> float:
+        """When a survivor was first told of anything; the injection if none was."""
+        told = (float(event["time"]) for event in self.events(*STALLS) if not self.is_victim(event))
+        return min(told, default=self.injection.time)
+
+    def all_committed(
+        self, processes: frozenset[Process], began: float, *, together: bool = False
+    ) -> float | None:
+        """When the last of these committed the first step that it began after the time `began`.
+
+        Args:
+            processes: name and group rank of each.
+            began: seconds since the Unix epoch.
+            together: only steps of a quorum of all replica groups count.
+        """
+        first: dict[Process, float] = {}
+        for commit in self.commits():
+            if commit.began > began and (not together or len(commit.members) == len(self.job.names)):
+                rank = rank_of(commit)
+                first[rank] = min(first.get(rank, math.inf), commit.time)
+        return max(first[rank] for rank in processes) if processes and processes <= first.keys() else None
+
+
+def _since(injection: Injection, time: float | None) -> float | None:
+    return None if time is None else time - injection.time
+
+
+# ------------------------------------------------------------------ what counts as felt
+
+
+def _left_out(view: View) -> str:
+    """A survivor was told of the loss of each victim, or a quorum without the victims committed."""
+    victims = set(view.injection.victims)
+    losses = {
+        name_of(str(event["member"])) for event in view.events("loss") if not view.is_victim(event)
+    } & victims
+    without = [c for c in view.commits() if not victims & set(map(name_of, c.members))]
+    if losses == victims:
+        return f"told of the loss of {_and(victims)}"
+    return f"quorum {without[0].quorum_id} went on without {_and(victims)}" if without else ""
+
+
+def _disconnected(view: View) -> str:
+    away = {name_of(str(event["replica_id"])) for event in view.events("disconnected")}
+    back = {name_of(str(event["replica_id"])) for event in view.events("connected")}
+    return f"{_and(away)} lost the lighthouse and came back" if away and away <= back else ""
+
+
+def _backend_lost(view: View) -> str:
+    """The victim's step failed for its subprocess."""
+    reasons = [str(e["reason"]) for e in view.events("error", "abort") if view.is_victim(e)]
+    return f"the victim: {reasons[0]}" if reasons else ""
+
+
+def _transfer_refused(view: View) -> str:
+    """The relay struck, and the healing replica refused what came."""
+    struck = view.notes("spoilt")
+    refused = [str(e["reason"]) for e in view.events("error") if "could not be fetched" in str(e["reason"])]
+    return f"the healing replica: {refused[0]}" if struck and refused else ""
+
+
+def _disk_full(view: View) -> str:
+    failed = [note for note in view.notes("checkpoint_failed") if note["errno"] == "ENOSPC"]
+    return f"{len(failed)} checkpoints: {failed[0]['reason']}" if failed else ""
+
+
+def _no_descriptors(view: View) -> str:
+    reasons = [str(e["reason"]) for e in view.events("error") if view.is_victim(e)]
+    reasons += [str(n["reason"]) for n in view.notes("checkpoint_failed") if view.is_victim(n)]
+    named = [reason for reason in reasons if "Too many open files" in reason]
+    return f"the victim: {named[0]}" if named else ""
+
+
+def _sent_again(view: View) -> str:
+    details = view.injection.details
+    lost, again = details.get("lost", 0), details.get("retransmits", 0)
+    return f"{lost} packets lost, {again} segments sent again" if lost and again else ""
+
+
+def _slowed(view: View) -> str:
+    """Steps took longer than before, by a packet's way at the least."""
+    during = [c.time - c.began for c in view.commits() if _ran_within(c, view.injection)]
+    before = [c.time - c.began for c in view.commits_before(COMPARED_S)]
+    if not during or not before or not view.injection.details.get("delayed"):
+        return ""
+    more_s = median(during) - median(before)
+    delay_s = float(view.injection.details.get("delay_s", math.inf))
+    return f"a step took {more_s:.3f} s longer, with {delay_s:.3f} s of delay" if more_s >= delay_s else ""
+
+
+def _ran_within(commit: Commit, injection: Injection) -> bool:
+    return commit.began > injection.time and commit.time < injection.lifted
+
+
+def _and(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
+    {
+        "kill": _left_out,
+        "kill-half": _left_out,
+        "kill-rank": _left_out,
+        "stop": _left_out,
+        "lighthouse-kill": _disconnected,
+        "baby-kill": _backend_lost,
+        "truncate": _transfer_refused,
+        "bit-flip": _transfer_refused,
+        "fd-exhaustion": _no_descriptors,
+        "disk-full": _disk_full,
+        "blackhole": _left_out,
+        "one-way": _left_out,
+        "partition": _left_out,
+        "loss": _sent_again,
+        "delay": _slowed,
+    }
+)

@@ -1,0 +1,324 @@
+"""How each kind of fault is done to a job, and taken back.
+
+An injector is a context manager: it injects on entry, gives what it did, and takes it back on exit,
+also when the run is broken off in between. None of them waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+
+from torchft_like.chaos.job import ChaosJob, Replica
+from torchft_like.chaos.network import Network, Rules
+from torchft_like.chaos.processes import Child, run_tool
+from torchft_like.chaos.schedule import Planned
+
+DISK_KB = 256
+_READY_S_MAX = 5.0
+
+
+@dataclass
+class Injected:
+    """What was done. `details` may still grow until the fault is lifted."""
+
+    victims: tuple[str, ...] = ()
+    details: dict[str, float | str] = field(default_factory=dict)
+
+
+@dataclass
+class Target:
+    """What the faults of a run are done to."""
+
+    job: ChaosJob
+    disk: SmallDisk | None = None
+
+    def replica(self, planned: Planned) -> Replica:
+        """The victim."""
+        return self.job.replicas[planned.victim]
+
+    def next_to(self, planned: Planned) -> Replica:
+        """Another one than the victim, if there is one."""
+        return self.job.replicas[(planned.victim + 1) % len(self.job.replicas)]
+
+    def half(self, planned: Planned) -> list[Replica]:
+        """The victim and those after it, together half of all, rounded down, but one at the least."""
+        count = max(1, len(self.job.replicas) // 2)
+        return [
+            self.job.replicas[(planned.victim + offset) % len(self.job.replicas)] for offset in range(count)
+        ]
+
+    @property
+    def network(self) -> Network:
+        if self.job.network is None:
+            raise RuntimeError("this fault needs a network of namespaces")
+        return self.job.network
+
+
+Injector = Callable[[Target, Planned], AbstractContextManager[Injected]]
+
+
+def inject(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    """Inject a fault for the length of a `with` block."""
+    return INJECTORS[planned.kind](target, planned)
+
+
+@contextmanager
+def _kill(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    victim.signal(signal.SIGKILL)
+    yield Injected((victim.name,))
+
+
+@contextmanager
+def _kill_half(target: Target, planned: Planned) -> Iterator[Injected]:
+    victims = target.half(planned)
+    for victim in victims:
+        victim.signal(signal.SIGKILL)
+    yield Injected(tuple(victim.name for victim in victims))
+
+
+@contextmanager
+def _kill_rank(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    rank = victim.ranks[planned.number % len(victim.ranks)]
+    victim.may_end = True  # its other ranks end by themselves
+    rank.child.signal(signal.SIGKILL)
+    yield Injected((victim.name,), {"rank": rank.number})
+
+
+@contextmanager
+def _stop(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    victim.signal(signal.SIGSTOP)
+    try:
+        yield Injected((victim.name,))
+    finally:
+        victim.signal(signal.SIGCONT)
+
+
+@contextmanager
+def _kill_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
+    target.job.kill_lighthouse()
+    try:
+        yield Injected(details={"away_s": planned.duration_s})
+    finally:
+        target.job.start_lighthouse()
+
+
+@contextmanager
+def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
+    """The deepest descendants are the backends; the fork server above them stays."""
+    victim = next(replica for replica in reversed(target.job.replicas) if _backends(replica))
+    backends = _backends(victim)
+    for backend in backends:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            backend.kill()
+    yield Injected((victim.name,), {"killed": len(backends)})
+
+
+@contextmanager
+def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Ask the workers to spoil the next state that one of them sends, and make one heal.
+
+    The trigger stays until it is taken, for a heal is not done within any given time; the next
+    fault clears it away.
+    """
+    clear_triggers(target)
+    (target.job.triggers / planned.kind).touch()
+    with _kill(target, planned) as injected:
+        yield injected
+
+
+@contextmanager
+def _exhaust_descriptors(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Take the victim's descriptors while another one is killed, so that it has to connect anew."""
+    victim, other = target.replica(planned), target.next_to(planned)
+    limits = [(rank.child.pid, _limit_descriptors(rank.child.pid)) for rank in victim.ranks]
+    other.signal(signal.SIGKILL)
+    try:
+        yield Injected(tuple({victim.name, other.name}), {"exhausted": victim.name, "killed": other.name})
+    finally:
+        for pid, before in limits:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def _fill_disk(target: Target, planned: Planned) -> Iterator[Injected]:
+    if target.disk is None:
+        raise RuntimeError("this fault needs a disk of its own")
+    target.disk.fill()
+    try:
+        yield Injected()
+    finally:
+        target.disk.free()
+
+
+@contextmanager
+def _cut_off(target: Target, hosts: list[Replica], *, incoming: bool = True) -> Iterator[Injected]:
+    network, names = target.network, tuple(replica.name for replica in hosts)
+    injected = Injected(names)
+    with _counted(network, injected):
+        network.apply(network.cut_off(names, incoming=incoming))
+        yield injected
+
+
+def _blackhole(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    return _cut_off(target, [target.replica(planned)])
+
+
+def _one_way(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    return _cut_off(target, [target.replica(planned)], incoming=False)
+
+
+def _partition(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    return _cut_off(target, target.half(planned))
+
+
+@contextmanager
+def _lose(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Nobody is a victim: all of them shall go on."""
+    host = target.replica(planned).name
+    injected = Injected(details={"host": host, "loss": planned.amount})
+    before = target.network.retransmits(host)
+    with _counted(target.network, injected):
+        target.network.apply(Rules(loss={host: planned.amount}))
+        yield injected
+        injected.details["retransmits"] = target.network.retransmits(host) - before
+
+
+@contextmanager
+def _delay(target: Target, planned: Planned) -> Iterator[Injected]:
+    host = target.replica(planned).name
+    injected = Injected(details={"host": host, "delay_s": planned.amount})
+    with _counted(target.network, injected):
+        target.network.apply(Rules(delay_s={host: planned.amount}))
+        yield injected
+
+
+@contextmanager
+def _counted(network: Network, injected: Injected) -> Iterator[None]:
+    """Lift every rule at the end, and add what the switch did to the details."""
+    before = network.counts()
+    try:
+        yield
+    finally:
+        network.apply(Rules())
+        injected.details.update(network.counts() - before)
+
+
+INJECTORS: Mapping[str, Injector] = MappingProxyType(
+    {
+        "kill": _kill,
+        "kill-half": _kill_half,
+        "kill-rank": _kill_rank,
+        "stop": _stop,
+        "lighthouse-kill": _kill_lighthouse,
+        "baby-kill": _kill_baby,
+        "truncate": _spoil,
+        "bit-flip": _spoil,
+        "fd-exhaustion": _exhaust_descriptors,
+        "disk-full": _fill_disk,
+        "blackhole": _blackhole,
+        "one-way": _one_way,
+        "partition": _partition,
+        "loss": _lose,
+        "delay": _delay,
+    }
+)
+
+
+def clear_triggers(target: Target) -> None:
+    """Take back what was asked of the workers and not done yet."""
+    for trigger in target.job.triggers.iterdir():
+        trigger.unlink(missing_ok=True)
+
+
+class SmallDisk:
+    """A file system of its own for checkpoints, so small that it can be filled.
+
+    It is mounted in a mount namespace that a process holds, and reached through that process: when it
+    ends, at the latest with this one, nothing of the mount is left.
+
+    Raises:
+        OSError: it could not be mounted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        mount_point = folder / "disk"
+        mount_point.mkdir()
+        options = f"size={DISK_KB}k"
+        script = f'mount -t tmpfs -o {options} chaos "$0" && touch "$0/mounted" && exec sleep infinity'
+        command = ["unshare", "-m", "sh", "-c", script, str(mount_point)]
+        self._holder = Child(command, folder / "disk.log", {})
+        self.path = f"/proc/{self._holder.pid}/root{mount_point}"
+        self._filler = Path(self.path) / "filler"
+        if not _appears(Path(self.path) / "mounted", _READY_S_MAX):
+            self.close()
+            raise OSError(f"no small disk for checkpoints: {self._holder.tail()}")
+
+    @staticmethod
+    def why_unavailable() -> str | None:
+        """Why there can be none here; None if there can."""
+        if os.geteuid() != 0:
+            return "a small disk is mounted by root only"
+        if shutil.which("unshare") is None:
+            return "a small disk needs unshare"
+        return run_tool("unshare", "-m", "true")
+
+    def fill(self) -> None:
+        """Use up every byte."""
+        with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+
+    def free(self) -> None:
+        """Give the space back."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmount it."""
+        self._holder.kill()
+
+
+def _backends(replica: Replica) -> list[psutil.Process]:
+    return [
+        process for rank in replica.ranks for process in rank.child.descendants() if not _children_of(process)
+    ]
+
+
+def _children_of(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _limit_descriptors(pid: int) -> tuple[int, int]:
+    """Allow a process no descriptor beyond those below its lowest free one; the limits before."""
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest_free = next(number for number in range(len(used) + 1) if number not in used)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    return before
+
+
+def _appears(path: Path, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -1,0 +1,388 @@
+"""The job that is made to suffer: a lighthouse and replica groups, as a launcher would run them.
+
+A replica group that ends is started again, all its ranks together. Whoever injects a fault says so
+(`Replica.may_end`); an end that nobody asked for is kept as a crash. The job reads what its
+processes write, and judges nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torchft_like.chaos.evidence import Job as Members
+from torchft_like.chaos.invariants import Commit, Process
+from torchft_like.chaos.journal import JournalTail, Record
+from torchft_like.chaos.log import Log, rank_of
+from torchft_like.chaos.network import Network
+from torchft_like.chaos.orders import Order, Training
+from torchft_like.chaos.processes import Child
+
+LOOPBACK = "127.0.0.1"
+LIGHTHOUSE = "lighthouse"
+LIGHTHOUSE_PORT = 29510
+STORE_PORT = 29600
+LISTENING = re.compile(r"^lighthouse listening on (http://\S+)$", re.MULTILINE)
+START_S_MAX = 30.0
+POLL_S = 0.02
+END_S_MAX = 15.0
+_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What is run.
+
+    Attributes:
+        replicas: replica groups.
+        ranks: of each replica group.
+        training: of the built-in worker.
+        spares: workers that have loaded torch and wait to be told who they are; 0 starts each one cold.
+        command: the user's own training command instead of the built-in worker.
+        min_replicas: of the lighthouse.
+        join_timeout_ms: of the lighthouse.
+    """
+
+    replicas: int = 4
+    ranks: int = 1
+    training: Training = field(default_factory=Training)
+    spares: int = 1
+    command: tuple[str, ...] = ()
+    min_replicas: int = 1
+    join_timeout_ms: int = 10_000
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the replica groups."""
+        return tuple(f"r{index}" for index in range(self.replicas))
+
+    @property
+    def members(self) -> Members:
+        """Who takes part."""
+        return Members(self.names, self.ranks)
+
+
+class JobError(RuntimeError):
+    """The job cannot be run; says what its processes wrote."""
+
+
+@dataclass
+class Rank:
+    """One process of a replica group and where it writes; of a user's command also what it said last."""
+
+    number: int
+    child: Child
+    journal: JournalTail
+    events: JournalTail
+    members: dict[int, list[str]] = field(default_factory=dict)
+    last_vote: float = 0.0
+
+
+class Replica:
+    """A replica group, through all its starts.
+
+    Attributes:
+        may_end: whether an end of its processes has a reason.
+        starts: how often it was started.
+    """
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name = name
+        self.index = index
+        self.ranks: list[Rank] = []
+        self.may_end = False
+        self.starts = 0
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every rank. After a deadly one it may end."""
+        self.may_end = self.may_end or number in (signal.SIGKILL, signal.SIGTERM)
+        for rank in self.ranks:
+            rank.child.signal(number)
+
+
+class ChaosJob:
+    """See the module. Not thread-safe: everything on the main thread.
+
+    Args:
+        settings: what to run.
+        folder: for logs, journals and event files; it is there, and empty.
+        checkpoints: where the workers save theirs.
+        network: the hosts to run on; None for this one.
+    """
+
+    def __init__(
+        self, settings: JobSettings, folder: Path, checkpoints: str, network: Network | None = None
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.network = network
+        self.log = Log()
+        self.crashes: list[str] = []
+        self.replicas = [Replica(name, index) for index, name in enumerate(settings.names)]
+        self.lighthouse: Child | None = None
+        self.last: dict[Process, Commit] = {}
+        self.lighthouse_address = self._lighthouse_host() + ":0"
+        if network is not None:
+            self.lighthouse_address = f"{self._lighthouse_host()}:{LIGHTHOUSE_PORT}"
+        self._checkpoints = checkpoints
+        self._children: list[Child] = []
+        self._spares: list[Child] = []
+        self._lighthouse_events = JournalTail(folder / "lighthouse.events")
+        self._members: dict[tuple[str, ...], frozenset[str]] = {}
+        self._ends = False
+        self.triggers = folder / "triggers"
+        self.triggers.mkdir()
+
+    # -------------------------------------------------------------------------- starting
+
+    def start(self) -> None:
+        """Start everything; returns when the lighthouse listens."""
+        self.start_lighthouse()
+        for replica in self.replicas:
+            self._start_replica(replica)
+        self.refill_spares()
+
+    def start_lighthouse(self) -> None:
+        """Start the lighthouse; the next ones listen where the first one did."""
+        log = self.folder / f"lighthouse.{len(self._children)}.log"
+        command = [
+            *self._entering(LIGHTHOUSE),
+            *(sys.executable, "-m", "lighthouse", "--bind", self.lighthouse_address),
+            f"--min_replicas={self.settings.min_replicas}",
+            f"--join_timeout_ms={self.settings.join_timeout_ms}",
+        ]
+        variables = {**_importable(), "TORCHFT_EVENT_FILE": str(self.folder / "lighthouse.events")}
+        self.lighthouse = self._launch(command, log, variables)
+        deadline = time.monotonic() + START_S_MAX
+        while (found := LISTENING.search(log.read_text())) is None:
+            if self.lighthouse.exit_code is not None or time.monotonic() > deadline:
+                raise JobError(f"the lighthouse does not listen:\n{self.lighthouse.tail()}")
+            time.sleep(POLL_S / 4)
+        self.lighthouse_address = found[1].removeprefix("http://")
+
+    def refill_spares(self) -> None:
+        """Start as many spares as there should be."""
+        wanted = 0 if self.settings.command or self._ends else self.settings.spares
+        while len(self._spares) < wanted:
+            self._spares.append(self._start_worker())
+
+    def _start_replica(self, replica: Replica) -> None:
+        replica.may_end = False
+        replica.starts += 1
+        store_port = self._store_port(replica)
+        replica.ranks = [
+            self._start_rank(replica, number, store_port) for number in range(self.settings.ranks)
+        ]
+
+    def _start_rank(self, replica: Replica, number: int, store_port: int) -> Rank:
+        label = f"{replica.name}.{replica.starts}.{number}"
+        journal, events = self.folder / f"{label}.journal", self.folder / f"{label}.events"
+        variables = self._variables(replica, number, store_port) | {"TORCHFT_EVENT_FILE": str(events)}
+        if self.settings.command:
+            command = [*self._entering(replica.name), *self.settings.command]
+            child = self._launch(command, self.folder / f"{label}.log", _importable() | variables)
+        else:
+            child = self._spares.pop(0) if self._spares else self._start_worker()
+            child.tell(self._order(replica, journal, variables).to_json())
+        return Rank(number, child, JournalTail(journal), JournalTail(events))
+
+    def _start_worker(self) -> Child:
+        log = self.folder / f"worker.{len(self._children)}.log"
+        command = [sys.executable, "-m", "torchft_like.chaos.worker"]
+        return self._launch(command, log, {**_importable(), "OMP_NUM_THREADS": "1"}, takes_orders=True)
+
+    def _launch(
+        self, command: Sequence[str], log: Path, variables: dict[str, str], *, takes_orders: bool = False
+    ) -> Child:
+        child = Child(command, log, variables, takes_orders=takes_orders)
+        self._children.append(child)
+        return child
+
+    def _order(self, replica: Replica, journal: Path, variables: dict[str, str]) -> Order:
+        training = self.settings.training
+        if training.backend == "mixed":
+            is_last = replica.index == self.settings.replicas - 1
+            training = replace(training, backend="baby-gloo" if is_last else "gloo")
+        return Order(
+            name=replica.name,
+            index=replica.index,
+            journal=str(journal),
+            checkpoints=self._checkpoints,
+            triggers=str(self.triggers),
+            namespace=self.network.namespace(replica.name) if self.network else "",
+            training=training,
+            variables=variables,
+        )
+
+    def _variables(self, replica: Replica, number: int, store_port: int) -> dict[str, str]:
+        host = self.network.address(replica.name) if self.network else LOOPBACK
+        variables = {
+            "TORCHFT_LIGHTHOUSE": f"http://{self.lighthouse_address}",
+            "RANK": str(number),
+            "WORLD_SIZE": str(self.settings.ranks),
+            "REPLICA_GROUP_ID": str(replica.index),
+            "NUM_REPLICA_GROUPS": str(self.settings.replicas),
+            "CHAOS_HOST": host,
+        }
+        if self.settings.ranks > 1:
+            variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(store_port)}
+        return variables
+
+    def _store_port(self, replica: Replica) -> int:
+        """A port on which nobody listens; on a host of its own a group need not ask."""
+        if self.network is not None:
+            return STORE_PORT + replica.starts % 1000
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            return int(listener.getsockname()[1])
+
+    def _lighthouse_host(self) -> str:
+        return self.network.address(LIGHTHOUSE) if self.network else LOOPBACK
+
+    def _entering(self, host: str) -> list[str]:
+        return self.network.entering(host) if self.network else []
+
+    # --------------------------------------------------------------------------- running
+
+    def tend(self) -> None:
+        """Read what was written, and start again what has ended."""
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                self._read(replica, rank)
+        self.log.events += self._lighthouse_events.new_records()
+        for replica in self.replicas:
+            if not self._ends and any(rank.child.exit_code is not None for rank in replica.ranks):
+                self._start_again(replica)
+        if self.lighthouse is not None and self.lighthouse.exit_code is not None and not self._ends:
+            self.crashes.append(f"the lighthouse ended:\n{self.lighthouse.tail()}")
+            self.start_lighthouse()
+
+    def kill_lighthouse(self) -> None:
+        """It stays away until `start_lighthouse`."""
+        if self.lighthouse is not None:
+            self.lighthouse.kill()
+            self.lighthouse = None
+
+    def wait_until(self, done: Callable[[], object], limit_s: float) -> bool:
+        """Tend the job until something is so; False if that did not come in time."""
+        deadline = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > deadline:
+                return False
+            self.tend()
+            time.sleep(POLL_S)
+        return True
+
+    def is_whole(self, since: float) -> bool:
+        """Whether all ranks have committed a step together that they began after `since`."""
+        everybody = self.settings.members.processes()
+        return everybody <= self.last.keys() and all(
+            self.last[rank].began > since and len(self.last[rank].members) == self.settings.replicas
+            for rank in everybody
+        )
+
+    def pids(self) -> dict[str, int]:
+        """The processes that run now: label of the start and process id."""
+        found = {
+            f"{replica.name}.{replica.starts}.{rank.number}": rank.child.pid
+            for replica in self.replicas
+            for rank in replica.ranks
+        }
+        return found | ({LIGHTHOUSE: self.lighthouse.pid} if self.lighthouse else {})
+
+    def print_stacks(self) -> None:
+        """Have the workers write where their threads are."""
+        for replica in self.replicas:
+            if not self.settings.command:
+                replica.signal(signal.SIGUSR2)
+
+    def _start_again(self, replica: Replica) -> None:
+        for rank in replica.ranks:
+            code = rank.child.exit_code
+            if code is not None and not replica.may_end:
+                label = f"{replica.name}.{replica.starts}.{rank.number}"
+                self.crashes.append(f"{label} ended with {code}:\n{rank.child.tail()}")
+        for rank in replica.ranks:
+            rank.child.kill()
+            self._read(replica, rank)
+        self._start_replica(replica)
+
+    def _read(self, replica: Replica, rank: Rank) -> None:
+        for record in rank.journal.new_records():
+            if record["kind"] == "commit":
+                self._add(self._commit(record))
+            else:
+                self.log.notes.append({**record, "replica": replica.name})
+        for record in rank.events.new_records():
+            if record["kind"] != "commit":
+                self.log.events.append(record)
+            if self.settings.command:
+                self._read_event(replica, rank, record)
+
+    def _read_event(self, replica: Replica, rank: Rank, event: Record) -> None:
+        """A user's command writes no journal: the Manager's own events have to do, without digests."""
+        if event["kind"] == "quorum":
+            rank.members[event["quorum_id"]] = event["members"]
+        if event["kind"] != "commit":
+            return
+        began, rank.last_vote = rank.last_vote, event["time"]
+        if not event["committed"]:
+            self.log.notes.append({**event, "kind": "failed", "replica": replica.name})
+            return
+        told = {key: event[key] for key in ("time", "replica_id", "group_rank", "step", "quorum_id")}
+        members = rank.members.get(event["quorum_id"], [])
+        counted = {"participants": event["participants"], "participating": True}
+        unknown = {"index": 0, "ledger": 0, "ledger_steps": 0, "digest": ""}
+        self._add(self._commit({**told, **counted, **unknown, "members": members, "began": began}))
+
+    def _add(self, commit: Commit) -> None:
+        self.log.commits.append(commit)
+        self.last[rank_of(commit)] = commit
+
+    def _commit(self, record: Record) -> Commit:
+        names = tuple(record["members"])
+        members = self._members.setdefault(names, frozenset(names))
+        fields = {key: value for key, value in record.items() if key not in ("kind", "members")}
+        return Commit(members=members, **fields)
+
+    # ------------------------------------------------------------------------------ ending
+
+    def stop(self) -> list[str]:
+        """Ask every replica group to leave; who did not end in good order, in words."""
+        self._ends = True
+        for replica in self.replicas:
+            replica.signal(signal.SIGTERM)
+        deadline = time.monotonic() + END_S_MAX
+        found: list[str] = []
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                if not rank.child.ends_within(max(0.1, deadline - time.monotonic())):
+                    found.append(f"{replica.name} rank {rank.number} did not end after SIGTERM")
+                    rank.child.signal(signal.SIGUSR2)
+        self.tend()
+        return found
+
+    def left_behind(self) -> list[str]:
+        """Processes that outlive those that started them, in words. After `stop`."""
+        found = []
+        for child in self._children:
+            if child.exit_code is not None:
+                found += [f"process {p.pid} of {' '.join(child.command[-3:])}" for p in child.session()]
+        return found
+
+    def kill(self) -> None:
+        """End every process, however things stand."""
+        self._ends = True
+        for child in self._children:
+            child.kill()
+
+
+def _importable() -> dict[str, str]:
+    """The packages of this process can be imported by the others, too."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))}

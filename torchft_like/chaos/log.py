@@ -1,0 +1,77 @@
+"""Everything that the processes of a run have written, joined, and the questions it answers.
+
+Pure: records in, answers out. A log may be made by hand in a test.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torchft_like.chaos.invariants import Commit, Heal, History, Process
+from torchft_like.chaos.journal import Record
+
+# Records of several processes come in as they are read: this far from the order of their times.
+DISORDER_S = 2.0
+
+
+@dataclass
+class Log:
+    """A run, as it was written down.
+
+    Attributes:
+        commits: every committed step of every rank.
+        events: event records of Managers and the lighthouse, without the committed votes.
+        notes: the workers' other records (failed, checkpoint_failed, spoilt), each with its `replica`.
+    """
+
+    commits: list[Commit] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)
+    notes: list[Record] = field(default_factory=list)
+
+    def history(self) -> History:
+        """What the invariants are checked on."""
+        heals = [
+            Heal(e["time"], e["replica_id"], e["group_rank"]) for e in self.events if e["kind"] == "heal"
+        ]
+        return History(tuple(self.commits), tuple(heals))
+
+    def commits_between(self, since: float, until: float) -> Iterator[Commit]:
+        """Committed in this time, in any order."""
+        start = bisect_left(self.commits, since - DISORDER_S, key=lambda commit: commit.time)
+        for commit in self.commits[start:]:
+            if commit.time > until + DISORDER_S:
+                return
+            if since < commit.time <= until:
+                yield commit
+
+    def events_between(self, since: float, until: float, *kinds: str) -> list[Record]:
+        """Events of some kinds, oldest first."""
+        return _between(self.events, since, until, kinds)
+
+    def notes_between(self, since: float, until: float, *kinds: str) -> list[Record]:
+        """Notes of some kinds, oldest first."""
+        return _between(self.notes, since, until, kinds)
+
+    def sort(self) -> None:
+        """Bring everything into the order of time, once it is complete."""
+        self.commits.sort(key=lambda commit: commit.time)
+        self.events.sort(key=lambda record: float(record["time"]))
+        self.notes.sort(key=lambda record: float(record["time"]))
+
+
+def name_of(replica_id: str) -> str:
+    """The replica group's name, without what is new with every start."""
+    return replica_id.partition(":")[0]
+
+
+def rank_of(commit: Commit) -> Process:
+    """The rank, whichever start of it: name of the replica group, and group rank."""
+    return name_of(commit.replica_id), commit.group_rank
+
+
+def _between(records: list[Record], since: float, until: float, kinds: Iterable[str]) -> list[Record]:
+    start = bisect_left(records, since - DISORDER_S, key=lambda record: float(record["time"]))
+    found = [r for r in records[start:] if since < r["time"] <= until and r["kind"] in kinds]
+    return sorted(found, key=lambda record: float(record["time"]))

@@ -1,0 +1,265 @@
+"""Hosts that are network namespaces, joined by a switch that loses, delays and cuts.
+
+Each host has a TUN device whose other end is a descriptor of this process; one thread carries the
+packets between them and applies the rules. Why not `tc netem` on veth pairs: many kernels are built
+without netem, the one this was first written on among them, and a switch in user space can do what
+netem cannot: cut one direction between two sets of hosts, and count what it did for each of them.
+
+Nothing is left behind, however this process ends: a namespace lives as long as the process that
+holds it, which the kernel kills with this one, and a device as long as its descriptor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import random
+import selectors
+import shutil
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torchft_like.chaos.processes import Child, run_tool
+
+TUN = "/dev/net/tun"
+PACKET_BYTES_MAX = 65536
+PACKETS_WAITING_MAX = 20_000
+BATCH_MAX = 64
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_NETWORK = "10.213.0"
+_READY_S_MAX = 5.0
+
+
+class NetworkUnavailableError(RuntimeError):
+    """This machine or user cannot make networks; says why."""
+
+
+@dataclass
+class Rules:
+    """What the switch does. Replaced as a whole, so that it needs no lock.
+
+    Attributes:
+        cut: pairs (from, to) of hosts between which nothing passes in that direction.
+        loss: probability with which a packet from or to a host is lost.
+        delay_s: by which packets from or to a host are late.
+    """
+
+    cut: frozenset[tuple[str, str]] = frozenset()
+    loss: dict[str, float] = field(default_factory=dict)
+    delay_s: dict[str, float] = field(default_factory=dict)
+
+
+def why_unavailable() -> str | None:
+    """Why there can be no network of namespaces here; None if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)}"
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+    except OSError as error:
+        return f"network namespaces need {TUN}: {error.strerror}"
+    return run_tool("unshare", "-n", "true")
+
+
+class Network:
+    """A star of hosts around one switch.
+
+    Args:
+        names: of the hosts.
+        folder: for the logs of the holders.
+        seed: of what is lost.
+
+    Raises:
+        NetworkUnavailableError: see `why_unavailable`, or the system refused.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, seed: int) -> None:
+        if reason := why_unavailable():
+            raise NetworkUnavailableError(reason)
+        self.hosts = tuple(names)
+        self._addresses = {name: f"{_NETWORK}.{index + 1}" for index, name in enumerate(names)}
+        self._holders: dict[str, Child] = {}
+        self._switch: Switch | None = None
+        descriptors: dict[str, int] = {}
+        try:
+            for index, name in enumerate(names):
+                self._holders[name] = Child(["unshare", "-n", "sleep", "infinity"], folder / "hosts.log", {})
+                descriptors[name] = self._plug_in(name, f"ft{os.getpid() % 10**7}x{index}")
+            self._switch = Switch(self._addresses, descriptors, seed)
+        except BaseException:
+            for descriptor in descriptors.values() if self._switch is None else ():
+                os.close(descriptor)
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def address(self, host: str) -> str:
+        """The host's IPv4 address."""
+        return self._addresses[host]
+
+    def namespace(self, host: str) -> str:
+        """The path of the host's namespace."""
+        return f"/proc/{self._holders[host].pid}/ns/net"
+
+    def entering(self, host: str) -> list[str]:
+        """What to put in front of a command that shall run on the host."""
+        return ["nsenter", f"--net={self.namespace(host)}", "--"]
+
+    def apply(self, rules: Rules) -> None:
+        """From now on these rules hold, and no others."""
+        if self._switch is not None:
+            self._switch.rules = rules
+
+    def cut_off(self, hosts: Iterable[str], *, incoming: bool = True) -> Rules:
+        """Rules that separate these hosts from all others; without `incoming` they still hear."""
+        inside = set(hosts)
+        outside = [host for host in self.hosts if host not in inside]
+        pairs = {(host, other) for host in inside for other in outside}
+        return Rules(cut=frozenset(pairs | ({(b, a) for a, b in pairs} if incoming else set())))
+
+    def counts(self) -> Counter[str]:
+        """How many packets were passed, delayed, lost (by chance) and cut so far."""
+        return Counter() if self._switch is None else Counter(self._switch.counts)
+
+    def retransmits(self, host: str) -> int:
+        """TCP segments that the host has sent again so far."""
+        lines = Path(f"/proc/{self._holders[host].pid}/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
+    def close(self) -> None:
+        """Remove every device and namespace. Safe to call again."""
+        if self._switch is not None:
+            self._switch.close()
+        for holder in self._holders.values():
+            holder.kill()
+        self._holders.clear()
+
+    def _plug_in(self, host: str, device: str) -> int:
+        descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
+            holder = self._holders[host]
+            _wait_for_namespace(holder.pid)
+            _run("ip", "link", "set", device, "netns", str(holder.pid))
+            inside = self.entering(host)
+            _run(*inside, "ip", "address", "add", f"{self.address(host)}/24", "dev", device)
+            _run(*inside, "ip", "link", "set", device, "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+class Switch:
+    """Carries packets between descriptors on a thread of its own; owns them."""
+
+    def __init__(self, addresses: dict[str, str], descriptors: dict[str, int], seed: int) -> None:
+        self.rules = Rules()
+        self.counts: Counter[str] = Counter()
+        self._descriptors = descriptors
+        self._by_address = {bytes(map(int, address.split("."))): name for name, address in addresses.items()}
+        self._random = random.Random(seed)  # noqa: S311 - faults, not secrets
+        self._waiting: list[tuple[float, int, int, bytes]] = []
+        self._number = 0
+        self._selector = selectors.DefaultSelector()
+        for name, descriptor in descriptors.items():
+            self._selector.register(descriptor, selectors.EVENT_READ, name)
+        self._stop_read, self._stop_write = os.pipe()
+        self._selector.register(self._stop_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="switch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and remove the devices."""
+        if self._thread.is_alive():
+            os.write(self._stop_write, b".")
+            self._thread.join()
+            self._selector.close()
+            for descriptor in (*self._descriptors.values(), self._stop_read, self._stop_write):
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._send_due()):
+                if key.data is None:
+                    return
+                self._receive(key.data, key.fd)
+
+    def _receive(self, source: str, descriptor: int) -> None:
+        for _ in range(BATCH_MAX):
+            try:
+                packet = os.read(descriptor, PACKET_BYTES_MAX)
+            except BlockingIOError:
+                return
+            target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+            if target is not None:
+                self._carry(source, target, packet)
+
+    def _carry(self, source: str, target: str, packet: bytes) -> None:
+        rules = self.rules
+        if (source, target) in rules.cut:
+            self.counts["cut"] += 1
+            return
+        for loss in (rules.loss.get(source, 0.0), rules.loss.get(target, 0.0)):
+            if loss and self._random.random() < loss:
+                self.counts["lost"] += 1
+                return
+        delay_s = rules.delay_s.get(source, 0.0) + rules.delay_s.get(target, 0.0)
+        if delay_s and len(self._waiting) < PACKETS_WAITING_MAX:
+            self.counts["delayed"] += 1
+            self._number += 1  # packets that are due at the same time keep their order
+            due = time.monotonic() + delay_s
+            heapq.heappush(self._waiting, (due, self._number, self._descriptors[target], packet))
+        else:
+            self._send(self._descriptors[target], packet)
+
+    def _send_due(self) -> float | None:
+        """Send what is due; how long until more is."""
+        while self._waiting:
+            left_s = self._waiting[0][0] - time.monotonic()
+            if left_s > 0:
+                return left_s
+            _, _, descriptor, packet = heapq.heappop(self._waiting)
+            self._send(descriptor, packet)
+        return None
+
+    def _send(self, descriptor: int, packet: bytes) -> None:
+        try:
+            os.write(descriptor, packet)
+            self.counts["passed"] += 1
+        except OSError:  # the device's queue is full, or it is down: a real network loses it, too
+            self.counts["overrun"] += 1
+
+
+def _wait_for_namespace(pid: int) -> None:
+    own = Path("/proc/self/ns/net").readlink()
+    deadline = time.monotonic() + _READY_S_MAX
+    while Path(f"/proc/{pid}/ns/net").readlink() == own:
+        if time.monotonic() > deadline:
+            raise NetworkUnavailableError("unshare -n made no network namespace")
+        time.sleep(0.005)
+
+
+def _run(*command: str) -> None:
+    if complaint := run_tool(*command):
+        raise NetworkUnavailableError(complaint)

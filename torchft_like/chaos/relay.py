@@ -1,0 +1,96 @@
+"""A TCP relay that stands between a server and its clients and changes what the server answers.
+
+It can cut an answer short, flip a bit of it or tell when a part of it is out, whatever protocol the
+two speak. What it does to an answer is a filter's business: one is made for each connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+CHUNK_BYTES: Final = 64 * 1024
+
+
+class AnswerCutError(Exception):
+    """Raised by a filter: send nothing more, and hang up on both."""
+
+
+Filter = Callable[[bytes], bytes]
+
+
+class Relay:
+    """Listens beside the target, on a port of its own, until the process ends.
+
+    Args:
+        target: host and port of the server.
+        open_filter: called for every connection; what it returns is called with each piece of the
+            answer, on a thread of that connection, and returns what to send instead.
+    """
+
+    def __init__(self, target: tuple[str, int], open_filter: Callable[[], Filter]) -> None:
+        self._target = target
+        self._open_filter = open_filter
+        self._listener = socket.create_server((target[0], 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # the client finds out by this hang-up
+                client.close()
+                continue
+            answer = self._open_filter()
+            back = threading.Thread(target=self._serve, args=(client, server, answer), daemon=True)
+            back.start()
+
+    def _serve(self, client: socket.socket, server: socket.socket, answer: Filter) -> None:
+        """Carry both directions; the second thread ends with this one, for both sockets end here."""
+        there = threading.Thread(target=_copy, args=(client, server, bytes), daemon=True)
+        there.start()
+        with client, server:
+            _copy(server, client, answer)
+            for end in (client, server):
+                with contextlib.suppress(OSError):  # it has hung up already
+                    end.shutdown(socket.SHUT_RDWR)
+            there.join()
+
+
+def at(offset_bytes: int, act: Filter) -> Filter:
+    """A filter that calls `act` once, with the piece of the answer that begins at this offset.
+
+    What is before it passes as it is, and so does what comes after that piece.
+    """
+    passed = 0
+
+    def find(data: bytes) -> bytes:
+        nonlocal passed
+        here, passed = offset_bytes - passed, passed + len(data)
+        if not 0 <= here < len(data):
+            return data
+        return data[:here] + act(data[here:])
+
+    return find
+
+
+def cut(_: bytes) -> bytes:
+    """Hang up here."""
+    raise AnswerCutError
+
+
+def flip_bit(data: bytes) -> bytes:
+    """Flip one bit of the first byte."""
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def _copy(source: socket.socket, target: socket.socket, change: Filter) -> None:
+    with contextlib.suppress(OSError, AnswerCutError):  # either side may hang up at any time
+        while data := source.recv(CHUNK_BYTES):
+            target.sendall(change(data))
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,126 @@
+"""Which fault strikes when, and whom: drawn from a seed, before anything runs.
+
+Kinds are dealt like cards: every kind once in a random order, then all of them again, so that a run of
+n faults has each kind n / kinds times. Nothing here knows how a fault is injected.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+JITTER = 0.2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is drawn for a kind of fault, and what it needs.
+
+    Attributes:
+        says: what it does.
+        duration_s: shortest and longest time until it is lifted.
+        amount: smallest and largest strength; seconds for a delay, a probability for loss.
+        needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker".
+    """
+
+    says: str
+    duration_s: tuple[float, float] = (0.0, 0.0)
+    amount: tuple[float, float] = (0.0, 0.0)
+    needs: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "kill": Kind("SIGKILL of every rank of a replica group, which is started again"),
+        "kill-half": Kind("SIGKILL of half of the replica groups at once"),
+        "kill-rank": Kind("SIGKILL of one rank of a replica group of several", needs=("ranks",)),
+        "stop": Kind("SIGSTOP of a replica group, later SIGCONT", (2.0, 4.0)),
+        "lighthouse-kill": Kind("SIGKILL of the lighthouse, started again at its address", (0.2, 1.0)),
+        "baby-kill": Kind("SIGKILL of the process that runs a Baby group's backend", needs=("baby",)),
+        "truncate": Kind(
+            "SIGKILL of a replica group; the state that it heals from is cut short", needs=("worker",)
+        ),
+        "bit-flip": Kind(
+            "SIGKILL of a replica group; the state that it heals from has a wrong bit", needs=("worker",)
+        ),
+        "fd-exhaustion": Kind("no more descriptors for a replica, while another one is killed", (0.3, 1.0)),
+        "disk-full": Kind("the disk for checkpoints is full", (1.0, 2.0), needs=("disk", "worker")),
+        "blackhole": Kind("nothing reaches or leaves a host", (2.0, 4.0), needs=("network",)),
+        "one-way": Kind("nothing leaves a host, which still hears", (2.0, 4.0), needs=("network",)),
+        "partition": Kind(
+            "half of the hosts are cut off from the lighthouse's half", (2.0, 4.0), needs=("network",)
+        ),
+        "loss": Kind("packets from and to a host are lost", (3.0, 5.0), (0.03, 0.10), ("network",)),
+        "delay": Kind("packets from and to a host are late", (3.0, 5.0), (0.02, 0.08), ("network",)),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault of a schedule.
+
+    Attributes:
+        number: from 0.
+        at_s: seconds after the beginning of the run.
+        kind: key of `KINDS`.
+        victim: index of a replica group; some kinds have none.
+        duration_s: until it is lifted.
+        amount: see `Kind`.
+    """
+
+    number: int
+    at_s: float
+    kind: str
+    victim: int
+    duration_s: float
+    amount: float
+
+
+def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, replicas: int) -> list[Planned]:
+    """The schedule of a run.
+
+    Args:
+        seed: the same seed and arguments give the same schedule.
+        kinds: keys of `KINDS`.
+        length_s: no fault is planned after this.
+        interval_s: between two faults, give or take a fifth; the first one comes after half of it.
+        replicas: how many replica groups there are.
+
+    Raises:
+        ValueError: a kind is unknown, or there is none; a time is not positive; there is nobody to strike.
+    """
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown or not kinds:
+        raise ValueError(f"unknown kinds of fault {unknown}, or none: choose from {', '.join(KINDS)}")
+    if length_s <= 0 or interval_s <= 0 or replicas < 1:
+        raise ValueError(
+            f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0"
+        )
+    chance = random.Random(seed)  # noqa: S311 - faults, not secrets
+    dealt = _deal(chance, kinds)
+    plan: list[Planned] = []
+    while (at_s := _time(chance, len(plan), interval_s)) < length_s:
+        kind = next(dealt)
+        planned = Planned(
+            number=len(plan),
+            at_s=at_s,
+            kind=kind,
+            victim=chance.randrange(replicas),
+            duration_s=chance.uniform(*KINDS[kind].duration_s),
+            amount=chance.uniform(*KINDS[kind].amount),
+        )
+        plan.append(planned)
+    return plan
+
+
+def _deal(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
+    while True:
+        yield from chance.sample(list(kinds), len(kinds))
+
+
+def _time(chance: random.Random, number: int, interval_s: float) -> float:
+    """Around the middle of the fault's own interval."""
+    return interval_s * (number + 0.5 + chance.uniform(-JITTER, JITTER))

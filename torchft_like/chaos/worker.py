@@ -1,0 +1,275 @@
+"""One rank of a replica group in a chaos run: a tiny model, trained by the public API.
+
+It writes every step that it commits into a journal, with a digest of its parameters and a ledger of
+who took part (see `invariants.Commit`), and every checkpoint that it saved, or could not save. Its
+state goes to healing peers through a relay that can spoil it; the engine asks for that by putting
+a file into the folder of triggers. It knows nothing of any other fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import faulthandler
+import hashlib
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from lighthouse.events import Event
+from torchft_like import (
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+)
+from torchft_like.chaos.journal import Journal
+from torchft_like.chaos.orders import Order
+from torchft_like.chaos.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.shutdown_signals import stop_on_signals
+
+# Where in an answer a fault strikes: behind the head, inside the state.
+SPOILT_AT_BYTES = 256 * 1024
+TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
+_CLONE_NEWNET = 0x40000000
+
+
+def main() -> None:
+    """Wait for the order on standard input, then train until SIGTERM."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    torch.set_num_threads(1)
+    _warm_up()
+    text = sys.stdin.readline()
+    if not text:
+        return  # not needed any more
+    order = Order.from_json(text)
+    if order.namespace:
+        _enter_network(order.namespace)
+    os.environ.update(order.variables)
+    _train(order)
+
+
+def _train(order: Order) -> None:
+    journal = Journal(order.journal)
+    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", order.training.state_kb)
+    with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
+        loop = Loop(order, model, manager, journal)
+        while not stop.requested:
+            loop.attempt_step()
+
+
+class Model:
+    """A small network, its optimizer and its data; every rank starts with its own parameters."""
+
+    def __init__(self, name: str, state_kb: int) -> None:
+        self._name = name
+        torch.manual_seed(seed_of(name, "parameters"))
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self._ballast = torch.zeros(state_kb * 1024, dtype=torch.uint8)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, a function of the rank and the step."""
+        generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
+        return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+
+    def digest(self) -> str:
+        """SHA-256 of all parameters and of the optimizer's momentum."""
+        digest = hashlib.sha256()
+        for parameter in self.net.parameters():
+            momentum = self.optimizer.state[parameter].get("momentum_buffer")
+            for tensor in (parameter, momentum):
+                if tensor is not None:
+                    digest.update(tensor.detach().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ballast": self._ballast,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Loop:
+    """The training loop's body, and what it writes down."""
+
+    def __init__(self, order: Order, model: Model, manager: Manager, journal: Journal) -> None:
+        self._order = order
+        self._model = model
+        self._manager = manager
+        self._journal = journal
+        self._ddp = DistributedDataParallel(manager, model.net)
+        self._optimizer = Optimizer(manager, model.optimizer)
+        self._checkpoint = Checkpoint(Path(order.checkpoints), Path(order.journal).stem, journal)
+        self._members: dict[int, list[str]] = {}
+        self._vote: Event | None = None
+        manager.events.subscribe(self._on_event)
+
+    def attempt_step(self) -> None:
+        """One attempt at a step; it is written down, committed or not."""
+        began = time.time()
+        self._optimizer.zero_grad()
+        time.sleep(self._order.training.pause_s)
+        inputs, targets = self._model.batch(self._manager.current_step())
+        nn.functional.mse_loss(self._ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        self._manager.wait_quorum()
+        step = self._manager.current_step()
+        ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._order.index
+        self._manager.allreduce(ledger, reduce_op=ReduceOp.SUM).wait()
+        participating = self._manager.is_participating()
+        self._optimizer.step()
+        if self._manager.current_step() != step + 1:
+            self._journal.write("failed", began=began, step=step)
+            return
+        self._write_commit(ledger, participating, began)
+        if (step + 1) % self._order.training.checkpoint_every == 0:
+            self._checkpoint.save(step + 1, self._model.net)
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "quorum":
+            members = event.fields["members"]
+            self._members[event.quorum_id] = members if isinstance(members, list) else []
+        if event.kind == "commit":
+            self._vote = event
+
+    def _write_commit(self, ledger: Tensor, participating: bool, began: float) -> None:
+        if self._vote is None:
+            raise RuntimeError("a step was committed without a commit event")
+        self._journal.write(
+            "commit",
+            began=began,
+            replica_id=self._vote.replica_id,
+            group_rank=self._vote.group_rank,
+            step=self._manager.current_step(),
+            quorum_id=self._vote.quorum_id,
+            members=self._members[self._vote.quorum_id],
+            participants=self._manager.num_participants(),
+            participating=participating,
+            index=self._order.index,
+            ledger=int(ledger[0].item()),
+            ledger_steps=int(ledger[1].item()),
+            digest=self._model.digest(),
+        )
+
+
+class Checkpoint:
+    """The last good state on disk: a failure to write a new one leaves the old one as it was."""
+
+    def __init__(self, folder: Path, name: str, journal: Journal) -> None:
+        self._path = folder / f"{name}.checkpoint"
+        self._journal = journal
+
+    def save(self, step: int, net: nn.Module) -> None:
+        """Save the parameters. A failure is written down, and training goes on."""
+        content = b"".join(tensor.detach().numpy().tobytes() for tensor in net.state_dict().values())
+        unfinished = self._path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self._path)
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, "")
+            self._journal.write("checkpoint_failed", step=step, errno=name, reason=str(error))
+        else:
+            self._journal.write("checkpoint", step=step)
+
+
+class SpoiltTransport(HTTPTransport[Any]):
+    """Sends its answers through a relay that spoils one when it finds a trigger."""
+
+    def __init__(self, triggers: Path, journal: Journal, timeout: timedelta, hostname: str) -> None:
+        super().__init__(timeout=timeout, hostname=hostname)
+        self._triggers = triggers
+        self._journal = journal
+        self._relay: Relay | None = None
+
+    def metadata(self) -> str:
+        """The address of the relay."""
+        metadata = super().metadata()
+        match = re.search(r"://([^/:]+):(\d+)", metadata)
+        if match is None:
+            raise ValueError(f"no address in {metadata!r}")
+        if self._relay is None:
+            self._relay = Relay((match[1], int(match[2])), lambda: at(SPOILT_AT_BYTES, self._spoil))
+        return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+
+    def _spoil(self, data: bytes) -> bytes:
+        for name, spoil in TRIGGERS.items():
+            try:
+                (self._triggers / name).unlink()
+            except FileNotFoundError:
+                continue
+            self._journal.write("spoilt", how=name)
+            return spoil(data)
+        return data
+
+
+def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
+    """The Manager of this rank; the addresses come from the environment."""
+    timeout = timedelta(seconds=order.training.timeout_s)
+    host = order.variables["CHAOS_HOST"]
+    return Manager(
+        pg=_process_group(order, timeout),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=1,
+        timeout=timeout,
+        quorum_timeout=timedelta(seconds=order.training.quorum_timeout_s),
+        replica_id=order.name,
+        hostname=host,
+        checkpoint_transport=SpoiltTransport(Path(order.triggers), journal, timeout, host),
+    )
+
+
+def seed_of(*parts: str) -> int:
+    """A seed that is the same in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
+
+
+def _process_group(order: Order, timeout: timedelta) -> ProcessGroup:
+    if order.training.backend == "baby-gloo":
+        return ProcessGroupBabyGloo(timeout)
+    return ProcessGroupGloo(timeout)
+
+
+def _warm_up() -> None:
+    """Do once what takes long only the first time."""
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9).step()
+
+
+def _enter_network(path: str) -> None:
+    """Before there is any other thread: the call is for this one, and for those that it will start."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
