@@ -1,0 +1,108 @@
+"""The sum of a tensor's words: the same for the same bytes, another for any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchft_like.divergence.words import ROW, _factors, word_sum
+
+CPU = torch.device("cpu")
+MODULUS = 2**64
+
+# Below, at and above the lengths at which the computation takes another way.
+LENGTHS = [1, 3, 4, 5, 4 * ROW - 1, 4 * ROW, 4 * ROW + 1, 12 * ROW + 7]
+
+
+def random_bytes(length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+
+
+def sum_of(tensor: Tensor) -> int:
+    return int(word_sum(tensor).item())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_changed_bit_anywhere_is_found(length: int, data: st.DataObject) -> None:
+    place, bit = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 7))
+    original = random_bytes(length)
+    changed = original.clone()
+    changed[place] ^= 1 << bit
+    assert sum_of(changed) != sum_of(original)
+
+
+def test_every_single_bit_of_a_small_tensor_is_found() -> None:
+    original = random_bytes(64)
+    sums = {sum_of(original)}
+    for place in range(64):
+        for bit in range(8):
+            changed = original.clone()
+            changed[place] ^= 1 << bit
+            sums.add(sum_of(changed))
+    assert len(sums) == 1 + 64 * 8
+
+
+@pytest.mark.parametrize("bit", [0, 7], ids=["lowest", "sign"])
+def test_two_equal_changes_do_not_cancel_each_other(bit: int) -> None:
+    """A memory that loses the same bit line of many words is what real faults look like."""
+    original = torch.zeros(4 * 64, dtype=torch.uint8)
+    sums = {sum_of(original)}
+    pairs = [(one, other) for one in range(64) for other in range(one)]
+    for one, other in pairs:
+        changed = original.clone()
+        changed[4 * one + 3] ^= 1 << bit
+        changed[4 * other + 3] ^= 1 << bit
+        sums.add(sum_of(changed))
+    assert len(sums) == 1 + len(pairs)
+
+
+def test_exchanged_words_are_found() -> None:
+    original = torch.arange(100, dtype=torch.int32)
+    exchanged = original.clone()
+    exchanged[[3, 70]] = original[[70, 3]]
+    assert sum_of(exchanged) != sum_of(original)
+
+
+def test_exchanged_rows_are_found() -> None:
+    original = torch.arange(2 * ROW, dtype=torch.int32)
+    assert sum_of(original.roll(ROW)) != sum_of(original)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_sum_is_that_of_the_definition(length: int) -> None:
+    data = random_bytes(length).numpy().tobytes()
+    words = [
+        int.from_bytes(data[i : i + 4], "little", signed=len(data[i : i + 4]) == 4)
+        for i in range(0, length, 4)
+    ]
+    rows = [weighted(words[i : i + ROW], "words") for i in range(0, len(words), ROW)]
+    expected = rows[0] if len(rows) == 1 else weighted(rows, "rows")
+    assert sum_of(random_bytes(length)) % MODULUS == expected % MODULUS
+
+
+def weighted(words: list[int], purpose: str) -> int:
+    factors: list[int] = _factors(purpose, CPU).tolist()
+    return sum(word * factor for word, factor in zip(words, factors, strict=False)) % MODULUS
+
+
+def test_memory_that_is_not_aligned_has_the_same_sum() -> None:
+    memory = random_bytes(41)
+    assert sum_of(memory[1:]) == sum_of(memory[1:].clone())
+    halves = torch.randn(41).bfloat16()
+    assert sum_of(halves[1:]) == sum_of(halves[1:].clone())
+
+
+def test_a_tensor_of_nothing_has_a_sum() -> None:
+    assert sum_of(torch.empty(0)) == sum_of(torch.empty(0, dtype=torch.bool)) == 0
+
+
+def test_the_factors_are_odd_and_the_same_in_every_process() -> None:
+    factors = _factors("words", CPU)
+    assert bool((factors % 2 != 0).all())
+    assert factors[:2].tolist() == [-5563183019877496675, 6068946137133262543]
