@@ -22,6 +22,8 @@ class WorkerOptions:
         backend: the process group: "gloo" or "baby-gloo".
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
             for a model that is sharded over the ranks of the group (see `sharded`).
+        slices: of the state's fingerprint; 0 does not watch for divergence.
+        on_divergence: name of an OnDivergence.
     """
 
     name: str = ""
@@ -39,6 +41,8 @@ class WorkerOptions:
     ballast_mb: int = 0
     backend: str = "gloo"
     reduce: str = "ddp"
+    slices: int = 0
+    on_divergence: str = "HEAL"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

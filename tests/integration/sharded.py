@@ -72,6 +72,16 @@ class ShardedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.load_state_dict(state)
 
+    def flip(self, part: str) -> None:
+        """Change one bit of this rank's shards, as a fault of the memory would."""
+        *_, last = (p for p in self.net.parameters() if isinstance(p, DTensor) and p.to_local().numel())
+        momentum = self.optimizer.state[last]["momentum_buffer"]
+        flip_bit({"parameter": last, "optimizer": momentum}[part].to_local())
+
+    def watched(self) -> list[nn.Parameter]:
+        """What is the same on the same rank of all replica groups."""
+        return list(self.net.parameters())
+
     def write(self, journal: Journal, step: int) -> None:
         """Write down all parameters; every rank of the group calls it."""
         for way, part in self._parts.items():
@@ -110,6 +120,11 @@ class ShardedPart:
         for layer in (self.net[0], self.net[2]):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(self.net, mesh=mesh, **options)
+
+
+def flip_bit(tensor: Tensor) -> None:
+    """Change the lowest bit of the last element: too little for the training to notice."""
+    tensor.detach().reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
 
 
 def make_net() -> nn.Sequential:
