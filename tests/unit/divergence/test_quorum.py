@@ -1,0 +1,176 @@
+"""What a difference in the state means for a quorum: who heals from whom, and who contributes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from lighthouse import codec
+from lighthouse.quorum import Member as LighthouseMember
+from lighthouse.quorum import Quorum
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.divergence.comparison import Divergence, RankFingerprint, combine
+from torchft_like.manager.assignment import QuorumResult, assign
+from torchft_like.manager.group import GroupJoin, RankJoin, ReplicaGroup
+from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
+from torchft_like.manager.service import rank_join
+
+
+def rank_of(value: int, *, heals: bool = True) -> bytes:
+    return RankFingerprint(heals, b"layout 1", value).to_bytes()
+
+
+def of_group(value: int, *, heals: bool = True) -> bytes:
+    return combine([rank_of(value, heals=heals)])
+
+
+@dataclass(frozen=True)
+class Member:
+    replica_id: str
+    fingerprint: bytes
+    step: int = 5
+    commit_quorum_id: int = 3
+    commit_failures: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.replica_id}:1"
+
+    @property
+    def store_address(self) -> str:
+        return f"{self.replica_id}:2"
+
+
+def results(members: list[Member], group_rank: int = 0) -> dict[str, QuorumResult]:
+    return {member.replica_id: assign(7, members, member.replica_id, group_rank, True) for member in members}
+
+
+ODD_ONE = [
+    Member("a", of_group(2)),
+    Member("b", of_group(1)),
+    Member("c", of_group(1)),
+    Member("d", of_group(1)),
+]
+
+
+def test_the_odd_one_heals_from_one_of_the_others_and_does_not_contribute() -> None:
+    seen = results(ODD_ONE)
+    assert seen["a"].heal
+    assert seen["a"].recover_src_manager_address == "http://b:1"
+    assert seen["a"].max_replica_rank is None
+    assert seen["b"].recover_dst_replica_ranks == (0,)
+    assert [seen[name].max_replica_rank for name in "bcd"] == [0, 1, 2]
+    assert {result.max_world_size for result in seen.values()} == {3}
+    assert {result.healing_replica_ids for result in seen.values()} == {("a",)}
+
+
+def test_the_store_is_not_that_of_the_odd_one() -> None:
+    assert {result.store_address for result in results(ODD_ONE).values()} == {"b:2"}
+
+
+def test_every_member_is_told_the_same_of_it() -> None:
+    expected = Divergence(("a",), (0,), ("b", "c", "d"), tied=False, comparable=True, heals=True)
+    assert {result.divergence for result in results(ODD_ONE).values()} == {expected}
+
+
+def test_of_two_the_one_with_the_lower_rank_is_believed() -> None:
+    seen = results([Member("b", of_group(1)), Member("a", of_group(2))])
+    assert seen["b"].heal
+    assert not seen["a"].heal
+    assert seen["a"].divergence is not None
+    assert seen["a"].divergence.tied
+
+
+def test_a_report_changes_nothing_else() -> None:
+    members = [Member("a", of_group(2, heals=False)), Member("b", of_group(1)), Member("c", of_group(1))]
+    seen = results(members)
+    assert not any(result.heal for result in seen.values())
+    assert [seen[name].max_replica_rank for name in "abc"] == [0, 1, 2]
+    assert seen["b"].divergence is not None
+
+
+def test_who_heals_for_another_reason_is_not_compared() -> None:
+    """A replica that is behind has another state, and rightly so."""
+    behind = Member("a", of_group(9), step=4)
+    older_quorum = Member("b", of_group(8), commit_quorum_id=2)
+    seen = results([behind, older_quorum, Member("c", of_group(1)), Member("d", of_group(1))])
+    assert {result.divergence for result in seen.values()} == {None}
+    assert [name for name in "abcd" if seen[name].heal] == ["a", "b"]
+
+
+def test_one_that_is_behind_does_not_heal_from_the_odd_one() -> None:
+    behind = Member("z", of_group(2), step=4)
+    for group_rank in range(8):
+        seen = results([*ODD_ONE, behind], group_rank)
+        assert seen["z"].recover_src_replica_rank in (1, 2, 3)
+        assert seen["a"].recover_dst_replica_ranks == ()
+
+
+def test_at_step_zero_everybody_takes_the_state_of_the_first_anyway() -> None:
+    seen = results([Member("a", of_group(1), 0, 0), Member("b", of_group(2), 0, 0)])
+    assert seen["a"].divergence is None
+    assert seen["b"].heal
+    assert seen["b"].max_replica_rank == 1
+
+
+def test_replicas_that_begin_on_their_own_are_compared_at_step_zero() -> None:
+    members = [Member("a", of_group(1), 0, 0), Member("b", of_group(2), 0, 0)]
+    assert assign(7, members, "b", 0, init_sync=False).heal
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_all_members_derive_the_same_plan(seed: int) -> None:
+    """Whatever they say of their states, who heals has a source that does not, and both know it."""
+    rng = random.Random(seed)
+    fingerprints = [of_group(rng.randint(1, 3), heals=rng.random() < 0.9) for _ in range(8)] + [b""] * (
+        seed % 2
+    )
+    members = [
+        Member(f"r{i}", rng.choice(fingerprints), rng.choice([3, 4]), rng.choice([1, 2]))
+        for i in rng.sample(range(20), rng.randint(1, 9))
+    ]
+    group_rank = rng.randint(0, 3)
+    seen = [results(rng.sample(members, len(members)), group_rank)[m.replica_id] for m in members]
+    by_rank = {result.replica_rank: result for result in seen}
+    assert len({(r.store_address, r.max_world_size, r.healing_replica_ids, r.divergence) for r in seen}) == 1
+    assert sum(r.max_replica_rank is not None for r in seen) == seen[0].max_world_size > 0
+    for rank, result in by_rank.items():
+        assert result.heal == (result.max_replica_rank is None)
+        if result.recover_src_replica_rank is not None:
+            source = by_rank[result.recover_src_replica_rank]
+            assert not source.heal
+            assert rank in source.recover_dst_replica_ranks
+
+
+# --------------------------------------------------------------------- on the way
+
+
+def group_join(*fingerprints: bytes) -> GroupJoin:
+    group = ReplicaGroup("a", len(fingerprints))
+    effects = []
+    for rank, fingerprint in reversed(list(enumerate(fingerprints))):
+        effects = group.rank_joined(RankJoin(rank, 5, "", commit_quorum_id=3, fingerprint=fingerprint))
+    (join,) = effects
+    assert isinstance(join, GroupJoin)
+    return join
+
+
+def test_a_group_joins_with_the_fingerprints_of_all_of_its_ranks() -> None:
+    assert group_join(rank_of(1), rank_of(2)).fingerprint == combine([rank_of(1), rank_of(2)])
+    assert group_join(rank_of(1), b"").fingerprint == b""
+
+
+def test_it_passes_the_lighthouse_as_it_is() -> None:
+    member = pb.QuorumMember(replica_id="a", step=5, fingerprint=of_group(1))
+    quorum = Quorum(1, 1, (codec.member_from_wire(member), LighthouseMember("b")))
+    wire = codec.quorum_to_wire(quorum, created=0.0)
+    assert [m.fingerprint for m in wire.participants] == [of_group(1), b""]
+
+
+def test_a_rank_s_join_and_its_answer_survive_the_wire() -> None:
+    join = RankJoin(1, 5, "meta", commit_quorum_id=3, fingerprint=rank_of(1))
+    assert rank_join(pb.ManagerQuorumRequest(**vars(join)), 1) == join
+    for result in (*results(ODD_ONE).values(), *results(ODD_ONE[1:]).values()):
+        assert quorum_result_from_wire(quorum_result_to_wire(result)) == result
