@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test gpu-test lint format proto bench leaks clean help
+.PHONY: demo test gpu-test lint format proto bench leaks soak clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -38,6 +38,17 @@ bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
 
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
+
+# Seconds, seconds between two faults, replica groups; KINDS and more (`--help`) by SOAK_ARGUMENTS.
+SOAK_LENGTH ?= 3600
+SOAK_INTERVAL ?= 10
+SOAK_REPLICAS ?= 4
+SOAK_OUT ?= soak_output
+SOAK_ARGUMENTS ?=
+
+soak: $(READY)  ## faults into a real job for SOAK_LENGTH seconds, after as long without; report in SOAK_OUT
+	$(BIN)/python -m torchft_like.chaos soak --length $(SOAK_LENGTH) --interval $(SOAK_INTERVAL) \
+		--replicas $(SOAK_REPLICAS) --out $(SOAK_OUT) $(SOAK_ARGUMENTS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

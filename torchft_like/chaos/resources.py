@@ -40,7 +40,7 @@ class Watch:
 
     def shared_memory_left(self) -> list[str]:
         """Entries of /dev/shm that were not there at first."""
-        return [f"/dev/shm/{name}" for name in sorted(_shared_memory() - self._shared_memory)]
+        return [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_memory)]
 
 
 def growth(samples: list[Counter[str]]) -> list[str]:

@@ -1,0 +1,211 @@
+"""The command `torchft-like`, or `python -m torchft_like.chaos`.
+
+    torchft-like chaos --length 60 --interval 5
+    torchft-like chaos --kinds kill,stop --command 'python train.py --steps 100000'
+    torchft-like soak --length 3600 --interval 10
+
+`chaos` runs one schedule of faults and checks everything that was written. `soak` runs the job
+without faults first, for as long, so that the throughput that was kept can be told. Both end with a
+report, in text on standard output and as text, JSON and PNG in the output folder, and with exit
+status 1 when anything diverged, hung, crashed, leaked or was not felt; 2 is a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from torchft_like.chaos.engine import Engine, Features, Run, features, usable
+from torchft_like.chaos.job import JobError, JobSettings
+from torchft_like.chaos.network import NetworkUnavailableError
+from torchft_like.chaos.orders import Training
+from torchft_like.chaos.report import Report, make_report
+from torchft_like.chaos.schedule import KINDS, Planned, draw
+
+FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
+LINE_EVERY_S = 1.0
+LINE_IN_A_FILE_EVERY_S = 30.0
+_BACKENDS = ("gloo", "baby-gloo", "mixed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    options = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(options)
+    except (JobError, NetworkUnavailableError, OSError, ValueError) as error:
+        _say(f"torchft-like: {error}", sys.stderr)
+        return WRONG_ARGUMENT
+    except KeyboardInterrupt:
+        _say("\ninterrupted; every process has been ended", sys.stderr)
+        return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = JobSettings(
+        replicas=options.replicas,
+        ranks=options.ranks,
+        training=Training(pause_s=options.step_time, backend=options.backend),
+        spares=options.spares,
+        command=tuple(shlex.split(options.command)),
+    )
+    offered = features(settings, network=not options.no_network)
+    kinds, skipped = usable(options.kinds, offered)
+    plan = draw(options.seed, kinds, options.length, options.interval, settings.replicas)
+    with tempfile.TemporaryDirectory(prefix="torchft-like-") as temporary:
+        out = Path(options.out or temporary)
+        report = _rounds(options, settings, offered, plan, skipped, out)
+        _say(report.to_text().rstrip("\n"))
+        if not report.passed and not options.out:
+            kept = tempfile.mkdtemp(prefix="torchft-like-failed-")
+            shutil.copytree(out, kept, dirs_exist_ok=True)
+            _say(f"logs are kept in {kept}")
+    return 0 if report.passed else FAILED
+
+
+def _rounds(
+    options: argparse.Namespace,
+    settings: JobSettings,
+    offered: Features,
+    plan: list[Planned],
+    skipped: dict[str, str],
+    out: Path,
+) -> Report:
+    """The run without faults, if asked for, and the one with them; the report is saved."""
+    out.mkdir(parents=True, exist_ok=True)
+    baseline = None
+    if options.baseline:
+        with_line = Line("without faults")
+        engine = Engine(settings, out / "baseline", offered, with_line, options.seed)
+        baseline = engine.run([], options.baseline)
+        with_line.end()
+    line = Line("faults")
+    run = Engine(settings, out / "chaos", offered, line, options.seed).run(plan, options.length)
+    line.end()
+    report = make_report(run, _setup(options, run), baseline=baseline, skipped=skipped)
+    report.save(out)
+    _draw(report, out / "report.png")
+    return report
+
+
+def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
+    return {
+        "seed": options.seed,
+        "replicas": options.replicas,
+        "ranks": options.ranks,
+        "backend": options.backend,
+        "spares": options.spares,
+        "interval": options.interval,
+        "length": options.length,
+        "pause": options.step_time,
+        "began": round(run.began, 3),
+    }
+
+
+def _draw(report: Report, path: Path) -> None:
+    try:
+        from torchft_like.chaos.plot import plot  # noqa: PLC0415
+
+        plot(report, path)
+    except ImportError as error:
+        _say(f"no picture: {error}; pip install matplotlib", sys.stderr)
+
+
+class Line:
+    """The live line: rewritten every second on a terminal, written now and then elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_terminal = sys.stderr.isatty()
+        self._every_s = LINE_EVERY_S if self._is_terminal else LINE_IN_A_FILE_EVERY_S
+        self._next = 0.0
+
+    def __call__(self, run: Run) -> None:
+        """Write how things stand, if it is time."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._every_s
+        text = _state(self._name, run)
+        _say(f"\r\033[K{text}" if self._is_terminal else text, sys.stderr, "" if self._is_terminal else "\n")
+
+    def end(self) -> None:
+        """Leave the line as it is."""
+        if self._is_terminal:
+            _say("", sys.stderr)
+
+
+def _state(name: str, run: Run) -> str:
+    ran = time.strftime("%H:%M:%S", time.gmtime(time.time() - run.began if run.began else 0))
+    steps = [commit.step for commit in run.log.commits[-run.settings.replicas :]]
+    parts = [f"{name} {ran}", f"step {max(steps, default=0)}"]
+    if run.planned:
+        felt = sum(bool(outcome.felt) for outcome in run.outcomes)
+        parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
+        parts.append(f"{len(run.hangs)} hangs")
+    if run.outcomes:
+        last = run.outcomes[-1]
+        recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"
+        parts.append(f"last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}")
+    return " | ".join(parts)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="torchft-like", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="name", required=True)
+    for name, length, what in (
+        ("chaos", 60.0, "inject faults into a job of real processes, and check what it wrote"),
+        ("soak", 600.0, "the same, after a run of the same length without faults"),
+    ):
+        _add_options(commands.add_parser(name, help=what, description=what), length)
+    options = parser.parse_args(argv)
+    if options.baseline is None:
+        options.baseline = options.length if options.name == "soak" else 0.0
+    if options.replicas < 2 or options.ranks < 1:
+        parser.error("a fault needs a survivor: --replicas 2 or more, --ranks 1 or more")
+    return options
+
+
+def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
+    def add(flag: str, default: object, text: str, **more: object) -> None:
+        kind = {} if "action" in more else {"type": type(default) if default is not None else str}
+        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **{**kind, **more})  # type: ignore[arg-type]
+
+    add("--length", length, "seconds, counted from the first common step")
+    add("--interval", 10.0, "seconds between two faults, give or take a fifth")
+    add("--replicas", 4, "replica groups")
+    add("--ranks", 1, "ranks of each replica group")
+    add("--seed", 0, "of the schedule: the same seed gives the same faults")
+    add("--kinds", list(KINDS), f"comma-separated: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
+    add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
+    add("--step-time", Training.pause_s, "seconds of a step outside of its collectives")
+    add("--spares", 1, "workers that wait with torch loaded; 0 starts each one cold")
+    add("--command", "", "the training command to run instead of the built-in worker")
+    add("--out", "", "folder for logs and the report; by default they are kept only after a failure")
+    add("--baseline", None, "seconds of the run without faults (soak: --length)", type=float)
+    parser.add_argument("--no-network", action="store_true", help="no namespaces, and no faults of them")
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    return kinds
+
+
+def _say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    print(text, end=end, file=stream or sys.stdout, flush=True)
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt

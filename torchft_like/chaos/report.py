@@ -1,0 +1,236 @@
+"""What a run comes to: numbers, a verdict, and both as text and JSON.
+
+batches      steps committed by rank 0 of a replica group in which its gradients counted, summed
+             over the replica groups, from the first common step on for the length of the run
+kept         batches per second divided by those of a run without faults, of the same settings
+steps lost   attempts at a step that their replica group (rank 0) did not commit; that of a
+             process which is killed is not counted, for it wrote nothing
+recovery     from the injection to the last survivor's first committed step that it began after
+             the fault was felt; what the fault itself lasts is part of it
+whole        from the injection to the first step that all replica groups committed together and
+             began after the fault was lifted
+divergence   a violation of `agreement` or `heal_is_clean`: other bits at the same step
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchft_like.chaos.engine import Run
+from torchft_like.chaos.invariants import INVARIANTS
+from torchft_like.chaos.log import Log
+
+PERCENTILES = (50, 90, 99, 100)
+BIN_S = 5.0
+LISTED_MAX = 20
+# What can be told of a command that writes no digests and no ledger.
+WITHOUT_JOURNAL = ("one_quorum_per_step", "monotonic", "no_regress")
+DIVERGENCE = ("agreement", "heal_is_clean")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of one run.
+
+    Attributes:
+        seconds: over which it was counted.
+        steps: how far the job came.
+        batches, steps_lost: see the module.
+        curve: batches per second in each `BIN_S` seconds.
+    """
+
+    seconds: float
+    steps: int
+    batches: int
+    steps_lost: int
+    curve: tuple[float, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Batches per second."""
+        return self.batches / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class OfKind:
+    """All faults of one kind; the times are percentiles 50, 90, 99 and the largest, in seconds."""
+
+    faults: int
+    felt: int
+    recovery_s: tuple[float, ...]
+    whole_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """See the module. Lists hold sentences; whatever is in one of them makes the run a failure."""
+
+    setup: Mapping[str, Any]
+    throughput: Throughput
+    baseline: Throughput | None
+    by_kind: Mapping[str, OfKind]
+    overall: OfKind
+    faults: Sequence[Mapping[str, Any]]
+    skipped: Mapping[str, str]
+    problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing diverged, hung, crashed, leaked or went unfelt."""
+        return not any(self.problems.values())
+
+    @property
+    def kept(self) -> float | None:
+        """The part of the fault-free throughput that was kept."""
+        if self.baseline is None or not self.baseline.rate:
+            return None
+        return self.throughput.rate / self.baseline.rate
+
+    def to_json(self) -> str:
+        """Everything."""
+        fields = {**asdict(self), "kept": self.kept, "passed": self.passed}
+        return json.dumps(fields, indent=1)
+
+    def to_text(self) -> str:
+        """For people."""
+        return "\n".join([*self._lines(), "", *_table(self.by_kind, self.overall), *self._verdict()]) + "\n"
+
+    def save(self, folder: Path) -> None:
+        """Write `report.json` and `report.txt`."""
+        (folder / "report.json").write_text(self.to_json() + "\n")
+        (folder / "report.txt").write_text(self.to_text())
+
+    def _lines(self) -> list[str]:
+        now, before = self.throughput, self.baseline
+        lines = [
+            ", ".join(f"{key} {value}" for key, value in self.setup.items()),
+            f"{self.overall.faults} faults, {self.overall.felt} felt",
+            f"{_amount(now)}, {now.steps_lost} steps lost",
+        ]
+        if before is not None and self.kept is not None:
+            lines += [
+                f"without faults: {_amount(before)}",
+                f"throughput kept: {self.kept:.2%}",
+            ]
+        return lines + [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
+
+    def _verdict(self) -> list[str]:
+        lines = ["", *(f"{name}: {len(found)}" for name, found in self.problems.items())]
+        for found in self.problems.values():
+            lines += [f"  {text}" for text in found[:LISTED_MAX]]
+        return [*lines, "", "PASSED" if self.passed else "FAILED"]
+
+
+def make_report(
+    run: Run,
+    setup: Mapping[str, Any],
+    *,
+    baseline: Run | None = None,
+    skipped: Mapping[str, str] | None = None,
+) -> Report:
+    """Check everything that a run has written, and sum it up."""
+    outcomes = run.outcomes
+    kinds = sorted({outcome.injection.kind for outcome in outcomes})
+    of = {kind: [o for o in outcomes if o.injection.kind == kind] for kind in kinds}
+    return Report(
+        setup=setup,
+        throughput=measure(run),
+        baseline=None if baseline is None else measure(baseline),
+        by_kind={kind: _sum_up(found) for kind, found in of.items()},
+        overall=_sum_up(outcomes),
+        faults=[{**asdict(o.injection), **_without_injection(asdict(o))} for o in outcomes],
+        skipped=skipped or {},
+        problems=_problems(run, baseline),
+    )
+
+
+def measure(run: Run) -> Throughput:
+    """Count steps and batches."""
+    seconds = min(run.ended - run.began, run.length_s)
+    counted = [
+        commit
+        for commit in run.log.commits
+        if commit.group_rank == 0 and run.began < commit.time <= run.began + seconds
+    ]
+    batches = [commit for commit in counted if commit.participating]
+    steps = [commit.step for commit in counted]
+    bins = Counter(int((commit.time - run.began) / BIN_S) for commit in batches)
+    return Throughput(
+        seconds=seconds,
+        steps=max(steps) - min(steps) + 1 if steps else 0,
+        batches=len(batches),
+        steps_lost=_steps_lost(run.log, run.began, run.began + seconds),
+        curve=tuple(bins[index] / BIN_S for index in range(int(seconds / BIN_S))),
+    )
+
+
+def percentiles(values: Iterable[float]) -> tuple[float, ...]:
+    """By nearest rank: each of them is a value that was measured. Empty for no values."""
+    ordered = sorted(values)
+    ranks = (max(1, math.ceil(percent / 100 * len(ordered))) for percent in PERCENTILES)
+    return tuple(ordered[rank - 1] for rank in ranks) if ordered else ()
+
+
+def _amount(done: Throughput) -> str:
+    return f"{done.steps} steps, {done.batches} batches in {done.seconds:.0f} s ({done.rate:.2f} a second)"
+
+
+def _sum_up(outcomes: Sequence[Any]) -> OfKind:
+    return OfKind(
+        faults=len(outcomes),
+        felt=sum(bool(outcome.felt) for outcome in outcomes),
+        recovery_s=percentiles(o.recovery_s for o in outcomes if o.recovery_s is not None),
+        whole_s=percentiles(o.whole_s for o in outcomes if o.whole_s is not None),
+    )
+
+
+def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
+    runs = [run, *([baseline] if baseline else [])]
+    broken: dict[str, list[str]] = defaultdict(list)
+    for one in runs:
+        for name, check in INVARIANTS.items():
+            if not one.settings.command or name in WITHOUT_JOURNAL:
+                broken[name] += check(one.log.history())
+    unfelt = [
+        f"fault {o.injection.number}: {o.injection.kind} {dict(o.injection.details)}"
+        for o in run.outcomes
+        if not o.felt
+    ]
+    return {
+        "divergences": [f"{name}: {text}" for name in DIVERGENCE for text in broken[name]],
+        "other violations": [
+            f"{n}: {text}" for n, texts in broken.items() if n not in DIVERGENCE for text in texts
+        ],
+        "hangs": [text for one in runs for text in one.hangs],
+        "leaked resources": [text for one in runs for text in one.leaks],
+        "crashes": [text for one in runs for text in one.crashes],
+        "faults that nobody felt": unfelt,
+    }
+
+
+def _steps_lost(log: Log, since: float, until: float) -> int:
+    failed = log.notes_between(since, until, "failed")
+    return sum(note.get("group_rank", 0) == 0 for note in failed)
+
+
+def _without_injection(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != "injection"}
+
+
+def _table(by_kind: Mapping[str, OfKind], overall: OfKind) -> list[str]:
+    head = f"{'':18}{'faults':>7}{'felt':>6}   {'recovery, s':^32}{'whole, s':^32}"
+    columns = "".join(f"{name:>8}" for name in ("p50", "p90", "p99", "max"))
+    lines = [head, " " * 34 + columns + columns]
+    return lines + [_line(name, of) for name, of in {**by_kind, "all": overall}.items()]
+
+
+def _line(name: str, of: OfKind) -> str:
+    blank = (math.nan,) * len(PERCENTILES)
+    times = "".join(f"{value:8.2f}" for value in (of.recovery_s or blank) + (of.whole_s or blank))
+    return f"{name:18}{of.faults:7}{of.felt:6}   {times}"
