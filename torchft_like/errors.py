@@ -62,7 +62,7 @@ class MaxRetriesError(FaultToleranceError):
 
 
 class DivergenceError(FaultToleranceError):
-    """Replicas hold different states after the same step, and nobody can know which is right."""
+    """Replicas hold different states after the same step, and healing is no way out."""
 
 
 class NotSupportedError(FaultToleranceError, NotImplementedError):

@@ -124,6 +124,7 @@ class Model:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._ballast.copy_(state["ballast"])
 
 
 AnyModel = Model | ShardedModel

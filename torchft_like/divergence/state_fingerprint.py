@@ -81,7 +81,7 @@ class StateFingerprint:
         self.on_divergence = on_divergence
         self._tensors = list(tensors)
         self._optimizers = list(optimizers)
-        self._slice_count = slices
+        self.slices = slices
         if slices < 1:
             raise ConfigError(f"slices is {slices}, it must be 1 or more: the steps to read everything in")
         if not self._tensors and not self._optimizers:
@@ -126,8 +126,8 @@ class StateFingerprint:
             _check(tensor)
         forms = [_form(tensor) for tensor in tensors]
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        layout = hashlib.blake2b(f"{self._slice_count} {forms}".encode(), digest_size=LAYOUT_BYTES).digest()
-        return _Plan(parts, forms, Slices(sizes, self._slice_count), layout, self._count_entries())
+        layout = hashlib.blake2b(f"{self.slices} {forms}".encode(), digest_size=LAYOUT_BYTES).digest()
+        return _Plan(parts, forms, Slices(sizes, self.slices), layout, self._count_entries())
 
 
 class PendingFingerprint:

@@ -189,7 +189,7 @@ class Manager:
 
     def watch_divergence(self, fingerprint: StateFingerprint) -> None:
         """Compare this replica's state with its peers' in every step; see docs/divergence.md."""
-        self._driver.fingerprint = fingerprint
+        self._driver.divergence.fingerprint = fingerprint
 
     # ------------------------------------------------------------------------- one step
 
@@ -330,7 +330,7 @@ class Manager:
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
-        DivergenceError: the replicas differ and none is known to be right (`HEAL_UNLESS_TIED`).
+        DivergenceError: this replica's state differs from its peers', and healing is no way out.
         """
         attempt = self._current_attempt()
         attempt.wait_ready(self._driver.why_no_quorum)

@@ -13,18 +13,12 @@ from datetime import timedelta
 
 from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.divergence import OnDivergence, StateFingerprint
-from torchft_like.divergence.comparison import UNKNOWN_RANK, Divergence
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import (
-    CheckpointFormatError,
-    DivergenceError,
-    FaultToleranceError,
-    GroupLostError,
-)
+from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
+from torchft_like.manager.divergence_watch import DivergenceWatch
 from torchft_like.manager.group import LossNotice, RankJoin, Verdict
 from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
 from torchft_like.manager.preparation import (
@@ -48,7 +42,7 @@ class QuorumDriver:
         attempt: the current one, or the last.
         fatal: set once this Manager cannot go on; every later wait raises it.
         trouble: why the lighthouse cannot be reached just now, if so.
-        fingerprint: of the state, for the join; None while divergence is not watched.
+        divergence: what is said and heard of the replicas' states.
     """
 
     def __init__(
@@ -63,7 +57,7 @@ class QuorumDriver:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
         self.trouble: str | None = None
-        self.fingerprint: StateFingerprint | None = None
+        self.divergence = DivergenceWatch(emit)
         self._config = config
         self._protocol = protocol
         self._group = group
@@ -74,7 +68,6 @@ class QuorumDriver:
         self._members: tuple[str, ...] = ()
         self._is_serving = False
         self._heals_from = ""
-        self._divergence: Divergence | None = None
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
@@ -84,11 +77,10 @@ class QuorumDriver:
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
         """Join, with the fingerprint of the state once the device has computed it, which nobody waits for."""
-        if self.fingerprint is None:
+        pending = self.divergence.take(join.step)
+        if pending is None:
             link.join(join)
-            return
-        pending = self.fingerprint.take(join.step)
-        if pending.is_ready:
+        elif pending.is_ready:
             link.join(replace(join, fingerprint=pending.result()))
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending))
@@ -120,9 +112,8 @@ class QuorumDriver:
             return  # an answer to a join that was given up
         plan = self._group.agree(result, attempt.allow_heal)
         attempt.agree(result)
-        self._tell_of(result.divergence)
-        if result.divergence is not None and self._is_undecidable(result.divergence):
-            attempt.fail(DivergenceError(_undecidable(result)))
+        if (error := self.divergence.quorum(result)) is not None:
+            attempt.fail(error)
             return
         if self._is_serving and not plan.serve:
             # Every member of this quorum is done with the last one: nobody fetches any more.
@@ -160,27 +151,6 @@ class QuorumDriver:
         self.trouble = None
         self._emit("connected", address=str(self._config.lighthouse))
 
-    def _tell_of(self, divergence: Divergence | None) -> None:
-        """Report who differs; what nothing is done about is not repeated in every step."""
-        last, self._divergence = self._divergence, divergence
-        if divergence is None or (divergence == last and not divergence.heals):
-            return
-        self._emit(
-            "divergence",
-            members=list(divergence.replica_ids),
-            ranks=["several" if rank == UNKNOWN_RANK else str(rank) for rank in divergence.group_ranks],
-            kept=list(divergence.kept),
-            tied=divergence.tied,
-            comparable=divergence.comparable,
-            heals=divergence.heals,
-        )
-
-    def _is_undecidable(self, divergence: Divergence) -> bool:
-        unless_tied = (
-            self.fingerprint is not None and self.fingerprint.on_divergence is OnDivergence.HEAL_UNLESS_TIED
-        )
-        return unless_tied and divergence.tied and divergence.comparable
-
     # ---------------------------------------------------------- on the quorum worker
 
     def _ask_later(
@@ -188,9 +158,8 @@ class QuorumDriver:
     ) -> None:
         try:
             join = replace(join, fingerprint=pending.result())
-        except Exception as error:
-            logger.exception("no fingerprint of the state")
-            self._group.fail_current(error)
+        except Exception:  # the device's failure meets the step elsewhere, and peers wait for the join
+            logger.exception("step %d: no fingerprint of the state", join.step)
         if self.attempt is attempt and attempt.error is None:
             link.join(join)
 
@@ -266,17 +235,6 @@ class QuorumDriver:
             attempt = self.attempt
         if attempt is not None:
             attempt.fail(self.fatal)
-
-
-def _undecidable(result: QuorumResult) -> str:
-    divergence = result.divergence
-    sides = (
-        "" if divergence is None else f"{', '.join(divergence.replica_ids)} and {', '.join(divergence.kept)}"
-    )
-    return (
-        f"after step {result.max_step} {sides} hold different states, and nobody can know who is right; go "
-        "back to a checkpoint, or watch with OnDivergence.HEAL to go on with the state of the latter"
-    )
 
 
 def _source_of(result: QuorumResult) -> str:

@@ -1,0 +1,87 @@
+"""What a rank does about divergence: it says what its state looks like, and hears who differs.
+
+Who differs and who heals is decided by all members alike, from the quorum (`assignment`). Here it is
+reported, and decided whether this replica can go on. The watch knows neither threads nor the wire.
+"""
+
+from __future__ import annotations
+
+from torchft_like.divergence import OnDivergence, StateFingerprint
+from torchft_like.divergence.comparison import UNKNOWN_RANK, Divergence
+from torchft_like.divergence.state_fingerprint import PendingFingerprint
+from torchft_like.errors import DivergenceError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.managed_group import Emit
+
+HEALS_IN_VAIN_MAX = 3
+
+
+class DivergenceWatch:
+    """Used by one thread at a time.
+
+    Attributes:
+        fingerprint: of the state; None while nothing is watched, and then nothing is computed.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self.fingerprint: StateFingerprint | None = None
+        self._emit = emit
+        self._last: Divergence | None = None
+        self._heals = 0
+        self._healed_at = -1
+
+    def take(self, step: int) -> PendingFingerprint | None:
+        """Begin to compute what the join for this step says of the state."""
+        return None if self.fingerprint is None else self.fingerprint.take(step)
+
+    def quorum(self, result: QuorumResult) -> DivergenceError | None:
+        """A quorum was formed: tell of those who differ. Returns why this replica cannot go on, if so."""
+        self._tell(result.divergence)
+        if self.fingerprint is None:
+            return None
+        return self._undecidable(result, self.fingerprint) or self._incurable(result, self.fingerprint)
+
+    def _tell(self, divergence: Divergence | None) -> None:
+        """What nothing is done about is not repeated in every step."""
+        last, self._last = self._last, divergence
+        if divergence is None or (divergence == last and not divergence.heals):
+            return
+        self._emit(
+            "divergence",
+            members=list(divergence.replica_ids),
+            ranks=["several" if rank == UNKNOWN_RANK else str(rank) for rank in divergence.group_ranks],
+            kept=list(divergence.kept),
+            tied=divergence.tied,
+            comparable=divergence.comparable,
+            heals=divergence.heals,
+        )
+
+    def _undecidable(self, result: QuorumResult, fingerprint: StateFingerprint) -> DivergenceError | None:
+        divergence = result.divergence
+        if divergence is None or not divergence.tied or not divergence.heals:
+            return None
+        if fingerprint.on_divergence is not OnDivergence.HEAL_UNLESS_TIED:
+            return None
+        return DivergenceError(
+            f"after step {result.max_step} {', '.join(divergence.replica_ids)} and "
+            f"{', '.join(divergence.kept)} hold different states, and nobody can know who is right; go back "
+            "to a checkpoint, or let OnDivergence.HEAL go on with the state of the latter"
+        )
+
+    def _incurable(self, result: QuorumResult, fingerprint: StateFingerprint) -> DivergenceError | None:
+        """A replica that heals again and again costs its peers more than it gives them."""
+        divergence, own_id = result.divergence, result.replica_ids[result.replica_rank]
+        if divergence is None or not divergence.heals or own_id not in divergence.replica_ids:
+            return None
+        last, self._healed_at = self._healed_at, result.max_step
+        if result.max_step == last:  # the step was not committed, and is tried again
+            return None
+        is_relapse = self._heals > 0 and result.max_step - last <= fingerprint.slices
+        self._heals = self._heals + 1 if is_relapse else 1
+        if self._heals <= HEALS_IN_VAIN_MAX:
+            return None
+        return DivergenceError(
+            f"{own_id} has taken over its peers' state {HEALS_IN_VAIN_MAX} times, and each time it differed "
+            f"again within a round of {fingerprint.slices} steps: either its memory or its device is broken, "
+            "or its StateFingerprint watches tensors that the Manager's state dict does not hold"
+        )
