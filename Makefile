@@ -16,7 +16,7 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit tests/conformance
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration tests/interop
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration tests/interop tests/chaos
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from torchft_like.chaos.engine import Engine, Features, Run, features, usable
 from torchft_like.chaos.job import JobError, JobSettings
@@ -103,7 +103,7 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
         "replicas": options.replicas,
         "ranks": options.ranks,
         "backend": options.backend,
-        "spares": options.spares,
+        "spares": options.ranks if options.spares is None else options.spares,
         "interval": options.interval,
         "length": options.length,
         "pause": options.step_time,
@@ -177,22 +177,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
-    def add(flag: str, default: object, text: str, **more: object) -> None:
-        kind = {} if "action" in more else {"type": type(default) if default is not None else str}
-        parser.add_argument(flag, default=default, help=f"{text} (default: {default})", **{**kind, **more})  # type: ignore[arg-type]
+    def add(flag: str, default: object, text: str, **more: Any) -> None:
+        shown = "" if default is None or isinstance(default, list) else f" (default: {default!r})"
+        settings = {"type": type(default), "default": default, "help": text + shown, **more}
+        parser.add_argument(flag, **settings)
 
     add("--length", length, "seconds, counted from the first common step")
     add("--interval", 10.0, "seconds between two faults, give or take a fifth")
     add("--replicas", 4, "replica groups")
     add("--ranks", 1, "ranks of each replica group")
     add("--seed", 0, "of the schedule: the same seed gives the same faults")
-    add("--kinds", list(KINDS), f"comma-separated: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
+    add("--kinds", list(KINDS), f"all unless given: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
     add("--step-time", Training.pause_s, "seconds of a step outside of its collectives")
-    add("--spares", 1, "workers that wait with torch loaded; 0 starts each one cold")
+    add("--spares", None, "workers that wait with torch loaded; 0 starts each one cold", type=int)
     add("--command", "", "the training command to run instead of the built-in worker")
     add("--out", "", "folder for logs and the report; by default they are kept only after a failure")
-    add("--baseline", None, "seconds of the run without faults (soak: --length)", type=float)
+    add("--baseline", None, "seconds of the run without faults (soak: as --length)", type=float)
     parser.add_argument("--no-network", action="store_true", help="no namespaces, and no faults of them")
 
 

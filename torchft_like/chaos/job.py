@@ -44,7 +44,8 @@ class JobSettings:
         replicas: replica groups.
         ranks: of each replica group.
         training: of the built-in worker.
-        spares: workers that have loaded torch and wait to be told who they are; 0 starts each one cold.
+        spares: workers that have loaded torch and wait to be told who they are, as many as a replica
+            group has ranks unless given; 0 starts each one cold.
         command: the user's own training command instead of the built-in worker.
         min_replicas: of the lighthouse.
         join_timeout_ms: of the lighthouse.
@@ -53,7 +54,7 @@ class JobSettings:
     replicas: int = 4
     ranks: int = 1
     training: Training = field(default_factory=Training)
-    spares: int = 1
+    spares: int | None = None
     command: tuple[str, ...] = ()
     min_replicas: int = 1
     join_timeout_ms: int = 10_000
@@ -169,7 +170,8 @@ class ChaosJob:
 
     def refill_spares(self) -> None:
         """Start as many spares as there should be."""
-        wanted = 0 if self.settings.command or self._ends else self.settings.spares
+        spares = self.settings.ranks if self.settings.spares is None else self.settings.spares
+        wanted = 0 if self.settings.command or self._ends else spares
         while len(self._spares) < wanted:
             self._spares.append(self._start_worker())
 

@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "half of the hosts are cut off from the lighthouse's half", (2.0, 4.0), needs=("network",)
         ),
         "loss": Kind("packets from and to a host are lost", (3.0, 5.0), (0.03, 0.10), ("network",)),
-        "delay": Kind("packets from and to a host are late", (3.0, 5.0), (0.02, 0.08), ("network",)),
+        "delay": Kind("packets from and to a host are late", (3.0, 5.0), (0.01, 0.04), ("network",)),
     }
 )
 

@@ -1,0 +1,1 @@
+"""Faults into real jobs, and the tools that inject and judge them."""

@@ -1,0 +1,101 @@
+"""Runs that nobody ran: logs made by hand, in which exactly one thing is wrong, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchft_like.chaos.engine import Run
+from torchft_like.chaos.evidence import Injection, Job, judge
+from torchft_like.chaos.invariants import Commit
+from torchft_like.chaos.job import JobSettings
+from torchft_like.chaos.log import Log
+
+NAMES = ("r0", "r1", "r2")
+MEMBERS = frozenset(f"{name}:1" for name in NAMES)
+STEP_S = 0.1
+JOB = Job(NAMES)
+
+
+class Story:
+    """Writes a log step by step: everybody commits, until somebody is said to be away."""
+
+    def __init__(self) -> None:
+        self.log = Log()
+        self.now = 1000.0
+        self.step = 0
+        self.quorum_id = 7
+        self.away: set[str] = set()
+
+    def steps(self, count: int, *, took_s: float = STEP_S) -> Story:
+        """Everybody who is there commits."""
+        present = [name for name in NAMES if name not in self.away]
+        members = frozenset(f"{name}:1" for name in present)
+        for _ in range(count):
+            began, self.now, self.step = self.now, self.now + took_s, self.step + 1
+            self.log.commits += [self._commit(name, members, began) for name in present]
+        return self
+
+    def event(self, kind: str, name: str = "", **fields: Any) -> Story:
+        """Somebody writes an event."""
+        self.now += 0.001
+        replica_id = f"{name}:1" if name else ""
+        record = {"kind": kind, "time": self.now, "replica_id": replica_id, "group_rank": 0, **fields}
+        self.log.events.append(record)
+        return self
+
+    def note(self, kind: str, name: str, **fields: Any) -> Story:
+        """A worker writes into its journal."""
+        self.now += 0.001
+        self.log.notes.append({"kind": kind, "time": self.now, "replica": name, **fields})
+        return self
+
+    def new_quorum(self, *away: str) -> Story:
+        """From now on these are away, and nobody else."""
+        self.away = set(away)
+        self.quorum_id += 1
+        return self
+
+    def _commit(self, name: str, members: frozenset[str], began: float) -> Commit:
+        index, ledger = NAMES.index(name), sum(2 ** NAMES.index(m.partition(":")[0]) for m in members)
+        return Commit(
+            time=self.now,
+            replica_id=f"{name}:1",
+            group_rank=0,
+            step=self.step,
+            quorum_id=self.quorum_id,
+            members=members,
+            participants=len(members),
+            participating=True,
+            index=index,
+            ledger=ledger,
+            ledger_steps=ledger * (self.step - 1),
+            digest=f"{self.step:x}",
+            began=began,
+        )
+
+
+def killed_and_back() -> tuple[Story, Injection]:
+    """r2 dies after ten steps; the others lose it, go on, and it heals and is back."""
+    story = Story().steps(10)
+    injection = Injection(0, "kill", story.now + 0.01, story.now + 0.01, ("r2",))
+    story.now += 0.05
+    for name in ("r0", "r1"):
+        story.event("loss", name, member="r2:1", reason="its connection ended")
+    story.new_quorum("r2").steps(5)
+    story.event("heal", "r2", source="r0:1").new_quorum().steps(5)
+    return story, injection
+
+
+def run_of(story: Story, *injections: Injection) -> Run:
+    """A run with this log and these faults, judged."""
+    run = Run(JobSettings(replicas=len(NAMES)), length_s=3600.0, planned=len(injections))
+    run.log, run.began, run.ended = story.log, 1000.0 - 0.001, story.now
+    run.outcomes = [judge(injection, story.log, JOB, story.now) for injection in injections]
+    return run
+
+
+def diverged(story: Story, at: int) -> Story:
+    """One replica has another digest after the commit with this number."""
+    story.log.commits[at] = replace(story.log.commits[at], digest="another")
+    return story

@@ -1,0 +1,108 @@
+"""Hosts that are namespaces: what passes between them, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchft_like.chaos.network import Network, Rules, why_unavailable
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable())),
+]
+LIMIT_S = 20
+PACKETS = 200
+LISTEN = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+    server.bind(("0.0.0.0", 7))
+    print("ready", flush=True)
+    while True:
+        server.sendto(*server.recvfrom(100))
+"""
+ASK = """
+import socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+    client.connect((sys.argv[1], 7))
+    client.settimeout(float(sys.argv[3]))
+    answered, began = 0, time.monotonic()
+    for _ in range(int(sys.argv[2])):
+        try:
+            client.send(b"?")
+            answered += bool(client.recv(100))
+        except OSError:
+            pass
+    print(answered, time.monotonic() - began)
+"""
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(["a", "b"], tmp_path, seed=1) as network:
+        command = [*network.entering("b"), sys.executable, "-c", LISTEN]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            try:
+                assert server.stdout is not None
+                assert server.stdout.readline() == b"ready\n"
+                yield network
+            finally:
+                server.kill()
+
+
+def ask(network: Network, count: int, wait_s: float = LIMIT_S) -> tuple[int, float]:
+    """How many of so many packets from a to b were answered, and the seconds that it took."""
+    command = [
+        *network.entering("a"),
+        sys.executable,
+        "-c",
+        ASK,
+        network.address("b"),
+        str(count),
+        str(wait_s),
+    ]
+    answered, seconds = subprocess.check_output(command, timeout=60).split()
+    return int(answered), float(seconds)
+
+
+def test_hosts_reach_each_other(network: Network) -> None:
+    assert ask(network, PACKETS)[0] == PACKETS
+    assert network.counts()["passed"] >= 2 * PACKETS
+
+
+@pytest.mark.parametrize("incoming", [True, False])
+def test_nothing_comes_back_from_a_host_that_is_cut_off(network: Network, incoming: bool) -> None:
+    network.apply(network.cut_off(["b"], incoming=incoming))
+    assert ask(network, 2, wait_s=0.2)[0] == 0
+    assert network.counts()["cut"] == 2
+    assert network.counts()["passed"] == (0 if incoming else 2)
+    network.apply(Rules())
+    assert ask(network, 2)[0] == 2
+
+
+def test_packets_are_lost_as_often_as_the_rules_say(network: Network) -> None:
+    network.apply(Rules(loss={"b": 0.2}))
+    answered, _ = ask(network, PACKETS, wait_s=0.005)
+    assert 0 < network.counts()["lost"] < PACKETS
+    assert answered < PACKETS
+
+
+def test_packets_are_late_in_both_directions(network: Network) -> None:
+    network.apply(Rules(delay_s={"a": 0.02}))
+    answered, seconds = ask(network, 5)
+    assert answered == 5
+    assert seconds >= 5 * 2 * 0.02
+
+
+def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:
+    before = set(psutil.net_if_addrs())
+    with Network(["a", "b"], tmp_path, seed=1) as network:
+        namespaces = [Path(network.namespace(host)) for host in network.hosts]
+        assert all(path.exists() for path in namespaces)
+    assert not any(path.exists() for path in namespaces)
+    assert set(psutil.net_if_addrs()) <= before

@@ -1,0 +1,50 @@
+"""Faults into a real job: what it writes holds every invariant, every fault is felt, nothing is left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchft_like.chaos.engine import Engine, Run, features, usable
+from torchft_like.chaos.job import JobSettings
+from torchft_like.chaos.network import why_unavailable
+from torchft_like.chaos.report import make_report
+from torchft_like.chaos.schedule import draw
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
+
+
+def chaos(folder: Path, kinds: list[str], *, interval_s: float, settings: JobSettings, network: bool) -> Run:
+    """One fault of each kind into a job; fails with the report unless everything holds."""
+    offered = features(settings, network=network)
+    kinds, skipped = usable(kinds, offered)
+    length_s = interval_s * len(kinds)
+    plan = draw(1, kinds, length_s, interval_s, settings.replicas)
+    run = Engine(settings, folder / "chaos", offered, lambda _: None, seed=1).run(plan, length_s)
+    report = make_report(run, {}, skipped=skipped)
+    assert report.passed, report.to_text()
+    assert [outcome.injection.kind for outcome in run.outcomes] == [planned.kind for planned in plan]
+    return run
+
+
+def test_a_job_survives_a_fault_of_each_of_several_kinds(tmp_path: Path) -> None:
+    kinds = ["stop", "lighthouse-kill", "truncate", "disk-full"]
+    chaos(tmp_path, kinds, interval_s=1.5, settings=JobSettings(replicas=3), network=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable()))
+def test_a_job_survives_every_fault_of_the_network(tmp_path: Path) -> None:
+    kinds = ["blackhole", "one-way", "partition", "loss", "delay"]
+    chaos(tmp_path, kinds, interval_s=6, settings=JobSettings(replicas=4), network=True)
+
+
+@pytest.mark.slow
+def test_the_users_own_command_is_checked_by_its_events(tmp_path: Path) -> None:
+    command = (sys.executable, str(EXAMPLE), "--steps", "100000")
+    settings = JobSettings(replicas=3, command=command)
+    run = chaos(tmp_path, ["kill", "stop"], interval_s=15, settings=settings, network=False)
+    assert {commit.digest for commit in run.log.commits} == {""}

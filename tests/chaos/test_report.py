@@ -1,0 +1,93 @@
+"""The verdict on a run: what makes it fail, and how its numbers are counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.histories import Story, diverged, killed_and_back, run_of
+from torchft_like.chaos.engine import Run
+from torchft_like.chaos.evidence import Injection
+from torchft_like.chaos.plot import plot
+from torchft_like.chaos.report import Report, make_report, measure, percentiles
+from torchft_like.chaos.resources import growth
+
+
+def report_of(run: Run, baseline: Run | None = None) -> Report:
+    return make_report(run, {"seed": 0, "began": run.began}, baseline=baseline)
+
+
+def test_a_run_that_recovered_from_a_kill_passes() -> None:
+    report = report_of(run_of(*killed_and_back()))
+    assert report.passed, report.to_text()
+    assert report.by_kind["kill"].felt == 1
+
+
+def test_other_bits_at_the_same_step_fail_it() -> None:
+    story, injection = killed_and_back()
+    report = report_of(run_of(diverged(story, at=4), injection))
+    assert not report.passed
+    assert "agreement" in report.problems["divergences"][0]
+
+
+def test_a_fault_that_nobody_felt_fails_it() -> None:
+    story = Story().steps(5)
+    injection = Injection(0, "kill", story.now, story.now, ("r2",))
+    report = report_of(run_of(story.steps(5), injection))
+    assert not report.passed
+    assert report.problems["faults that nobody felt"]
+
+
+@pytest.mark.parametrize("problem", ["hangs", "crashes", "leaks"])
+def test_a_hang_a_crash_and_a_leak_fail_it(problem: str) -> None:
+    run = run_of(*killed_and_back())
+    getattr(run, problem).append("something")
+    report = report_of(run)
+    assert not report.passed
+    assert "something" in report.to_text()
+
+
+def test_a_divergence_in_the_run_without_faults_fails_it_too() -> None:
+    baseline = run_of(diverged(Story().steps(10), at=4))
+    assert not report_of(run_of(*killed_and_back()), baseline).passed
+
+
+def test_batches_are_the_steps_of_all_who_took_part() -> None:
+    story, injection = killed_and_back()
+    measured = measure(run_of(story, injection))
+    assert measured.steps == 20
+    assert measured.batches == 10 * 3 + 5 * 2 + 5 * 3
+
+
+def test_what_is_kept_compares_batches_per_second() -> None:
+    run, baseline = run_of(*killed_and_back()), run_of(Story().steps(20))
+    report = report_of(run, baseline)
+    assert report.kept == pytest.approx((55 / measure(run).seconds) / (60 / measure(baseline).seconds))
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentiles(range(1, 101)) == (50, 90, 99, 100)
+    assert percentiles([2.0, 1.0]) == (1.0, 2.0, 2.0, 2.0)
+    assert percentiles([]) == ()
+
+
+def test_a_report_is_saved_as_text_json_and_picture(tmp_path: Path) -> None:
+    report = report_of(run_of(*killed_and_back()), run_of(Story().steps(20)))
+    report.save(tmp_path)
+    plot(report, tmp_path / "report.png")
+    assert "PASSED" in (tmp_path / "report.txt").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["passed"] is True
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_a_process_that_holds_ever_more_is_found() -> None:
+    samples = [Counter({"descriptors of socket:[*]": 10 + 2 * index, "threads": 9}) for index in range(10)]
+    assert growth(samples) == ["24 descriptors of socket:[*], 14 at first"]
+
+
+def test_a_process_that_holds_more_for_a_moment_is_not() -> None:
+    samples = [Counter({"descriptors of socket:[*]": 10 + 50 * (index == 5)}) for index in range(10)]
+    assert growth(samples) == []

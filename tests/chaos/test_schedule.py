@@ -1,0 +1,52 @@
+"""Schedules come from their seed alone, and deal every kind equally often."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from torchft_like.chaos.cli import WRONG_ARGUMENT, main
+from torchft_like.chaos.schedule import KINDS, draw
+
+
+def test_the_same_seed_gives_the_same_faults() -> None:
+    assert draw(5, list(KINDS), 600, 10, 4) == draw(5, list(KINDS), 600, 10, 4)
+    assert draw(5, list(KINDS), 600, 10, 4) != draw(6, list(KINDS), 600, 10, 4)
+
+
+def test_every_kind_comes_equally_often() -> None:
+    counts = Counter(planned.kind for planned in draw(1, list(KINDS), len(KINDS) * 100, 10, 4))
+    assert set(counts.values()) == {10}
+
+
+def test_faults_come_in_their_own_intervals() -> None:
+    plan = draw(3, ["kill"], 100, 10, 4)
+    assert [int(planned.at_s // 10) for planned in plan] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "length_s", "interval_s", "replicas"),
+    [
+        ([], 60, 10, 4),
+        (["nothing"], 60, 10, 4),
+        (["kill"], 0, 10, 4),
+        (["kill"], 60, -1, 4),
+        (["kill"], 60, 1, 0),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(
+    kinds: list[str], length_s: float, interval_s: float, replicas: int
+) -> None:
+    with pytest.raises(ValueError, match=r"unknown kinds|must be above 0"):
+        draw(1, kinds, length_s, interval_s, replicas)
+
+
+@pytest.mark.parametrize("arguments", [["--kinds", "nothing"], ["--replicas", "1"]])
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chaos", *arguments])
+    assert ended.value.code == WRONG_ARGUMENT
+    assert arguments[0] in capsys.readouterr().err
