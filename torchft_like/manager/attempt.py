@@ -37,6 +37,7 @@ class Attempt:
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
+        self._is_configured = False  # as the event says, which is asked before every collective
         self._ready = threading.Event()
         self._decided = threading.Event()
 
@@ -50,13 +51,19 @@ class Attempt:
         self.result = result
         self._agreed.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `wait_configured` would return at once."""
+        return self._is_configured and self.error is None
+
     def open_configured(self) -> None:
         """Collectives may be issued."""
+        self._is_configured = True
         self._configured.set()
 
     def open_ready(self) -> None:
         """Nothing more happens in the background."""
-        self._configured.set()
+        self.open_configured()
         self._ready.set()
 
     def decide(self, verdict: Verdict) -> None:
@@ -76,7 +83,7 @@ class Attempt:
         Raises:
             QuorumTimeoutError: no quorum within the timeout; `describe` tells of the circumstances.
         """
-        if not self._configured.is_set():  # asked before every collective: a wait would take a lock
+        if not self._is_configured:
             self._wait_agreed(describe)
             self._configured.wait()
         self._raise_error()

@@ -31,16 +31,16 @@ class ManagedWork(Work):
         report: told of an error.
     """
 
+    _future: TensorFuture | None = None
+
     def __init__(
         self, work: Work | None, tensor: torch.Tensor, divide_by: int | None, report: Report
     ) -> None:
-        super().__init__()
+        Work.__init__(self)
         self._work = work
         self._tensor = tensor
         self._divide_by = divide_by
         self._report = report
-        self._lock = threading.Lock()
-        self._future: TensorFuture | None = None
         if not tensor.is_cpu:
             self.get_future()  # whoever waits on another stream waits for the division, too
 
@@ -55,7 +55,12 @@ class ManagedWork(Work):
         elif self._future is not None:
             self._future.wait()
         elif (work := self._work) is not None:
-            self._settle(work.wait)
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001 - see `_settle`
+                self._fail(error)
+            else:
+                self._succeed()
         return True
 
     def get_future(self) -> TensorFuture:
@@ -84,13 +89,25 @@ class ManagedWork(Work):
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
             outcome()
-            with self._lock:
-                if self._work is not None and self._divide_by is not None:
-                    self._tensor.div_(self._divide_by)
-                self._work = None
         except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
-            self._report(error)
-            self._work = None
+            self._fail(error)
+        else:
+            self._succeed()
+
+    def _succeed(self) -> None:
+        if self._divide_by is not None:
+            with _dividing:
+                if self._work is not None:
+                    self._tensor.div_(self._divide_by)
+                    self._work = None
+        self._work = None
+
+    def _fail(self, error: Exception) -> None:
+        self._report(error)
+        self._work = None
+
+
+_dividing = threading.Lock()
 
 
 def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOptions, bool]:

@@ -243,7 +243,7 @@ class Manager:
         self,
         tensor: torch.Tensor,
         should_quantize: bool = False,
-        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+        reduce_op: ReduceOp.RedOpType | ReduceOp = ReduceOp.AVG,
     ) -> ManagedWork:
         """Reduce a tensor over the participants, in place; never raises for what peers do.
 
@@ -261,10 +261,9 @@ class Manager:
             raise ValueError(
                 f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
             )
-        attempt = self._current_attempt()
-        if not self._can_communicate(attempt):
+        attempt, protocol = self._current_attempt(), self._protocol
+        if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
             return finished(tensor)
-        protocol = self._protocol
         if not protocol.is_participating:
             tensor.zero_()
         quorum_id = protocol.quorum_id

@@ -53,7 +53,10 @@ class Argument:
             TypeError: the call does not have it.
         """
         if len(args) > self.index:
-            return _nest(args[self.index], self.depth)
+            value = args[self.index]
+            if self.depth == 1 and type(value) is list and value and type(value[0]) is Tensor:
+                return value  # as nearly always
+            return _nest(value, self.depth)
         for name in self.names:
             if name in kwargs:
                 return _nest(kwargs[name], self.depth)
@@ -75,8 +78,8 @@ class Call(NamedTuple):
     @property
     def reduce_op(self) -> ReduceOp:
         """The reduction asked for, however the overload spells it; SUM when none was named."""
-        for value in (*self.args, *self.kwargs.values()):
-            # The options first: to look at torch's enums takes longer than all the rest.
+        # The options come last, and to look at torch's enums takes longer than all the rest.
+        for value in (*self.kwargs.values(), *reversed(self.args)):
             if (found := getattr(value, "reduceOp", None)) is not None:
                 return found  # type: ignore[no-any-return]
             if isinstance(value, ReduceOp | ReduceOp.RedOpType):

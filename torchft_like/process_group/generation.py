@@ -34,7 +34,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import ExplainedWork, GroupWork
+from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
 
@@ -146,13 +146,13 @@ class Generation:
 
     membership: Membership
     abort_signal: AbortSignal = field(default_factory=AbortSignal)
+    operations: Operations = field(default_factory=Operations)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _settled: threading.Event = field(default_factory=threading.Event)
     _gone: threading.Event = field(default_factory=threading.Event)
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
     _failure: Exception | None = None
-    _operations: Operations = field(default_factory=Operations)
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -179,14 +179,13 @@ class Generation:
         Raises:
             ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
         """
-        methods = self._methods
-        if methods is None:
+        if (methods := self._methods) is None:
             raise self._unusable()
-        if collective.name not in methods:
-            raise NotImplementedError(f"the backend has no {collective.name}")
+        if (name := collective.name) not in methods:
+            raise NotImplementedError(f"the backend has no {name}")
         try:
             # The bound method is in no variable: an error that somebody keeps must not keep the backend.
-            work = methods[collective.name](*args, **kwargs)
+            work = methods[name](*args, **kwargs)
         except RuntimeError as error:
             if self.abort_signal.reason is not None:
                 raise self._aborted() from error
@@ -198,8 +197,7 @@ class Generation:
         if isinstance(work, ExplainedWork):
             work.explain = self.explain
             return work
-        in_slices = collective.name not in POINT_TO_POINT
-        return GroupWork(work, self.explain, self._operations, in_slices=in_slices)
+        return (PointToPointWork if collective.name in POINT_TO_POINT else GroupWork)(work, self)
 
     def explain(self, error: Exception) -> Exception | None:
         """An operation failed: what the caller shall see instead of the error, if anything.
@@ -284,7 +282,7 @@ class Generation:
     def _dispose(self, backend: Backend) -> None:
         try:
             if self.abort_signal.reason is not None:
-                self._operations.give_up(backend.is_still, self._aborted())
+                self.operations.give_up(backend.is_still, self._aborted())
             backend.close()
         except Exception:
             _logger.exception("cleaning up after %s", self.membership)

@@ -182,9 +182,13 @@ def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
 
 def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
     """Whether no tensor argument needs a copy. Loops, because every operation pays for it."""
+    if len(args) < len(row.tensor_places):
+        return False  # one is missing, which `bind` says best
     for place in row.tensor_places:
-        for nested in args[place] if isinstance(args[place], list) else (args[place],):
-            if not _is_simple(nested):
+        nested = args[place]
+        for item in nested if type(nested) is list else (nested,):
+            is_plain = type(item) is Tensor and item.is_contiguous() and not item.requires_grad
+            if not is_plain and not _is_simple(item):
                 return False
     return True
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.distributed import ReduceOp
+from torch.distributed import AllreduceOptions
 from torch.futures import Future
 
 from torchft_like.errors import (
@@ -21,10 +21,9 @@ from torchft_like.errors import (
     QuorumTimeoutError,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.swallowing import Report, skipped, swallowed
+from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.swallowing import Report, SwallowingGroup, skipped
 from torchft_like.process_group.work import DoneWork
-from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ class GroupManager(Protocol):
     def wait_quorum(self) -> None:
         """Until the group is configured for the current step."""
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType) -> Work:
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Work:
         """Reduce in place over the participants; never fails."""
 
     def num_participants(self) -> int:
@@ -59,7 +58,7 @@ class GroupManager(Protocol):
         """The current step is lost."""
 
 
-class ManagedProcessGroup(ProcessGroupWrapper):
+class ManagedProcessGroup(SwallowingGroup):
     """A group whose collectives never fail and whose size is the number of participants.
 
     An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals
@@ -113,21 +112,34 @@ class ManagedProcessGroup(ProcessGroupWrapper):
             return 0
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        call = collective.bind(args, kwargs)
         if collective.name in ("allreduce", "allreduce_coalesced"):
-            return self._allreduce(call)
+            return self._allreduce(collective, args, kwargs)
         if self._is_lost(collective):
-            return skipped(call, self)
-        return swallowed(self.parent, call, self._manager.report_error)
+            return skipped(collective.bind(args, kwargs), self)
+        return self._swallow(collective, args, kwargs)
 
-    def _allreduce(self, call: Call) -> Work | None:
-        operation: ReduceOp.RedOpType = call.reduce_op.op  # type: ignore[attr-defined] # the stub lacks it
-        try:
-            works = [self._manager.allreduce(tensor, reduce_op=operation) for tensor in call.outputs]
-        except UNAVAILABLE as error:
+    def _mark(self) -> int:
+        return self.parent.epoch  # type: ignore[no-any-return]
+
+    def _report_marked(self, mark: int, error: Exception) -> None:
+        if self.parent.epoch == mark:
             self._manager.report_error(error)
-            return skipped(call, self)
-        return AllWork(works, list(call.outputs), self._manager.report_error)
+
+    def _allreduce(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Work | None:
+        if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
+            tensors, operation = args[0], args[1].reduceOp  # as DDP and torch.distributed call it
+        else:
+            call = collective.bind(args, kwargs)
+            tensors, operation = call.outputs, call.reduce_op
+        manager = self._manager
+        try:
+            works = [manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]
+        except UNAVAILABLE as error:
+            manager.report_error(error)
+            return skipped(collective.bind(args, kwargs), self)
+        return AllWork(works, list(tensors), manager.report_error)
 
     def _is_lost(self, collective: Collective) -> bool:
         """Whether nothing can come of a collective in this step, which then is lost."""
@@ -154,8 +166,11 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 class AllWork(DoneWork):
     """Several works of a manager as one; they fail only by not being done in time."""
 
+    _error = None
+
     def __init__(self, works: list[Work], result: list[Any], report: Report) -> None:
-        super().__init__(result)
+        Work.__init__(self)
+        self._result = result
         self._works = works
         self._report = report
 
@@ -163,10 +178,7 @@ class AllWork(DoneWork):
         """True, once all are over or `timeout` has passed, which loses the step."""
         try:
             for work in self._works:
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timeout)
+                work.wait() if timeout is None else work.wait(timeout)
         except TimeoutError as error:
             self._report(error)
         return True

@@ -50,11 +50,9 @@ class Operations:
 
     def add(self, work: Work) -> None:
         """From now on somebody who holds `work` may come and wait for it."""
-        with self._lock:
-            self._issued.append(weakref.ref(work))
-            if len(self._issued) > self._issued_max:
-                self._issued = [entry for entry in self._issued if _is_open(entry)]
-                self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
+        self._issued.append(weakref.ref(work))  # no lock: every operation comes here, and this is one step
+        if len(self._issued) > self._issued_max:
+            self._forget_those_done()
 
     def follow(self, backend_future: Future[Any], explain: Explain = lambda _: None) -> Future[Any]:
         """A future that completes as the backend's does, or when the operation is given up.
@@ -71,16 +69,21 @@ class Operations:
         return own
 
     def wait(self, work: Work, timeout: timedelta | None) -> bool:
-        """As `work.wait`, but also over when the operation is given up.
+        """As `work.wait`, but also over when the operation is given up. As in C++, a timeout of zero is none.
 
         The wait is cut into slices: C++ cannot be interrupted. Not for sends and receives, which
         Gloo breaks off when a slice is over.
         """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        self._count_waiting(1)
         try:
-            # As in C++, a timeout of zero is none.
-            return (not timeout and _is_soon_over(work)) or self._wait_on(work, timeout)
+            while not _is_over(work, deadline):
+                if self._given_up is not None:
+                    raise self._given_up
+            return work.wait()
         finally:
             del work  # whoever keeps an error keeps this frame: let that not keep the connections open
+            self._count_waiting(-1)
 
     def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
         """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
@@ -95,21 +98,15 @@ class Operations:
             time.sleep(LOOK_PAUSE_S)
         self._given_up = error
 
-    def _wait_on(self, work: Work, timeout: timedelta | None) -> bool:
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        self._count_waiting(1)
-        try:
-            while not _is_over(work, deadline):
-                if self._given_up is not None:
-                    raise self._given_up
-            return work.wait()
-        finally:
-            del work
-            self._count_waiting(-1)
+    def _forget_those_done(self) -> None:
+        with self._lock:
+            issued = len(self._issued)
+            self._issued[:issued] = filter(_is_open, self._issued[:issued])  # what was added meanwhile stays
+            self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
 
     def _is_awaited(self) -> bool:
         with self._lock:
-            return bool(self._futures or self._waiting) or any(map(_is_open, self._issued))
+            return bool(self._futures or self._waiting) or any(map(_is_open, list(self._issued)))
 
     def _count_waiting(self, change: int) -> None:
         with self._lock:
@@ -145,14 +142,6 @@ def _is_open(entry: weakref.ref[Work]) -> bool:
     """Whether somebody holds the work, and it is not done."""
     work = entry()
     return work is not None and not work.is_completed()
-
-
-def _is_soon_over(work: Work) -> bool:
-    """Whether the work succeeds within a slice; of a failure `wait` tells."""
-    try:
-        return work.wait(SLICE)
-    except RuntimeError:
-        return False
 
 
 def _is_over(work: Work, deadline: float) -> bool:

@@ -39,7 +39,35 @@ MISTAKES = (TypeError, ValueError, NotImplementedError)
 _logger = logging.getLogger(__name__)
 
 
-class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
+class SwallowingGroup(ProcessGroupWrapper):
+    """What the groups here have in common; a subclass says what becomes of an error."""
+
+    def _mark(self) -> int:
+        """Which configuration an operation belongs to that is issued now."""
+        raise NotImplementedError
+
+    def _report_marked(self, mark: int, error: Exception) -> None:
+        """An operation failed; no news if it belongs to an earlier configuration."""
+        raise NotImplementedError
+
+    def _swallow(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Work | None:
+        """Run a collective on the inner group; an error is reported, and the outputs are filled in."""
+        if len(args) < len(collective.tensor_places):
+            collective.bind(args, kwargs)  # which says best what is missing
+        mark = self._mark()
+        try:
+            work = self.parent._run(collective, args, kwargs)
+        except MISTAKES:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
+            self._report_marked(mark, error)
+            return skipped(collective.bind(args, kwargs), self.parent)
+        return None if work is None else SwallowingWork(work, collective, args, kwargs, self, mark)
+
+
+class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
     """A group whose collectives always succeed; `error()` tells whether they really did.
 
     After the first error collectives are skipped until `configure`. A skipped one leaves what a group
@@ -77,40 +105,23 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
     def report_error(self, e: Exception) -> None:
         """Skip collectives from now on because of `e`, and release the peers; the first one counts."""
-        self._report(self._configuration, e)
+        self._report_marked(self._configuration, e)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        call = collective.bind(args, kwargs)
-        report = functools.partial(self._report, self._configuration)
         if self._error is not None:
-            return skipped(call, self)
-        return swallowed(self.parent, call, report)
+            return skipped(collective.bind(args, kwargs), self)
+        return self._swallow(collective, args, kwargs)
 
-    def _report(self, configuration: int, error: Exception) -> None:
+    def _mark(self) -> int:
+        return self._configuration
+
+    def _report_marked(self, mark: int, error: Exception) -> None:
         with self._lock:
-            if configuration != self._configuration or self._error is not None:
+            if mark != self._configuration or self._error is not None:
                 return
             self._error = error
             _logger.warning("collectives are skipped until the next configure: %r", error)
             self.abort(f"a collective failed: {error!r}")
-
-
-def swallowed(pg: ProcessGroup, call: Call, report: Report) -> Work | None:
-    """Run a call on `pg`; an error goes to `report` unless the group has been configured since."""
-    epoch = pg.epoch
-
-    def report_if_news(error: Exception) -> None:
-        if pg.epoch == epoch:
-            report(error)
-
-    try:
-        work = pg._run(call.collective, call.args, call.kwargs)
-    except MISTAKES:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
-        report_if_news(error)
-        return skipped(call, pg)
-    return None if work is None else SwallowingWork(work, call, pg, report_if_news)
 
 
 def skipped(call: Call, pg: ProcessGroup) -> Work | None:
@@ -149,24 +160,45 @@ def _fill_in(call: Call, place: _Place) -> None:
 
 
 class SwallowingWork(Work):
-    """A work that always succeeds, with the outputs of `call`; an error goes to `report`.
+    """A work that always succeeds, with the outputs of its call; an error goes to `group`.
 
     An error is noticed by whoever comes first of `wait`, `get_future`, `is_completed`, `is_success`
-    and `synchronize`.
+    and `synchronize`. The call is looked at only when somebody asks for its outputs: most operations
+    take less time than that would.
     """
 
-    def __init__(self, work: Work, call: Call, pg: ProcessGroup, report: Report) -> None:
-        super().__init__()
+    _has_failed = False
+
+    def __init__(
+        self,
+        work: Work,
+        collective: Collective,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        group: SwallowingGroup,
+        mark: int,
+    ) -> None:
+        Work.__init__(self)
         self._work = work
-        self._call = call
-        self._pg = pg
-        self._report = report
-        self._lock = threading.Lock()
-        self._has_failed = False
+        self._collective = collective
+        self._args = args
+        self._kwargs = kwargs
+        self._group = group
+        self._mark = mark
+
+    @functools.cached_property
+    def _call(self) -> Call:
+        return self._collective.bind(self._args, self._kwargs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True, once the operation is over or `timeout` has passed, which is an error like any other."""
-        self._settle(self._work.wait if timeout is None else functools.partial(self._work.wait, timeout))
+        try:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timeout)
+        except Exception as error:  # noqa: BLE001 - see SwallowingGroup
+            self._fail(error)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -215,23 +247,26 @@ class SwallowingWork(Work):
 
     def source_rank(self) -> int:
         """Who sent what a receive from any source got; after an error, some other member."""
-        return _place_in(self._pg).peer if self._has_failed else self._work._source_rank()
+        return _place_in(self._group.parent).peer if self._has_failed else self._work._source_rank()
 
     _source_rank = source_rank
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
             outcome()
-        except Exception as error:  # noqa: BLE001 - see `swallowed`
-            self._report(error)
-            self._fail()
+        except Exception as error:  # noqa: BLE001 - see SwallowingGroup
+            self._fail(error)
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         """What is only an output gets a value; what the call also read from is left as it came to be."""
-        with self._lock:
+        self._group._report_marked(self._mark, error)
+        with _filling_in:
             if self._has_failed:
                 return
             self._has_failed = True
-            is_in_place = self._call.collective.input == self._call.collective.output
+            is_in_place = self._collective.input == self._collective.output
             if not is_in_place and self._work.is_completed():
-                _fill_in(self._call, _place_in(self._pg))
+                _fill_in(self._call, _place_in(self._group.parent))
+
+
+_filling_in = threading.RLock()  # a group within a group: their works fail within one another

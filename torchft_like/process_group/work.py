@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -13,13 +13,22 @@ from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
-from torchft_like.process_group.operations import Explain, Operations
+from torchft_like.process_group.operations import SLICE, Explain, Operations
 
 
 class ExplainedWork(Work):
     """An operation whose every wait ends by itself; of the group it needs only the words for an error."""
 
     explain: Explain = staticmethod(lambda _: None)
+
+
+class Issuer(Protocol):
+    """Where works come from: a generation of a group."""
+
+    operations: Operations
+
+    def explain(self, error: Exception) -> Exception | None:
+        """See `Explain`."""
 
 
 class GroupWork(Work):
@@ -29,18 +38,13 @@ class GroupWork(Work):
     of an error from whoever waits, or through the future if there is one.
     """
 
-    def __init__(
-        self, work: Work, explain: Explain, operations: Operations, *, in_slices: bool = True
-    ) -> None:
-        super().__init__()
+    _future: Future[Any] | None = None
+
+    def __init__(self, work: Work, issuer: Issuer) -> None:
+        Work.__init__(self)
         self._work = work
-        self._in_slices = in_slices
-        self._explain = explain
-        self._operations = operations
-        self._future: Future[Any] | None = None
-        self._was_waited = False
-        if in_slices:  # the others are never given up
-            operations.add(self)
+        self._issuer = issuer
+        issuer.operations.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
@@ -49,24 +53,33 @@ class GroupWork(Work):
             ProcessGroupAbortedError: the group was aborted before.
             RuntimeError: the backend failed.
         """
+        if not timeout:
+            try:
+                if self._work.wait(SLICE):
+                    return True
+            except RuntimeError:
+                pass  # it failed, or takes longer; most do not, and their wait ends here
+        return self._wait(timeout)
+
+    def _wait(self, timeout: timedelta | None) -> bool:
         try:
-            if self._in_slices:
-                return self._operations.wait(self._work, timeout)
-            if not self._was_waited:  # a second wait for a send or receive would be for another message
-                self._was_waited = self._work.wait() if timeout is None else self._work.wait(timeout)
-            return self._was_waited
+            return self._wait_for_backend(timeout)
         except RuntimeError as error:
             if self._work.is_completed() or isinstance(error, ProcessGroupAbortedError):
                 # Whoever keeps the error keeps this object: let that not keep the connections open.
                 self._work = DoneWork([], type(error)(*error.args))
-            if (better := self._explain(error)) is not None:
+            if (better := self._issuer.explain(error)) is not None:
                 raise better from error
             raise
+
+    def _wait_for_backend(self, timeout: timedelta | None) -> bool:
+        return self._issuer.operations.wait(self._work, timeout)
 
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
         if self._future is None:
-            self._future = self._operations.follow(self._work.get_future(), self._explain)
+            issuer = self._issuer
+            self._future = issuer.operations.follow(self._work.get_future(), issuer.explain)
         return self._future
 
     def is_completed(self) -> bool:
@@ -100,7 +113,36 @@ class GroupWork(Work):
         self._work.block_current_stream()
 
 
-class AbandonableWork(GroupWork):
+class PointToPointWork(GroupWork):
+    """A send or a receive, which moves its message in `wait`: one wait, in one piece, is never given up."""
+
+    _was_waited = False
+
+    def __init__(self, work: Work, issuer: Issuer) -> None:
+        Work.__init__(self)
+        self._work = work
+        self._issuer = issuer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See GroupWork.wait."""
+        return self._wait(timeout)
+
+    def _wait_for_backend(self, timeout: timedelta | None) -> bool:
+        if not self._was_waited:  # a second wait would be for another message
+            self._was_waited = self._work.wait() if timeout is None else self._work.wait(timeout)
+        return self._was_waited
+
+
+class _Nobody:
+    """Issues works whose errors are told in the backend's words."""
+
+    operations = Operations()
+
+    def explain(self, error: Exception) -> None:
+        return None
+
+
+class AbandonableWork(PointToPointWork):
     """An operation whose wait nothing can end: it is left to a thread of its own.
 
     Args:
@@ -108,7 +150,7 @@ class AbandonableWork(GroupWork):
     """
 
     def __init__(self, work: Work, over: Callable[[Callable[[], object]], Any]) -> None:
-        super().__init__(work, lambda _: None, Operations(), in_slices=False)
+        super().__init__(work, _Nobody())
         self._over = over
 
     def wait(self, timeout: timedelta | None = None) -> bool:

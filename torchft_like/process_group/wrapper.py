@@ -210,7 +210,9 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         return f"<{type(self).__name__}: {state}>"
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        return self._current().run(collective, args, kwargs)
+        if (generation := self._generation) is None:
+            generation = self._current()
+        return generation.run(collective, args, kwargs)
 
     def _current(self) -> Generation:
         if (generation := self._generation) is None:

@@ -2,10 +2,16 @@
 
 Plain values stand for themselves and lists for lists; everything else becomes a tuple that begins
 with its kind. Tensors are left to the caller: where their bytes are is not known here.
+
+Options are nearly always those of the call before, and to fill in torch's objects takes longer than
+all the rest: what was decoded is kept and used again.
 """
 
 from __future__ import annotations
 
+import functools
+import marshal
+import operator
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
@@ -31,6 +37,10 @@ class _Kind(IntEnum):
     DEVICE = 4
 
 
+OPTIONS_KEPT_MAX = 256
+
+_TENSOR_KIND = _Kind.TENSOR.value
+_OPTIONS_KIND = _Kind.OPTIONS.value
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _OPTIONS = tuple(
     getattr(c10d, name)
@@ -40,6 +50,7 @@ _OPTIONS = tuple(
 _FIELDS = [
     tuple(name for name, value in vars(cls).items() if isinstance(value, property)) for cls in _OPTIONS
 ]
+_READ_FIELDS = [operator.attrgetter(*names) for names in _FIELDS]
 _OPTIONS_INDEX = {cls: index for index, cls in enumerate(_OPTIONS)}
 
 
@@ -53,11 +64,12 @@ def encode(value: Any, tensor: EncodeTensor) -> Plain:
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return (_Kind.TENSOR.value, *tensor(value))
+        return (_TENSOR_KIND, *tensor(value))
     if isinstance(value, list | tuple):
         return [encode(item, tensor) for item in value]
     if (index := _OPTIONS_INDEX.get(kind)) is not None:
-        return (_Kind.OPTIONS.value, index, [encode(getattr(value, name), tensor) for name in _FIELDS[index]])
+        fields = [encode(field, _no_tensor) for field in _READ_FIELDS[index](value)]
+        return (_OPTIONS_KIND, index, marshal.dumps(fields))  # one piece, by which it is found again
     return _encode_rare(value)
 
 
@@ -67,22 +79,22 @@ def decode(value: Plain, tensor: DecodeTensor) -> Any:
         return [decode(item, tensor) for item in value]
     if type(value) is not tuple:
         return value
-    kind, *parts = value
-    if kind == _Kind.TENSOR:
+    kind = value[0]
+    if kind == _TENSOR_KIND:
         return tensor(value[1:])
-    if kind == _Kind.OPTIONS:
-        return _decode_options(parts[0], parts[1], tensor)
-    return _DECODE_RARE[kind](*parts)
+    if kind == _OPTIONS_KIND:
+        return _decode_options(value[1], value[2])
+    return _DECODE_RARE[kind](*value[1:])
 
 
 def _encode_rare(value: Any) -> Plain:
     if isinstance(value, timedelta):
-        return (_Kind.TIMEDELTA.value, value // timedelta(microseconds=1))
-    if isinstance(value, ReduceOp.RedOpType):
-        return (_Kind.REDUCE_OP.value, int(value.value), None)
-    if isinstance(value, ReduceOp):
+        return (_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)
+    if type(value) is ReduceOp:  # of which torch says that its RedOpType were instances, too
         operation, factor = cast("tuple[ReduceOp.RedOpType, float | None]", value.__getstate__())
-        return (_Kind.REDUCE_OP.value, int(operation.value), factor)
+        return (_Kind.REDUCE_OP.value, operation.value, factor)
+    if isinstance(value, ReduceOp.RedOpType):
+        return (_Kind.REDUCE_OP.value, value.value, None)
     if isinstance(value, torch.device):
         return (_Kind.DEVICE.value, str(value))
     raise NotSupportedError(
@@ -90,12 +102,17 @@ def _encode_rare(value: Any) -> Plain:
     )
 
 
-def _decode_options(index: int, fields: list[Plain], tensor: DecodeTensor) -> Any:
+@functools.lru_cache(OPTIONS_KEPT_MAX)
+def _decode_options(index: int, fields: bytes) -> Any:
     options = _OPTIONS[index]()
-    for name, field in zip(_FIELDS[index], fields, strict=True):
+    for name, field in zip(_FIELDS[index], marshal.loads(fields), strict=True):  # noqa: S302 - see channel
         if field is not None:
-            setattr(options, name, decode(field, tensor))
+            setattr(options, name, decode(field, _no_tensor))
     return options
+
+
+def _no_tensor(_: Any) -> Any:
+    raise NotSupportedError("options that hold a tensor cannot be handed to the subprocess of a Baby group")
 
 
 def _decode_reduce_op(operation: int, factor: float | None) -> ReduceOp:
@@ -105,7 +122,7 @@ def _decode_reduce_op(operation: int, factor: float | None) -> ReduceOp:
 
 
 _DECODE_RARE: dict[int, Callable[..., Any]] = {
-    _Kind.TIMEDELTA: lambda microseconds: timedelta(microseconds=microseconds),
+    _Kind.TIMEDELTA: timedelta,
     _Kind.REDUCE_OP: _decode_reduce_op,
     _Kind.DEVICE: torch.device,
 }

@@ -38,12 +38,17 @@ class ChannelClosedError(ConnectionError):
     """The other end is gone."""
 
 
+class ForeignMessageError(Exception):
+    """What came is no message: the other end is not what it was."""
+
+
 class Channel:
     """One end. Any thread may send; one at a time may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._socket.setblocking(False)
+        self._socket.setblocking(True)  # each call says whether it waits
+        self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
 
@@ -87,28 +92,29 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is gone, and everything it sent was received.
             TimeoutError: no message came until `deadline` (of `time.monotonic`).
+            ForeignMessageError: what came is no message.
         """
-        if not self._readable.poll(_milliseconds(deadline)):
+        if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
             raise TimeoutError("no message until the deadline")
         try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                MESSAGE_BYTES_MAX,
-                socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES),
-                socket.MSG_CMSG_CLOEXEC,
+            size, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._buffer], _ANCILLARY_BYTES_MAX, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
-        if not data:
+        if not size:
             raise ChannelClosedError("the other end is gone")
         descriptors = _descriptors(ancillary) if ancillary else []
         if flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError(errno.EMFILE, "no file descriptor left for what was received: raise the limit")
-        if data == _LONG:
-            data = _take_file(descriptors.pop())
-        message: Message = marshal.loads(data)  # noqa: S302 - written by a fork of this very process
-        return message, descriptors
+        try:
+            return _decoded(self._buffer[:size], descriptors), descriptors
+        except ForeignMessageError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
 
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once; not once this end is closed."""
@@ -132,9 +138,9 @@ class Channel:
         while True:
             try:
                 if descriptors:
-                    socket.send_fds(self._socket, [data], list(descriptors))
+                    socket.send_fds(self._socket, [data], list(descriptors), socket.MSG_DONTWAIT)
                 else:
-                    self._socket.send(data)
+                    self._socket.send(data, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
                 if while_full is not None:
@@ -153,6 +159,19 @@ class Channel:
 
 
 _LONG = marshal.dumps(None)  # no message is None: they are tuples
+
+
+def _decoded(data: memoryview | bytes, descriptors: list[int]) -> Message:
+    """The message; that of a long one is taken off `descriptors`."""
+    try:
+        if data == _LONG:
+            data = _take_file(descriptors.pop())
+        message = marshal.loads(data)  # noqa: S302 - written by a fork of this very process
+    except (ValueError, TypeError, EOFError, IndexError, OSError, MemoryError) as error:
+        raise ForeignMessageError(f"{len(data)} bytes that are no message") from error
+    if type(message) is not tuple:
+        raise ForeignMessageError(f"a {type(message).__name__} that is no message")
+    return message
 
 
 def _milliseconds(deadline: float) -> float | None:

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 from torchft_like.process_group.baby.work import BabyWork, Failures
 from torchft_like.process_group.collectives import Call, tensors_of
+
+TENSORS_KEPT_MAX = 1024  # of one storage; a tensor is a view and takes about a kilobyte
 
 
 class CpuLender:
@@ -156,6 +159,9 @@ class _CpuLoan:
         return spec
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
     # Tensors made in inference mode can be written to in inference mode only.
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
@@ -167,6 +173,7 @@ class CpuBorrower:
 
     def __init__(self, _: None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}  # of each storage, as a job uses them again
 
     def greeting(self) -> None:
         """Nothing has to be known."""
@@ -176,20 +183,26 @@ class CpuBorrower:
         number, nbytes = details
         (descriptor,) = descriptors
         self._storages[number] = open_segment(descriptor, nbytes)
+        self._tensors[number] = {}
         os.close(descriptor)
 
     def unmap(self, storage: int) -> None:
         """See lending.Borrower."""
         self._storages.pop(storage, None)
+        self._tensors.pop(storage, None)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """See lending.Borrower."""
-        return tensor_at(self._storages[spec[0]], spec)
+        known = self._tensors[spec[0]]
+        if (tensor := known.get(spec)) is None:
+            if len(known) >= TENSORS_KEPT_MAX:
+                known.clear()
+            tensor = known[spec] = tensor_at(self._storages[spec[0]], spec)
+        return tensor
 
-    @contextlib.contextmanager
-    def entered(self, context: None) -> Iterator[None]:
+    def entered(self, context: None) -> AbstractContextManager[None]:
         """Nothing is special."""
-        yield
+        return _NOTHING
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:
         """The answer says that the outputs are there."""

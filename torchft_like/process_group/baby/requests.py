@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchft_like.process_group.baby import outcomes
-from torchft_like.process_group.baby.channel import FOREVER, Channel, ChannelClosedError
+from torchft_like.process_group.baby.channel import (
+    FOREVER,
+    Channel,
+    ChannelClosedError,
+    ForeignMessageError,
+    Message,
+)
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome
 
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent:
@@ -32,13 +39,15 @@ LAST_CHANCE_S = 1.0
 # How long one look at the channel lasts: a request that comes meanwhile may have less patience.
 SLICE_S = 1.0
 
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+
 _logger = logging.getLogger(__name__)
 
 # Called with the request, by whichever thread reads its answer, or finds that none will come.
 Settled = Callable[["Request"], None]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request.
 
@@ -77,7 +86,8 @@ class Requests:
         self._channel = channel
         self._on_silence = on_silence
         self._on_closed = on_closed
-        self._turn = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
         self._open: dict[int, Request] = {}
         self._by_patience: dict[float, dict[int, Request]] = {}
         self._heard = 0.0
@@ -93,7 +103,7 @@ class Requests:
     def add(self, patience_s: float, on_settled: Settled | None = None) -> Request:
         """A new request, just before it is sent: its answer may come at once."""
         request = Request(next(self._numbers), patience_s, on_settled)
-        with self._turn:
+        with self._lock:
             is_over = self._is_over
             if not is_over:
                 self._open[request.number] = request
@@ -105,7 +115,7 @@ class Requests:
     def wait(self, request: Request, deadline: float) -> bool:
         """Until the request is settled; False if `deadline` came first."""
         while not request.is_settled:
-            if self._take_turn(lambda: request.is_settled, deadline):
+            if self._take_turn(deadline, request):
                 self._read_in_turn(deadline)
             if not request.is_settled and time.monotonic() >= deadline:
                 return False
@@ -116,7 +126,7 @@ class Requests:
 
         It runs on a thread of its own and may wait for another request.
         """
-        with self._turn:
+        with self._lock:
             is_settled = request.is_settled
             if not is_settled:
                 request.followers.append(settled)
@@ -131,7 +141,7 @@ class Requests:
 
     def look(self) -> None:
         """Take the answers that are there, without waiting."""
-        while self._open and self._channel.has_message() and self._take_turn(lambda: False, deadline=0):
+        while self._open and self._channel.has_message() and self._take_turn(deadline=0):
             self._read_in_turn(deadline=0)
 
     def count(self) -> int:
@@ -141,19 +151,21 @@ class Requests:
     def end(self) -> None:
         """Nothing will be answered any more: settle what is open. Nobody reads after this."""
         self._end()
-        with self._turn:
+        with self._lock:
             self._turn.wait_for(lambda: not self._is_being_read)
 
-    def _take_turn(self, is_enough: Callable[[], bool], deadline: float) -> bool:
-        """Become the one that reads; False if `is_enough`, or the deadline has come."""
-        with self._turn:
-            if not self._is_free():
+    def _take_turn(self, deadline: float, request: Request | None = None) -> bool:
+        """Become the one that reads; False once `request` is settled, or the deadline has come."""
+        with self._lock:
+            if self._is_being_read or self._is_over:
                 self._waiters += 1
                 try:
-                    self._turn.wait_for(lambda: is_enough() or self._is_free(), _seconds_until(deadline))
+                    self._turn.wait_for(
+                        lambda: _is_settled(request) or self._is_free(), _seconds_until(deadline)
+                    )
                 finally:
                     self._waiters -= 1
-            is_mine = self._is_free() and not is_enough()
+            is_mine = self._is_free() and not _is_settled(request)
             self._is_being_read |= is_mine
             return is_mine
 
@@ -170,7 +182,7 @@ class Requests:
                 if time.monotonic() >= limit:
                     self._give_last_chance()
         finally:
-            with self._turn:
+            with self._lock:
                 self._is_being_read = False
                 if self._waiters or self._followed:
                     self._turn.notify_all()
@@ -184,14 +196,20 @@ class Requests:
 
     def _quiet_until(self) -> float:
         """When the subprocess, if it says nothing, counts as silent."""
-        with self._turn:
+        with self._lock:
             oldest = [(next(iter(group.values())), patience) for patience, group in self._by_patience.items()]
         return min((max(r.since, self._heard) + patience for r, patience in oldest), default=FOREVER)
 
     def _read_one(self, deadline: float) -> None:
         try:
-            (number, outcome, *answer), _ = self._channel.receive(deadline)
+            number, outcome, answer = _read_answer(*self._channel.receive(deadline))
         except ChannelClosedError:
+            self._on_closed()
+            self._end()
+            return
+        except ForeignMessageError as error:
+            self.last_words = f"it sent {error}"
+            self._on_silence()  # nothing that it says can be relied upon any more
             self._on_closed()
             self._end()
             return
@@ -199,11 +217,11 @@ class Requests:
         if number == UNASKED:
             self.last_words = str(answer[-1])
         elif (request := self._pop(number)) is not None:
-            request.outcome, request.answer = Outcome(outcome), tuple(answer)
+            request.outcome, request.answer = outcome, answer
             self._settle(request)
 
     def _pop(self, number: int) -> Request | None:
-        with self._turn:
+        with self._lock:
             request = self._open.pop(number, None)
             if request is not None:
                 group = self._by_patience[request.patience_s]
@@ -213,7 +231,7 @@ class Requests:
             return request
 
     def _end(self) -> None:
-        with self._turn:
+        with self._lock:
             self._is_over = True
             left, self._open = list(self._open.values()), {}
             self._by_patience.clear()
@@ -231,7 +249,7 @@ class Requests:
             if not isinstance(error, Exception):
                 raise
         finally:
-            with self._turn:
+            with self._lock:
                 request.is_settled = True
                 self._followed -= len(request.followers)
                 self._due.extend((settled, request) for settled in request.followers)
@@ -241,7 +259,7 @@ class Requests:
 
     def _read_for_followers(self) -> None:
         while True:
-            with self._turn:
+            with self._lock:
                 self._turn.wait_for(self._followers_need_something)
                 due = self._due.popleft() if self._due else None
                 if due is None and self._is_over and not self._followed:
@@ -257,6 +275,28 @@ class Requests:
         if self._due:
             return True
         return self._is_free() if self._followed else self._is_over
+
+
+def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome, tuple[Any, ...]]:
+    """The number of the request, how it ended, and what there is to say about that.
+
+    Raises:
+        ForeignMessageError: it is no answer.
+    """
+    for descriptor in descriptors:  # no answer comes with one
+        os.close(descriptor)
+    match message:
+        case (int(number), int(code), *answer) if (outcome := _OUTCOMES.get(code)) is not None:
+            if outcome is Outcome.DONE and number != UNASKED:
+                return number, outcome, tuple(answer)
+            words = 1 if number == UNASKED else 2
+            if len(answer) == words and all(type(part) is str for part in answer):
+                return number, outcome, tuple(answer)
+    raise ForeignMessageError(f"a message that is no answer: {message!r:.200}")
+
+
+def _is_settled(request: Request | None) -> bool:
+    return request is not None and request.is_settled
 
 
 def _tell(settled: Settled, request: Request) -> None:

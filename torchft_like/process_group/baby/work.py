@@ -30,15 +30,15 @@ class BabyWork(ExplainedWork):
     completed, or `is_completed` was true.
     """
 
+    _error: Exception | None = None
+    _future: Future[Any] | None = None
+
     def __init__(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> None:
-        super().__init__()
+        ExplainedWork.__init__(self)
         self._requests = requests
         self._request = request
         self._result = result
         self._failures = failures
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
@@ -53,13 +53,15 @@ class BabyWork(ExplainedWork):
         deadline = time.monotonic() + timeout.total_seconds() if timeout else FOREVER
         if not self._requests.wait(self._request, deadline):
             raise ProcessGroupError(f"the operation is not done after {timeout}; it goes on")
+        if self._request.outcome is Outcome.DONE:
+            return True
         if (error := self.exception()) is not None:
             raise error.with_traceback(None)
         return True
 
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
-        with self._lock:
+        with _making_future:
             is_new = self._future is None
             future = self._future = self._future or self._new_future()
         if is_new:
@@ -120,3 +122,6 @@ class BabyWork(ExplainedWork):
 
     def _set_result(self, future: Future[Any]) -> None:
         future.set_result(self._result)
+
+
+_making_future = threading.Lock()
