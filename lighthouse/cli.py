@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
+        raise ConfigError(f"{message:.1000} (--help lists the flags)")
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
@@ -117,4 +117,4 @@ def _number(name: str, text: str | int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"--{name} {text!r} is not a whole number") from None
+        raise ConfigError(f"--{name} {text!r:.100} is not a whole number") from None

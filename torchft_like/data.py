@@ -77,4 +77,4 @@ def _env_int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"environment variable {name}={text!r} is not a number") from None
+        raise ConfigError(f"environment variable {name}={text!r:.100} is not a number") from None

@@ -6,6 +6,7 @@ import http.client
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,10 +15,18 @@ from datetime import timedelta
 from http import HTTPStatus
 
 from lighthouse.address import Address
+from lighthouse.events import printable
 from lighthouse.net import connect_tcp
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError
 from torchft_like.futures import context_timeout
+
+ASK_AGAIN_S = 0.05
+
+_ASK_AGAIN: dict[int, str] = {
+    HTTPStatus.ACCEPTED: "it had not offered that step",
+    HTTPStatus.SERVICE_UNAVAILABLE: "all its connections were taken",
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -115,13 +124,14 @@ class Fetch:
             try:
                 connection.request("GET", self._path(part))
                 with connection.getresponse() as response:
-                    if response.status != HTTPStatus.ACCEPTED:
+                    if response.status not in _ASK_AGAIN:
                         self._check(response)
                         yield response
                         return
             finally:
                 connection.close()
-            self._progress = "it had not offered that step"
+            self._progress = _ASK_AGAIN[response.status]
+            time.sleep(ASK_AGAIN_S)  # a peer that does not wait itself is not hammered
 
     def _register(self, connection: socket.socket) -> None:
         with self._lock:
@@ -138,10 +148,10 @@ class Fetch:
 
     def _check(self, response: http.client.HTTPResponse) -> None:
         if response.status != HTTPStatus.OK:
-            raise CheckpointError(f"it answered {response.status} {response.reason:.200}")
+            raise CheckpointError(f"it answered {response.status} {printable(response.reason[:200])}")
         step = response.getheader("Checkpoint-Step")
         if step != str(self._options.step):
-            raise CheckpointFormatError(f"it sent step {step}")
+            raise CheckpointFormatError(f"it sent step {printable(str(step)[:100])}")
         self._progress = "it had not sent everything"
         with self._lock:
             offer_id = response.getheader("Checkpoint-Id")

@@ -6,12 +6,13 @@
     202  nothing is offered yet; it was waited for `wait_ms`, ask again
     400  not such a request
     410  a later step is offered: this one will not come again
-    503  all connections are taken, or the server ends
+    503  all connections are taken, ask again; or the server ends
 
 A connection carries one request. Whatever a client does, or does not do, it holds one of a limited
 number of threads for a limited time: to send its request, to wait, to take each chunk, and for the
-whole. A transfer keeps its snapshot in memory until it ends; the last snapshot and the one before
-may be in transfer, older ones are cut off.
+whole. When all are taken, the client that has been silent for longest makes room: who has something
+to ask says it at once. A transfer keeps its snapshot in memory until it ends; the last snapshot and
+the one before may be in transfer, older ones are cut off.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torchft_like.futures import context_timeout
 _logger = logging.getLogger(__name__)
 
 WAIT_S_MAX = 5.0
+SILENT_S = 0.25  # after which a client without a request may lose its place to another
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
 _ACCEPT_RETRY_S = 0.1
@@ -47,7 +49,7 @@ class ServerLimits:
     """What a client may use up.
 
     Attributes:
-        request_s: to send its request.
+        request_s: to send its request; less where another needs the thread.
         chunk_s: to take 4 MiB; a client that is slower than that, or stopped, is cut off.
         transfer_s: for everything together.
         connections: how many at a time; each has a thread.
@@ -151,11 +153,30 @@ class CheckpointServer:
 
     def _admit(self, peer: socket.socket) -> None:
         with self._changed:
+            full = len(self._connections) >= self.limits.connections
+            silent = next(filter(_Connection.is_silent, self._connections.values()), None) if full else None
+            if silent is not None:
+                silent.is_given_up = True
+        if silent is not None:
+            silent.end()
+            silent.join()  # it waits for nothing but its socket
+        with self._changed:
             full = len(self._connections) >= self.limits.connections or self.closing
             if not full:
                 connection = self._connections[peer] = _Connection(self, peer)
         if full or not connection.start():
             _refuse(peer)
+
+    def note_request(self, connection: _Connection) -> None:
+        """A client has said what it wants.
+
+        Raises:
+            ConnectionError: too late, another has its place.
+        """
+        with self._changed:
+            if connection.is_given_up:
+                raise ConnectionError("it was silent while others needed the connection")
+            connection.has_asked = True
 
     def forget(self, peer: socket.socket) -> None:
         """A connection has ended."""
@@ -164,13 +185,24 @@ class CheckpointServer:
 
 
 class _Connection:
-    """One client: its socket, its thread, and the offer that it is being sent."""
+    """One client: its socket, its thread, and the offer that it is being sent.
+
+    Attributes:
+        has_asked: its request is there. `is_given_up`: it was not when another needed the thread.
+    """
 
     def __init__(self, server: CheckpointServer, peer: socket.socket) -> None:
         self.server = server
         self.peer = peer
         self.offer: Offer | None = None
+        self.has_asked = False
+        self.is_given_up = False
+        self._since = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="torchft-checkpoint-client", daemon=True)
+
+    def is_silent(self) -> bool:
+        """Whether its request should be there by now, and is not."""
+        return not self.has_asked and time.monotonic() - self._since > SILENT_S
 
     def start(self) -> bool:
         """False when the system has no thread for it."""
@@ -195,7 +227,7 @@ class _Connection:
         try:
             with context_timeout(self.end, timedelta(seconds=self.server.limits.transfer_s)):
                 _Handler(self)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError is the base class's, about a malformed head
             _logger.info("a checkpoint client was lost: %s", error)
         finally:
             self.server.forget(self.peer)
@@ -219,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The head is read here, under one deadline: a trickle of bytes does not extend it."""
         super().setup()
         self.rfile = io.BytesIO(_read_head(self._owner.peer, self._limits.request_s))
+        self._owner.server.note_request(self._owner)
         self._owner.peer.settimeout(self._limits.chunk_s)
 
     def do_GET(self) -> None:

@@ -5,16 +5,17 @@ The environment is read here and nowhere else, and only through the mapping that
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lighthouse.address import Address, local_host_towards, parse_address
+from lighthouse.address import Address, local_host_towards, parse_address, parse_host
 from torchft_like.errors import ConfigError
 
 DEFAULT_TIMEOUT_S = 60.0
+SECONDS_MAX = 10 * 365 * 24 * 3600.0  # clocks and timers of the system end somewhere above this
+PORT_MAX = 65535
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         store=store,
         store_is_agents=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         host=_host(arguments.hostname, lighthouse, store),
-        port=given.integer(arguments.port, "port", "TORCHFT_MANAGER_PORT", default=0),
+        port=_port(given.integer(arguments.port, "port", "TORCHFT_MANAGER_PORT", default=0), "port"),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
         quorum_retries=given.integer(
             arguments.quorum_retries, "quorum_retries", "TORCHFT_QUORUM_RETRIES", default=0
@@ -110,12 +111,15 @@ def seconds_of(value: timedelta | float, name: str) -> float:
     """A duration in seconds.
 
     Raises:
-        ConfigError: it is not a positive, finite number.
+        ConfigError: it is not a positive number, or of more than ten years.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not math.isfinite(seconds) or seconds <= 0:
-        raise ConfigError(f"{name} is {value!r}: it must be a positive number of seconds or a timedelta")
+    if not is_number or not 0 < seconds <= SECONDS_MAX:
+        raise ConfigError(
+            f"{name} is {value!r:.100}: it must be a positive number of seconds or a timedelta, "
+            "and not more than ten years"
+        )
     return float(seconds)
 
 
@@ -133,7 +137,8 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
     host = arguments.store_addr or given.environ.get("MASTER_ADDR")
     has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
     if host and has_port:
-        return Address(host, given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0))
+        port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0)
+        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), _port(port, "store_port"))
     if world_size > 1:
         raise ConfigError(
             "a replica group of several ranks needs a store that all of them reach: pass store_addr and "
@@ -145,9 +150,15 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
 def _host(hostname: str | None, lighthouse: Address | None, store: Address | None) -> str:
     """Given, or else the interface that leads to the lighthouse: loopback for a loopback lighthouse."""
     if hostname:
-        return hostname
+        return parse_host(hostname, "hostname")
     towards = lighthouse or store
     return local_host_towards(towards.host if towards else "127.0.0.1")
+
+
+def _port(number: int, name: str) -> int:
+    if not 0 <= number <= PORT_MAX:
+        raise ConfigError(f"{name} is {number}: it must be in [0, {PORT_MAX}]")
+    return number
 
 
 class _Settings:
@@ -168,7 +179,7 @@ class _Settings:
             return int(text)
         except ValueError:
             raise ConfigError(
-                f"the environment variable {variable} is {text!r}: it must be a whole number"
+                f"the environment variable {variable} is {text!r:.100}: it must be a whole number"
             ) from None
 
     def seconds(self, argument: timedelta | float | None, name: str, variable: str) -> float:
@@ -181,5 +192,5 @@ class _Settings:
             return seconds_of(float(text), f"the environment variable {variable}")
         except ValueError:
             raise ConfigError(
-                f"the environment variable {variable} is {text!r}: it must be a positive number of seconds"
+                f"the environment variable {variable} is {text!r:.99}: it must be a number of seconds above 0"
             ) from None

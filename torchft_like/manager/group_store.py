@@ -54,7 +54,8 @@ def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
             f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
             f"within {config.connect_timeout_s:g} s; check that rank 0 has started and its log for errors"
         ) from error
-    return parse_address(store.get(_key(config)).decode(), "address of the ManagerServer")
+    published = store.get(_key(config))
+    return parse_address(published.decode(errors="backslashreplace"), "address of the ManagerServer")
 
 
 def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:

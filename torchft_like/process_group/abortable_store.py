@@ -33,6 +33,7 @@ from torchft_like.process_group.store import StoreAddress
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECONNECT_SECONDS = 0.02
 RECEIVE_BYTES = 64 * 1024
+POLL_MS_MAX = 2**31 - 1  # what the system's call takes is bounded
 
 # Nobody listens yet, or this host has no such addresses: another address, or a later attempt, may do.
 _NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
@@ -251,7 +252,7 @@ class _Wire:
     def _await(self, event: int, deadline: float) -> None:
         poll = select.poll()
         poll.register(self._open_socket(), event)
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        ready = poll.poll(min(max(0.0, deadline - time.monotonic()) * 1000, POLL_MS_MAX))
         self._check()
         if not ready:
             raise TimeoutError(f"the store at {self.server} did not answer in time")

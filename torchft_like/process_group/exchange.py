@@ -94,13 +94,21 @@ def _encode(said: Mapping[str, bytes]) -> bytes:
 
 
 def _decode(data: bytes) -> dict[str, bytes]:
-    parts, rest = [], data
-    while len(rest) >= _LENGTH.size:
-        end = _LENGTH.size + _LENGTH.unpack_from(rest)[0]
-        if len(rest) < end:
+    parts, start = [], 0
+    while start + _LENGTH.size <= len(data):
+        begin = start + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, start)[0]
+        if end > len(data):
             break
-        parts.append(rest[_LENGTH.size : end])
-        rest = rest[end:]
-    if rest or len(parts) % 2:
-        raise ProcessGroupError("a member wrote something else into the store: do all run the same version?")
-    return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+        parts.append(data[begin:end])
+        start = end
+    try:
+        if start == len(data) and len(parts) % 2 == 0:
+            return {key.decode(): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+    except UnicodeDecodeError as error:
+        raise _foreign() from error
+    raise _foreign()
+
+
+def _foreign() -> ProcessGroupError:
+    return ProcessGroupError("a member wrote something else into the store: do all run the same version?")

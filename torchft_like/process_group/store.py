@@ -34,14 +34,14 @@ def parse_store_address(text: str) -> StoreAddress:
         AddressError: the text has another form; the message shows it.
     """
     if not isinstance(text, str):
-        raise AddressError(f"store address {text!r} is not host:port/prefix")
+        raise AddressError(f"store address {text!r:.200} is not host:port/prefix")
     scheme, separator, rest = text.rpartition("://")
     server, _, prefix = rest.partition("/")
     try:
         return StoreAddress(parse_address(scheme + separator + server), prefix)
     except AddressError as error:
         raise AddressError(
-            f"store address {text!r} is not host:port/prefix (example: 127.0.0.1:29500/job)"
+            f"store address {text!r:.200} is not host:port/prefix (example: 127.0.0.1:29500/job)"
         ) from error
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
-from lighthouse.address import Address, local_host_towards
+from lighthouse.address import Address, local_host_towards, parse_address
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.messages import (
@@ -247,7 +247,7 @@ class Hub:
                 self._announce(self._judge(rank, request))
         except BlockingIOError:
             pass
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             _logger.debug("rank %d: %s", rank, error)
             self._announce(self._lose(rank))
 
@@ -357,16 +357,23 @@ def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> L
     """Any other rank: find rank 0."""
     from lighthouse.net import connect_tcp  # noqa: PLC0415 - see `_gather`
 
-    match json.loads(store.get("referee")):
-        case [str(host), int(port), str(token)]:
-            pass
-        case other:
-            raise ProcessGroupError(f"what the store knows of rank 0's referee is {other!r}")
-    connection = connect_tcp(Address(host, port), membership.timeout.total_seconds(), sockets.add)
+    address, token = _read_referee(store.get("referee"))
+    connection = connect_tcp(address, membership.timeout.total_seconds(), sockets.add)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(bytes.fromhex(token), membership.rank))
+    connection.sendall(_HELLO.pack(token, membership.rank))
     return Link(connection)
+
+
+def _read_referee(data: bytes) -> tuple[Address, bytes]:
+    """Where rank 0 has said that it listens, and the secret."""
+    try:
+        match json.loads(data):
+            case [str(host), int(port), str(token)] if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:
+                return parse_address(str(Address(host, port))), secret
+    except (ValueError, RecursionError) as error:
+        raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}") from error
+    raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

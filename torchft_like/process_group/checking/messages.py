@@ -21,6 +21,7 @@ from torchft_like.process_group.checking.rules import Description, Disagreement
 CALL, OVERDUE = 1, 2
 BODY_BYTES_MAX = 4 * 1024 * 1024
 TENSORS_MAX = 1_000_000
+REMEMBERED_BYTES_MAX = 16 * 1024
 REQUEST = struct.Struct("<BQdI")  # what, ticket, timeout (seconds), length of the body
 RULING = struct.Struct("<QI")  # ticket, length of the body; none means that the call may run
 
@@ -69,14 +70,22 @@ def encode_description(call: Description) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-@functools.lru_cache(maxsize=256)
 def decode_description(body: bytes) -> Description:
-    """Equal bodies give the same object: most calls are repeated, and by all ranks.
+    """Equal bodies of usual length give the same object: most calls are repeated, and by all ranks.
 
     Raises:
         ValueError: the body describes no call.
     """
-    fields = json.loads(body)
+    return _remembered(body) if len(body) <= REMEMBERED_BYTES_MAX else _decoded(body)
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(body: bytes) -> Description:
+    return _decoded(body)
+
+
+def _decoded(body: bytes) -> Description:
+    fields = _from_json(body)
     if not isinstance(fields, list) or len(fields) != 8:
         raise ValueError("a call has eight fields")
     operation, rule, inputs, outputs, root, reduce_op, peer, tag = fields
@@ -105,13 +114,23 @@ def decode_problem(body: bytes) -> Problem | None:
     """
     if not body:
         return None
-    match json.loads(body):
-        case ["disagreement", str(aspect), dict(calls)]:
-            return Disagreement(aspect, {int(rank): str(text) for rank, text in calls.items()})
-        case ["missing", list(ranks), dict(waiting), bool(lost), float(seconds) | int(seconds)]:
-            texts = {int(rank): tuple(map(str, of_rank)) for rank, of_rank in waiting.items()}
-            return Missing(tuple(map(int, ranks)), texts, lost, seconds)
+    try:
+        match _from_json(body):
+            case ["disagreement", str(aspect), dict(calls)]:
+                return Disagreement(aspect, {int(rank): str(text) for rank, text in calls.items()})
+            case ["missing", list(ranks), dict(waiting), bool(lost), float(seconds) | int(seconds)]:
+                texts = {int(rank): tuple(map(str, of_rank)) for rank, of_rank in waiting.items()}
+                return Missing(tuple(map(int, ranks)), texts, lost, seconds)
+    except (TypeError, OverflowError) as error:
+        raise ValueError("a field of a problem has another type") from error
     raise ValueError("this is no problem")
+
+
+def _from_json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _shortened(specs: Sequence[str]) -> list[Any]:

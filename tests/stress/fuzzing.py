@@ -1,0 +1,98 @@
+"""What every fuzz target has in common: how much is tried, and what a parser may do.
+
+A parser gives a valid value or raises one of the errors that it documents; nothing else, within bounded
+memory and time. `FUZZ_EXAMPLES` (`make fuzz EXAMPLES=...`) says how many inputs each target tries; a case
+that was found once stays as an `@example` beside its target.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+
+# Limits of one input of at most a few megabytes: far above what an honest one takes, far below what
+# a parser takes that believes a length, or looks at every byte once for each other.
+SECONDS_MAX = 6.0
+REASON_MAX = 5000
+PYTHON_BYTES_MAX = 256 * 1024 * 1024
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
+)
+
+
+def parse_or_refuse(
+    parse: Callable[..., Any], *given: Any, refusals: type[Exception] | tuple[type[Exception], ...]
+) -> Any:
+    """What the parser makes of it; None where it refuses. Any other exception is the test's failure."""
+    tracemalloc.start()
+    began = time.monotonic()
+    found, why = None, "-"
+    try:
+        found = parse(*given)
+    except refusals as refusal:
+        why = str(refusal)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < PYTHON_BYTES_MAX
+    assert time.monotonic() - began < SECONDS_MAX
+    assert 0 < len(why) < REASON_MAX, "a refusal says why, and does not repeat everything that it was given"
+    return found
+
+
+def damaged(data: bytes) -> st.SearchStrategy[bytes]:
+    """A good message with some bytes wrong, cut off, repeated or added."""
+
+    def damage(seed: int) -> bytes:
+        dice = random.Random(seed)
+        found = bytearray(data)
+        for _ in range(dice.randint(1, 4)):
+            at = dice.randrange(len(found) + 1)
+            match dice.randrange(5):
+                case 0:
+                    found[at : at + 1] = bytes([dice.randrange(256)])
+                case 1:
+                    found[at:] = b""
+                case 2:
+                    found[at:at] = dice.randbytes(dice.randint(1, 8))
+                case 3:
+                    found[at : at + dice.randint(1, 8)] = b""
+                case _:
+                    found[at : at + 4] = dice.choice([b"\xff" * 4, b"\x00" * 4, b"\xff\xff\xff\x7f"])
+        return bytes(found)
+
+    return st.integers(0, 2**64).map(damage)
+
+
+numbers = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 1, -1, 2**62, 2**63 - 1, -(2**63), 10**15])
+)
+"""What an int64 of the wire can be."""
+
+names = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["a", "b", "", "\x1b[2J", "a\nb", "x" * 5000, "\u202eabc", "a:" + "f" * 36]),
+).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
+"""What a string of the wire can be."""
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)

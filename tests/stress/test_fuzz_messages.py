@@ -1,0 +1,202 @@
+"""Messages that are well formed and make no sense: what the cores do with them.
+
+The way of a message is that of the real servers: through the reader, through admission, into the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lighthouse import admission, codec
+from lighthouse.config import MESSAGE_BYTES_MAX, LighthouseConfig
+from lighthouse.membership import QuorumNumber
+from lighthouse.quorum import MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.wire import torchft_pb2 as pb
+from tests.stress.fuzzing import damaged, fuzz, names, numbers, parse_or_refuse
+from torchft_like.manager.duplex import MalformedMessageError
+from torchft_like.manager.group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
+from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
+
+NOW_MS = 1_800_000_000_000
+CONFIG = LighthouseConfig(replicas_max=8)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+members = st.builds(
+    pb.QuorumMember,
+    replica_id=names,
+    address=names,
+    store_address=names,
+    step=numbers,
+    world_size=st.integers(0, 2**64 - 1),
+    shrink_only=st.booleans(),
+    data=names,
+    commit_failures=numbers,
+    commit_quorum_id=numbers,
+)
+registers = st.builds(
+    pb.Register,
+    replica_id=names,
+    address=names,
+    last_quorum_id=numbers,
+    last_quorum_round=numbers,
+    last_quorum_replica_ids=st.lists(names, max_size=4),
+)
+events = st.one_of(
+    st.tuples(st.just("register"), registers),
+    st.tuples(st.just("join"), members),
+    st.tuples(st.just("call"), members),
+    st.tuples(st.just("heartbeat"), names),
+    st.tuples(st.just("lost"), st.integers(0, 9)),
+)
+KINDS = [
+    pb.SessionRequest,
+    pb.LighthouseQuorumRequest,
+    pb.LighthouseHeartbeatRequest,
+    pb.SessionResponse,
+    pb.RankSessionRequest,
+    pb.RankSessionResponse,
+    pb.ManagerQuorumRequest,
+    pb.CheckpointMetadataRequest,
+    pb.ShouldCommitRequest,
+    pb.KillRequest,
+]
+NESTED = b"\xa3\x06" * 100_000  # the start of a group, in a group, in a group, ...
+
+
+@fuzz
+@given(
+    st.sampled_from(KINDS),
+    st.one_of(st.binary(max_size=80), members.flatmap(lambda m: damaged(m.SerializeToString()))),
+)
+@example(pb.SessionRequest, b"\xff\xff\xff")
+@example(pb.SessionRequest, NESTED)
+@example(pb.KillRequest, b"\x0a\x02\xff\xfe")  # a string that is not UTF-8
+@example(pb.RankSessionRequest, b"\x0a\xff\xff\xff\xff\x7f")  # a length of 32 GB
+def test_bytes_are_a_message_or_nothing(kind: type, data: bytes) -> None:
+    message = parse_or_refuse(codec.reader(kind), data, refusals=())
+    assert message is None or isinstance(message, kind)
+
+
+@fuzz
+@given(st.lists(events, max_size=25))
+@example(
+    [
+        ("register", pb.Register(replica_id="a", last_quorum_id=2**62)),
+        ("join", pb.QuorumMember(replica_id="a")),
+    ]
+)
+@example(
+    [
+        ("register", pb.Register(replica_id="a", last_quorum_id=NOW_MS + admission.AHEAD_MS_MAX)),
+        ("register", pb.Register(replica_id="a", last_quorum_round=NOW_MS + admission.AHEAD_MS_MAX)),
+        ("call", pb.QuorumMember(replica_id="a")),
+    ]
+)
+def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_reported(
+    told: list[tuple[str, object]],
+) -> None:
+    core = QuorumCore(CONFIG, NOW_MS)
+    for number, (kind, value) in enumerate(told):
+        for decision in list(tell(core, number, kind, value)):
+            if isinstance(decision, QuorumFormed):
+                message = codec.quorum_for_sessions(codec.quorum_to_wire(decision.quorum, 1.0))
+                assert len(message) <= MESSAGE_BYTES_MAX
+                can_be_reported(decision)
+            elif isinstance(decision, MemberLost):
+                codec.member_lost(decision)
+            elif isinstance(decision, QuorumOver):
+                codec.quorum_over(decision)
+    assert core.describe(0.0).replace("\n", "").isprintable()
+
+
+def tell(core: QuorumCore, number: int, kind: str, value: object) -> Iterator[object]:
+    """What the server does with a message, and the decisions; sessions have the numbers of their events."""
+    match value:
+        case pb.Register() if admission.about_register(value, CONFIG, NOW_MS) is None:
+            last = QuorumNumber(value.last_quorum_id, value.last_quorum_round)
+            yield from core.register(number, value.replica_id, last, value.last_quorum_replica_ids, number)
+        case pb.QuorumMember() if admission.about_member(value, CONFIG, NOW_MS) is None:
+            member = codec.member_from_wire(value)
+            session = core.session_of(member.replica_id)
+            if kind == "call" or session is None:
+                yield from core.call(member, number)
+            else:
+                yield from core.join(session, member, number)
+        case str() if admission.about_replica(value) is None:
+            yield from core.heartbeat(value, number)
+        case int():
+            yield from core.lost(value, "gone", number)
+
+
+def can_be_reported(formed: QuorumFormed) -> None:
+    """A millisecond later, to a lighthouse that was restarted: or no member could ever come back."""
+    register = pb.Register(
+        replica_id=formed.quorum.participants[0].replica_id,
+        last_quorum_id=formed.quorum.quorum_id,
+        last_quorum_round=formed.quorum.round,
+        last_quorum_replica_ids=[member.replica_id for member in formed.quorum.participants],
+    )
+    rounds_ms = 1000  # a core can count on faster than the clock in a test
+    assert admission.about_register(register, CONFIG, NOW_MS + rounds_ms) is None
+
+
+@fuzz
+@given(INT64, INT64, st.lists(members, max_size=4))
+@example(2**63 - 1, 2**63 - 1, [pb.QuorumMember(replica_id="me", step=-(2**63))])
+@example(-1, -1, [pb.QuorumMember(replica_id="me")] * 3)
+def test_a_group_makes_a_result_of_any_quorum_that_it_is_in(
+    quorum_id: int, round_number: int, participants: list[pb.QuorumMember]
+) -> None:
+    group = ReplicaGroup("me", 1)
+    group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
+    effects = group.quorum_formed(quorum_id, participants, round_number)
+    if "me" not in {member.replica_id for member in participants}:
+        assert effects == []
+        return
+    (quorum,) = effects
+    assert isinstance(quorum, RankQuorum)
+    assert quorum_result_from_wire(quorum_result_to_wire(quorum.result)) == quorum.result
+
+
+responses = st.builds(
+    pb.ManagerQuorumResponse,
+    quorum_id=numbers,
+    replica_rank=numbers,
+    recover_src_replica_rank=st.none() | numbers,
+    recover_dst_replica_ranks=st.lists(numbers, max_size=3),
+    max_replica_rank=st.none() | numbers,
+    replica_ids=st.lists(names, max_size=3),
+    store_address=names,
+)
+
+
+@fuzz
+@given(responses)
+@example(pb.ManagerQuorumResponse(replica_rank=7, replica_ids=["a"]))  # an IndexError while configuring
+@example(pb.ManagerQuorumResponse(replica_ids=["a"], recover_src_replica_rank=-1))
+def test_a_rank_takes_a_quorum_whose_ranks_are_members_and_no_other(
+    response: pb.ManagerQuorumResponse,
+) -> None:
+    result = parse_or_refuse(quorum_result_from_wire, response, refusals=MalformedMessageError)
+    if result is not None:
+        assert result.replica_ids[result.replica_rank] is not None
+        assert all(result.replica_ids[rank] is not None for rank in result.recover_dst_replica_ranks)
+        assert min((result.replica_rank, *result.recover_dst_replica_ranks)) >= 0
+
+
+votes = st.builds(pb.ShouldCommitRequest, step=numbers, should_commit=st.booleans(), stop=st.booleans())
+
+
+@fuzz
+@given(st.lists(st.tuples(st.integers(0, 1), votes), max_size=12))
+@example([(0, pb.ShouldCommitRequest(step=-(2**63))), (1, pb.ShouldCommitRequest(step=2**63 - 1))])
+def test_ranks_that_vote_nonsense_get_one_verdict(said: list[tuple[int, pb.ShouldCommitRequest]]) -> None:
+    group = ReplicaGroup("me", 2)
+    for rank, vote in said:
+        effects = group.rank_voted(rank, Verdict(vote.step, vote.should_commit, vote.stop))
+        verdicts = [effect.verdict for effect in effects if isinstance(effect, RankVerdict)]
+        assert len({(verdict.committed, verdict.stop) for verdict in verdicts}) <= 1
+        assert not any(verdict.committed for verdict in verdicts) or len({v.step for v in verdicts}) == 1
