@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from benchmarks import (
     check_collectives,
+    divergence,
     growth,
     heal,
     lighthouse_cost,
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "check_collectives": lambda quick: check_collectives.main(
         check_collectives.QUICK if quick else check_collectives.Plan()
     ),
+    "divergence": lambda quick: divergence.main(divergence.QUICK if quick else divergence.Plan()),
     **{name: _of_groups(name) for name in process_groups.RESULTS},
 }
 

@@ -24,7 +24,7 @@ ROW = 2**16
 # The products are temporaries: rows at a time for which they stay in a processor's cache, or for which
 # launching kernels costs a GPU nothing beside running them.
 _ROWS_ON_CPU = 1
-_ROWS_ELSEWHERE = 2**8
+_ROWS_ELSEWHERE = 2**6
 
 
 def word_sum(elements: Tensor) -> Tensor:
