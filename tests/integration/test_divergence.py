@@ -107,7 +107,13 @@ def contributors(group: Group, event: Record) -> tuple[bool, int]:
 class Replica:
     """A replica group of one rank: one tensor, to which every step adds one."""
 
-    def __init__(self, lighthouse: LighthouseServer, name: str, fingerprint: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        lighthouse: LighthouseServer,
+        name: str,
+        fingerprint: dict[str, Any] | None,
+        use_async_quorum: bool,
+    ) -> None:
         self.tensor = torch.zeros(1000)
         self.events: list[Event] = []
         self.manager = Manager(
@@ -117,6 +123,7 @@ class Replica:
             min_replica_size=1,
             replica_id=name,
             lighthouse_addr=lighthouse.address(),
+            use_async_quorum=use_async_quorum,
         )
         self.manager.events.subscribe(self.events.append)
         if fingerprint is not None:
@@ -161,12 +168,15 @@ class Job:
         self._lighthouse = lighthouse
         self._names = names
 
-    def run(self, script: Callable[[Replica, str], T], **fingerprint: Any) -> list[T]:
+    def run(
+        self, script: Callable[[Replica, str], T], use_async_quorum: bool = True, **fingerprint: Any
+    ) -> list[T]:
         """Run `script` for each. A dict has an option for each name; `slices=0` does not watch."""
 
         def run_one(name: str) -> T:
             options = {k: v[name] if isinstance(v, dict) else v for k, v in fingerprint.items()}
-            replica = Replica(self._lighthouse, name, options if options.get("slices", 1) else None)
+            watched = options if options.get("slices", 1) else None
+            replica = Replica(self._lighthouse, name, watched, use_async_quorum)
             with replica.manager:
                 return script(replica, name)
 
@@ -187,8 +197,11 @@ def corrupt(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("job", ["abc"], indirect=True)
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("odd_one", ["a", "c"])
-def test_a_flipped_bit_is_found_within_one_round_of_slices(job: Job, odd_one: str) -> None:
+def test_a_flipped_bit_is_found_within_one_round_of_slices(
+    job: Job, odd_one: str, use_async_quorum: bool
+) -> None:
     def script(replica: Replica, name: str) -> tuple[Event, list[float]]:
         replica.train_to(5)
         if name == odd_one:
@@ -198,7 +211,7 @@ def test_a_flipped_bit_is_found_within_one_round_of_slices(job: Job, odd_one: st
         (event,) = replica.told("divergence")
         return event, replica.tensor.tolist()
 
-    results = job.run(script, slices=SLICES)
+    results = job.run(script, use_async_quorum, slices=SLICES)
     for event, values in results:
         assert 5 <= event.step < 5 + SLICES
         assert [member[0] for member in as_list(event.fields["members"])] == [odd_one]
