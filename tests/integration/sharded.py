@@ -7,8 +7,8 @@ FSDP and without a Manager: what a run with faults has to arrive at.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,20 @@ from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas
 
-# How a network is sharded and its gradients are averaged, and how far each step may lead away from plain
-# training. A wrong divisor in one step leads away by 1e-3 and more.
-WAYS = {
-    "hsdp": 0.0,  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
-    "sum": 0.0,  # the same, but it asks for a sum, and divides by the group's size itself
-    "half": 4e-5,  # the same in half precision, divided in part before, in part after the sum
-    "tp": 0.0,  # layers split over the ranks of the group
-    "hook": 0.0,  # FSDP in the group, the Manager in its all-reduce hook
-}
+# How a network is sharded and its gradients are averaged.
+WAYS = (
+    "hsdp",  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
+    "sum",  # the same, but it asks for a sum, and divides by the group's size itself
+    "half",  # the same in half precision, divided in part before, in part after the sum
+    "tp",  # layers split over the ranks of the group
+    "hook",  # FSDP in the group, the Manager in its all-reduce hook
+)
 GROUP_SIZE = 2
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+
+# A gradient in half precision is rounded when it is cast, divided, summed over the group's ranks, summed over
+# the groups, and divided again, each time by up to half a unit in the last of 11 digits.
+HALF_ROUNDING = 5 * 2.0**-11
 
 
 class ShardedModel:
@@ -134,7 +138,7 @@ def make_net() -> nn.Sequential:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 def data_rank(way: str, rank: int) -> int:
@@ -148,24 +152,61 @@ def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
 
-def replay(commits: Sequence[Commit], names: str, way: str) -> Iterator[tuple[int, Tensor]]:
-    """Step and all parameters after it, for every step that was committed.
+class Replayed(NamedTuple):
+    """One step of plain training.
+
+    Attributes:
+        parameters: all of them, after it.
+        tolerance: how far from them the workers' may be, by rounding alone.
+    """
+
+    step: int
+    parameters: Tensor
+    tolerance: float
+
+
+def replay(
+    commits: Sequence[Commit], names: str, way: str, written: Mapping[int, Tensor]
+) -> Iterator[Replayed]:
+    """The steps that were committed, by plain training.
+
+    Where the workers round, each step starts from what they wrote after the last one: their errors then
+    do not add up, but for those in the momentum. A wrong divisor in a single step is off by twenty times
+    what rounding can do.
 
     Args:
         commits: of one rank, from the first step on without a gap.
         names: of the replica groups; `names[i]` has bit i of the ledgers.
         way: how the workers sharded the network.
+        written: all parameters after a step, by step, as that rank wrote them down.
     """
     net = make_net()
     optimizer = make_optimizer(net.parameters())
-    ranks = {data_rank(way, rank) for rank in range(GROUP_SIZE)}
+    largest = 0.0
     for commit in commits:
         contributors = [name for index, name in enumerate(names) if commit.ledger >> index & 1]
-        optimizer.zero_grad()
-        for name in contributors:
-            for rank in ranks:
-                inputs, targets = batch_of(name, rank, commit.step - 1)
-                loss = nn.functional.mse_loss(net(inputs), targets)
-                (loss / (len(ranks) * commit.participants)).backward()  # type: ignore[no-untyped-call]
+        largest = max(largest, set_gradients(net, commit, contributors, way))
         optimizer.step()
-        yield commit.step, torch.cat([p.detach().flatten() for p in net.parameters()])
+        parameters = nn.utils.parameters_to_vector(net.parameters()).detach()
+        tolerance = 1e-6
+        if way == "half":
+            tolerance += LEARNING_RATE / (1 - MOMENTUM) * HALF_ROUNDING * largest
+            nn.utils.vector_to_parameters(written[commit.step], net.parameters())
+        yield Replayed(commit.step, parameters, tolerance)
+
+
+def set_gradients(net: nn.Module, commit: Commit, contributors: Sequence[str], way: str) -> float:
+    """The average over the participants; returns the largest number in any contribution."""
+    ranks = {data_rank(way, rank) for rank in range(GROUP_SIZE)}
+    parameters = list(net.parameters())
+    sums, largest = [torch.zeros_like(p) for p in parameters], 0.0
+    for name in contributors:
+        for rank in ranks:
+            inputs, targets = batch_of(name, rank, commit.step - 1)
+            gradients = torch.autograd.grad(nn.functional.mse_loss(net(inputs), targets), parameters)
+            largest = max(largest, *(float(gradient.abs().max()) for gradient in gradients))
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_(gradient, alpha=1 / (len(ranks) * commit.participants))
+    for parameter, total in zip(parameters, sums, strict=True):
+        parameter.grad = total
+    return largest

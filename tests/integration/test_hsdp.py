@@ -37,16 +37,23 @@ def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_trai
 
 def steps_that_match_the_replay(rank: Rank, survivor: Rank, way: str) -> int:
     """How many of the steps that `rank` wrote down were compared with plain training on the same data."""
-    written = {r["step"]: torch.tensor(r["values"]) for r in rank.records("parameters") if r["way"] == way}
+    written = written_by(rank, way)
     matching = 0
-    for step, parameters in replay(survivor.commits(), "ab", way):
-        if step in written:
-            atol = 1e-6 + WAYS[way] * step
+    for replayed in replay(survivor.commits(), "ab", way, written_by(survivor, way)):
+        if (step := replayed.step) in written:
             torch.testing.assert_close(
-                written[step], parameters, rtol=1e-5, atol=atol, msg=told_of(way, step)
+                written[step],
+                replayed.parameters,
+                rtol=1e-5,
+                atol=replayed.tolerance,
+                msg=told_of(way, step),
             )
             matching += 1
     return matching
+
+
+def written_by(rank: Rank, way: str) -> dict[int, torch.Tensor]:
+    return {r["step"]: torch.tensor(r["values"]) for r in rank.records("parameters") if r["way"] == way}
 
 
 def told_of(way: str, step: int) -> Callable[[str], str]:
