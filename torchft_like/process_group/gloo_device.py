@@ -12,6 +12,10 @@ descriptor, which therefore means this device until we close it; the kernel list
 (`/proc/self/fdinfo`) by descriptor and inode; and a socket is duplicated, its inode compared, and
 only then shut down. A descriptor that was closed and reused meanwhile has another inode.
 
+An abort needs no descriptor that it does not have: what it reads is open all the time, and one
+descriptor is held in reserve for the duplicates. A process that has run out of them may be just the
+one that has to give up.
+
 The epoll instance is recognised once, when the device is made: it watches a listening socket whose
 inode did not exist before. If another thread opened such a pair at the same moment there are two,
 the device is thrown away and made again.
@@ -24,6 +28,7 @@ eight bytes on it say n.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -56,7 +61,7 @@ class GlooDevice:
 
     def __init__(self, host: str) -> None:
         self._lock = threading.Lock()
-        self._epoll: int | None = None
+        self._epoll: _Epoll | None = None
         self._address: tuple[object, ...] | None = None
         self._family = socket.AF_INET
         self.torch_device: object | None = self._create(host)
@@ -64,12 +69,12 @@ class GlooDevice:
     def cut(self) -> int:
         """Shut down every connection of the device; gives their number. Never blocks."""
         with self._lock:
-            return sum(_shut_down(fd, inode) for fd, inode in self._registered())
+            return 0 if self._epoll is None else sum(map(_shut_down, self._epoll.sockets()))
 
     def connections(self) -> int:
         """How many connections of the device are open."""
         with self._lock:
-            return sum(_is_connection(fd, inode) for fd, inode in self._registered())
+            return 0 if self._epoll is None else sum(map(_is_connection, self._epoll.sockets()))
 
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
@@ -97,7 +102,7 @@ class GlooDevice:
         self.torch_device = None
         with self._lock:
             if self._epoll is not None:
-                os.close(self._epoll)
+                self._epoll.close()
                 self._epoll = None
 
     def _create(self, host: str) -> object:
@@ -117,10 +122,57 @@ class GlooDevice:
             if listening is not None:
                 self._family = listening.family
                 self._address = listening.getsockname()
-                self._epoll = os.dup(epoll)
+                self._epoll = _Epoll(epoll)
 
-    def _registered(self) -> list[_Registered]:
-        return [] if self._epoll is None else _registered(self._epoll)
+
+class _Epoll:
+    """A device's epoll instance, and what it takes to look at its sockets: three descriptors."""
+
+    def __init__(self, epoll: int) -> None:
+        with contextlib.ExitStack() as undo:
+            self._own = os.dup(epoll)
+            undo.callback(os.close, self._own)
+            self._info = open(f"{_descriptor_info}/{self._own}")  # noqa: SIM115 - closed by `close`
+            undo.callback(self._info.close)
+            self._reserve = os.dup(epoll)
+            undo.pop_all()
+
+    def sockets(self) -> Iterator[socket.socket]:
+        """What it watches now; each is closed when the next one is asked for."""
+        self._info.seek(0)
+        for fd, inode in [_entry(line) for line in self._info if line.startswith("tfd:")]:
+            try:
+                with _own_socket(fd, inode) as own:
+                    if own is not None:
+                        yield own
+            except _NoDescriptorError:
+                yield from self._by_reserve(fd, inode)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._info.close()
+        os.close(self._reserve)
+        os.close(self._own)
+
+    def _by_reserve(self, fd: int, inode: int) -> Iterator[socket.socket]:
+        try:
+            os.dup2(fd, self._reserve, inheritable=False)
+        except OSError as error:  # closed meanwhile, or the limit was lowered below the reserve
+            _logger.warning("cannot duplicate a socket of Gloo's: %s", error)
+            return
+        try:
+            if _is_socket(self._reserve, inode):
+                own = socket.socket(fileno=self._reserve)
+                try:
+                    yield own
+                finally:
+                    own.detach()
+        finally:
+            os.dup2(self._own, self._reserve, inheritable=False)
+
+
+class _NoDescriptorError(OSError):
+    """The process has no descriptor left."""
 
 
 def _make_device(host: str) -> object:
@@ -170,22 +222,20 @@ def _is_listening(fd: int, inode: int) -> bool:
         return own is not None and _listens(own)
 
 
-def _is_connection(fd: int, inode: int) -> bool:
-    with _own_socket(fd, inode) as own:
-        return own is not None and not _listens(own)
+def _is_connection(own: socket.socket) -> bool:
+    return not _listens(own)
 
 
-def _shut_down(fd: int, inode: int) -> bool:
+def _shut_down(own: socket.socket) -> bool:
     """Shut one connection down; whether it was one.
 
     The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
     """
-    with _own_socket(fd, inode) as own:
-        if own is None or _listens(own):
-            return False
-        with contextlib.suppress(OSError):
-            own.shutdown(socket.SHUT_RDWR)
-        return True
+    if _listens(own):
+        return False
+    with contextlib.suppress(OSError):
+        own.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 def _listens(own: socket.socket) -> bool:
@@ -197,13 +247,19 @@ def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
     """A duplicate of the descriptor if it is still the socket with that inode, else None."""
     try:
         duplicate = os.dup(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise _NoDescriptorError(*error.args) from None
         yield None
         return
-    status = os.fstat(duplicate)
-    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+    if not _is_socket(duplicate, inode):
         os.close(duplicate)
         yield None
         return
     with socket.socket(fileno=duplicate) as own:
         yield own
+
+
+def _is_socket(fd: int, inode: int) -> bool:
+    status = os.fstat(fd)
+    return status.st_ino == inode and stat.S_ISSOCK(status.st_mode)

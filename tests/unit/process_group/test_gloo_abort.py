@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -64,6 +65,35 @@ def test_an_abort_ends_a_blocked(party: Party, name: str, operate: Operate) -> N
     assert isinstance(group.errored(), ProcessGroupAbortedError)
     with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
         group.allreduce([torch.ones(1)])
+
+
+def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
+    group, _ = party.meet(2)
+    blocked = party.aside(lambda g: g.allreduce([torch.ones(4)]).wait(), group)
+    with pytest.raises(TimeoutError):
+        blocked.result(0.2)
+    with no_descriptor_left():
+        group.abort("the test says so")
+        with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
+            blocked.result(LIMIT_S)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Every descriptor that this process may have is in use."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, before[1]))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):  # the one that there is no descriptor for
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def test_an_abort_ends_many_blocked_operations_and_their_callbacks(party: Party) -> None:
