@@ -5,19 +5,23 @@ that one replica group, broken or hostile, cannot make a message that none of th
 id that none of them can count on from, or a name that spoils a terminal. What a member says within
 these limits is believed: see docs/security.md.
 
-INVARIANT: every number that the core gives out, and hears again after a restart, is let in again.
+INVARIANT: what the core gives out is let in again. Otherwise one replica that reports a number at the limit
+would shut out all others, who are given one beyond it. After a restart of the lighthouse, which remembers
+nothing, that holds once as much time has gone by as the numbers had been ahead of the limit: they grow by
+less than one in a millisecond, and leap by seconds or minutes where a clock was set back.
 """
 
 from __future__ import annotations
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address, or a reason
 STEP_MAX = 10**15
 
-# Quorum ids begin at the wall clock's milliseconds and, like rounds, grow by less than one in each. A
-# report that is farther ahead than this is no id of any lighthouse; one that is not leaves room to count.
+# Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
+# of any lighthouse; one that is not leaves room to count on from.
 AHEAD_MS_MAX = 100 * 365 * 24 * 60 * 60 * 1000
 
 
@@ -32,15 +36,21 @@ def about_replica(replica_id: str) -> str | None:
     return None
 
 
-def about_register(register: pb.Register, config: LighthouseConfig, now_ms: int) -> str | None:
-    """The first message of a session; `now_ms` is the wall clock's."""
+def believable(now_ms: int, highest: QuorumNumber) -> QuorumNumber:
+    """The highest numbers that a replica may report, where `highest` are used up; by the wall clock."""
+    ahead_ms = now_ms + AHEAD_MS_MAX
+    return QuorumNumber(max(ahead_ms, highest.quorum_id), max(ahead_ms, highest.round))
+
+
+def about_register(register: pb.Register, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
+    """The first message of a session; `limit` is what is `believable`."""
     if complaint := about_replica(register.replica_id):
         return complaint
     for name in ("address", "store_address"):
         if len(getattr(register, name)) > TEXT_MAX:
             return f"{name} is longer than {TEXT_MAX} characters"
-    for name in ("last_quorum_id", "last_quorum_round"):
-        if complaint := _about_number(name, getattr(register, name), now_ms + AHEAD_MS_MAX):
+    for name, highest in zip(("last_quorum_id", "last_quorum_round"), limit, strict=True):
+        if complaint := _about_number(name, getattr(register, name), highest):
             return complaint
     if len(register.last_quorum_replica_ids) > config.replicas_max:
         return f"last_quorum_replica_ids has more than {config.replicas_max} entries"
@@ -48,8 +58,8 @@ def about_register(register: pb.Register, config: LighthouseConfig, now_ms: int)
     return next((f"last_quorum_replica_ids: {c}" for c in complaints if c), None)
 
 
-def about_member(member: pb.QuorumMember, config: LighthouseConfig, now_ms: int) -> str | None:
-    """A join; `now_ms` is the wall clock's."""
+def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
+    """A join; `limit` is what is `believable`."""
     if complaint := about_replica(member.replica_id):
         return complaint
     if (size := member.ByteSize()) > config.member_bytes_max:
@@ -60,7 +70,7 @@ def about_member(member: pb.QuorumMember, config: LighthouseConfig, now_ms: int)
     if member.step < 0:
         return f"step {member.step} is below 0"
     return _about_number("step", member.step, STEP_MAX) or _about_number(
-        "commit_quorum_id", member.commit_quorum_id, now_ms + AHEAD_MS_MAX
+        "commit_quorum_id", member.commit_quorum_id, limit.quorum_id
     )
 
 

@@ -295,6 +295,11 @@ class QuorumCore:
         """Whom a session speaks for; None when it ended or was superseded."""
         return self._members.owner_of(session)
 
+    @property
+    def highest(self) -> QuorumNumber:
+        """Ids and rounds up to these are used up."""
+        return QuorumNumber(self._highest_id, self._highest_round)
+
     def session_of(self, replica_id: str) -> int | None:
         """The open session of a replica."""
         session = self._members.session_of(replica_id)

@@ -131,7 +131,7 @@ class Lighthouse:
     async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, _: Context) -> bytes:
         """torchft's Quorum: joins, and is answered with the quorum."""
         message = _well_formed(request).requester
-        self._admit(message.replica_id, admission.about_member(message, self.config, _now_ms()))
+        self._admit(message.replica_id, admission.about_member(message, self.config, self._believable()))
         if self._core.session_of(message.replica_id) is not None:
             raise _exists(f"replica {message.replica_id!r:.100} joins through its session")
         member = codec.member_from_wire(message)
@@ -163,7 +163,7 @@ class Lighthouse:
 
     async def _open_session(self, context: Context) -> ReplicaSession:
         register = await _read_register(context)
-        self._admit(register.replica_id, admission.about_register(register, self.config, _now_ms()))
+        self._admit(register.replica_id, admission.about_register(register, self.config, self._believable()))
         self._check_owner(register)
         # On its own: a first write that is cancelled halfway would leave gRPC unable to end the stream.
         await context.send_initial_metadata(())
@@ -208,7 +208,7 @@ class Lighthouse:
         self, session: ReplicaSession, kind: str | None, request: pb.SessionRequest
     ) -> str | None:
         if kind == "join" and request.join.replica_id == session.replica_id:
-            return admission.about_member(request.join, self.config, _now_ms())
+            return admission.about_member(request.join, self.config, self._believable())
         return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
 
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
@@ -230,6 +230,9 @@ class Lighthouse:
         if len(self._core) >= self.config.replicas_max and replica_id not in self._core:
             text = f"this lighthouse has its {self.config.replicas_max} replicas (--replicas_max)"
             raise RefusedError(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
+
+    def _believable(self) -> QuorumNumber:
+        return admission.believable(time.time_ns() // 1_000_000, self._core.highest)
 
     def _check_owner(self, register: pb.Register) -> None:
         """A replica group that comes back has the address that it had; whoever has another is not it."""
@@ -347,10 +350,6 @@ def _exists(text: str) -> RefusedError:
 def _settle(call: asyncio.Future[bytes | Refusal], result: bytes | Refusal) -> None:
     if not call.done():
         call.set_result(result)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, Context], Awaitable[R]]:

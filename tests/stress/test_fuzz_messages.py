@@ -104,7 +104,7 @@ def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_r
             if isinstance(decision, QuorumFormed):
                 message = codec.quorum_for_sessions(codec.quorum_to_wire(decision.quorum, 1.0))
                 assert len(message) <= MESSAGE_BYTES_MAX
-                can_be_reported(decision)
+                can_be_reported(core, decision)
             elif isinstance(decision, MemberLost):
                 codec.member_lost(decision)
             elif isinstance(decision, QuorumOver):
@@ -114,11 +114,12 @@ def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_r
 
 def tell(core: QuorumCore, number: int, kind: str, value: object) -> Iterator[object]:
     """What the server does with a message, and the decisions; sessions have the numbers of their events."""
+    limit = admission.believable(NOW_MS, core.highest)
     match value:
-        case pb.Register() if admission.about_register(value, CONFIG, NOW_MS) is None:
+        case pb.Register() if admission.about_register(value, CONFIG, limit) is None:
             last = QuorumNumber(value.last_quorum_id, value.last_quorum_round)
             yield from core.register(number, value.replica_id, last, value.last_quorum_replica_ids, number)
-        case pb.QuorumMember() if admission.about_member(value, CONFIG, NOW_MS) is None:
+        case pb.QuorumMember() if admission.about_member(value, CONFIG, limit) is None:
             member = codec.member_from_wire(value)
             session = core.session_of(member.replica_id)
             if kind == "call" or session is None:
@@ -131,16 +132,15 @@ def tell(core: QuorumCore, number: int, kind: str, value: object) -> Iterator[ob
             yield from core.lost(value, "gone", number)
 
 
-def can_be_reported(formed: QuorumFormed) -> None:
-    """A millisecond later, to a lighthouse that was restarted: or no member could ever come back."""
+def can_be_reported(core: QuorumCore, formed: QuorumFormed) -> None:
+    """Or no member could ever come back."""
     register = pb.Register(
         replica_id=formed.quorum.participants[0].replica_id,
         last_quorum_id=formed.quorum.quorum_id,
         last_quorum_round=formed.quorum.round,
         last_quorum_replica_ids=[member.replica_id for member in formed.quorum.participants],
     )
-    rounds_ms = 1000  # a core can count on faster than the clock in a test
-    assert admission.about_register(register, CONFIG, NOW_MS + rounds_ms) is None
+    assert admission.about_register(register, CONFIG, admission.believable(NOW_MS, core.highest)) is None
 
 
 @fuzz

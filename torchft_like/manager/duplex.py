@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
+from lighthouse.codec import reader
 from torchft_like.errors import ConnectError
 
 Request = TypeVar("Request")
@@ -34,7 +34,7 @@ class DuplexCall(Generic[Request, Response]):
         open_call: Any = channel.stream_stream(
             method,
             request_serializer=request_type.SerializeToString,
-            response_deserializer=response_type.FromString,  # type: ignore[attr-defined]
+            response_deserializer=reader(response_type),
         )
         self._call: Any = open_call()
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
@@ -51,10 +51,9 @@ class DuplexCall(Generic[Request, Response]):
             grpc.aio.AioRpcError: the call failed.
             MalformedMessageError: what came is no message; nothing after it can be relied upon.
         """
-        try:
-            response: Any = await self._call.read()
-        except DecodeError as error:
-            raise MalformedMessageError(f"what came is no message of the protocol: {error}") from error
+        response: Any = await self._call.read()
+        if response is None:
+            raise MalformedMessageError("what came is no message of the protocol")
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
     async def close(self) -> None:

@@ -1,0 +1,90 @@
+"""A lighthouse, a ManagerServer and a checkpoint server in processes of their own, and what these hold."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from lighthouse.address import Address, parse_address
+from tests.conftest import Processes
+from tests.integration.lighthouse_clients import LIMIT_S, LighthouseProcess
+from tests.stress.beside import Beside, HealthyHeals, HealthyReplicas, RankPair
+
+SERVERS = ("lighthouse", "manager", "checkpoint")
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    files: int
+    threads: int
+    resident_mb: float
+
+    def __str__(self) -> str:
+        return f"{self.files} files, {self.threads} threads, {self.resident_mb:.1f} MB"
+
+
+class Scene:
+    """Where the servers are, and what their processes hold."""
+
+    def __init__(self, where: dict[str, str], processes: dict[str, psutil.Process]) -> None:
+        self._where = where
+        self._processes = processes
+        self._ranks = RankPair(where["manager"])
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def url(self, server: str) -> str:
+        return self._where[server]
+
+    def address(self, server: str) -> Address:
+        return parse_address(self._where[server])
+
+    def healthy(self, server: str) -> Beside:
+        """Clients of a server that must not notice what is done to it."""
+        if server == "manager":
+            return Beside(self._ranks.vote)
+        return {"lighthouse": HealthyReplicas, "checkpoint": HealthyHeals}[server](self._where[server])
+
+    def held(self, server: str) -> Held:
+        process = self._processes[server]
+        return Held(process.num_fds(), process.num_threads(), process.memory_info().rss / MB)
+
+    def settled(self, server: str, files_max: int) -> Held:
+        """What it holds once its files are that few; what it holds at the limit if they never are."""
+        deadline = time.monotonic() + LIMIT_S
+        while (held := self.held(server)).files > files_max and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return held
+
+
+@contextmanager
+def running() -> Iterator[Scene]:
+    """The servers, until the block ends. Who has joined does not wait for those who only registered."""
+    starter = Processes()
+    try:
+        with LighthouseProcess("--min_replicas=2", "--join_timeout_ms=100") as lighthouse:
+            started = starter.start(sys.executable, "-m", "tests.stress.servers", lighthouse.address)
+            found = json.loads(started.wait_for_output(r"(?m)^\{.*\}$")[0])
+            group = psutil.Process(started.pid)
+            scene = Scene(
+                {"lighthouse": f"http://{lighthouse.address}", **found},
+                {
+                    "lighthouse": psutil.Process(lighthouse.process.pid),
+                    "manager": group,
+                    "checkpoint": group,
+                },
+            )
+            with closing(scene):
+                yield scene
+    finally:
+        starter.kill_all()

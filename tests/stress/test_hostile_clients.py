@@ -1,0 +1,122 @@
+"""Real servers under clients that are malformed, huge, slow or half open: healthy ones never notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from lighthouse import wire
+from lighthouse.config import LighthouseConfig
+from lighthouse.net import make_channel
+from lighthouse.wire import torchft_pb2 as pb
+from tests.integration.lighthouse_clients import LIMIT_S
+from tests.stress import hostile
+from tests.stress.scene import MB, SERVERS, Scene, running
+
+pytestmark = pytest.mark.integration
+
+SILENT = 150  # more than the checkpoint server's 64 connections
+FILES_MORE = 5
+MB_MORE = 80.0
+NESTED = b"\xa3\x06" * 500_000
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with running() as found:
+        yield found
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_malformed_clients_end_their_own_connections_only(scene: Scene, server: str) -> None:
+    with scene.healthy(server) as healthy:
+        before = scene.held(server)
+        hostile.send_all_malformed(scene.address(server))
+        healthy.goes_on()
+        after = scene.settled(server, before.files + FILES_MORE)
+        assert after.files <= before.files + FILES_MORE, (before, after)
+        assert after.resident_mb <= before.resident_mb + MB_MORE, (before, after)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_silent_and_slow_clients_take_no_place_from_others(scene: Scene, server: str) -> None:
+    address = scene.address(server)
+    with scene.healthy(server) as healthy:
+        before = scene.held(server)
+        silent = [hostile.connected(address) for _ in range(SILENT)]
+        slow = hostile.Trickle(address, 20)
+        for _ in range(60):
+            slow.say_one_byte()
+            healthy.goes_on(2)
+        for client in silent:
+            hostile.reset(client)
+        slow.close()
+        healthy.goes_on()
+        after = scene.settled(server, before.files + FILES_MORE)
+        assert after.files <= before.files + FILES_MORE, (before, after)
+
+
+HUGE = [
+    (wire.SESSION, pb.SessionRequest(register=pb.Register(replica_id="x" * MB))),
+    (wire.SESSION, pb.SessionRequest(register=pb.Register(replica_id="h", address="x" * 8 * MB))),
+    (
+        wire.SESSION,
+        pb.SessionRequest(register=pb.Register(replica_id="h", last_quorum_replica_ids=["y"] * 100_000)),
+    ),
+    (wire.QUORUM, pb.LighthouseQuorumRequest(requester=pb.QuorumMember(replica_id="h", data="x" * MB))),
+    (wire.QUORUM, pb.LighthouseQuorumRequest(requester=pb.QuorumMember(replica_id="h", step=2**63 - 1))),
+    (wire.QUORUM, pb.LighthouseQuorumRequest(requester=pb.QuorumMember(replica_id="h", step=-1))),
+    (wire.QUORUM, b"\xff" * 100),
+    (wire.HEARTBEAT, pb.LighthouseHeartbeatRequest(replica_id="x" * MB)),
+    (wire.HEARTBEAT, pb.LighthouseHeartbeatRequest(replica_id="a\n\x1b[2Jb")),
+    (wire.HEARTBEAT, NESTED),
+    (wire.RANK_SESSION, pb.RankSessionRequest(leave=pb.Leave(reason="x" * 2 * MB))),
+    (wire.RANK_SESSION, pb.RankSessionRequest(register=pb.RankRegister(group_rank=2**63 - 1))),
+    (wire.RANK_SESSION, pb.RankSessionRequest(register=pb.RankRegister(group_rank=-1))),
+    (wire.RANK_SESSION, b"\xff" * 100),
+    (wire.MANAGER_QUORUM, pb.ManagerQuorumRequest(group_rank=5)),
+    (wire.MANAGER_QUORUM, pb.ManagerQuorumRequest(checkpoint_metadata="x" * 2 * MB)),
+    (wire.CHECKPOINT_METADATA, pb.CheckpointMetadataRequest(rank=-(2**63))),
+    (wire.SHOULD_COMMIT, pb.ShouldCommitRequest(group_rank=2**63 - 1, step=-1)),
+    (wire.SHOULD_COMMIT, NESTED),
+    (wire.KILL, b"\xff" * 100),
+]
+REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.NOT_FOUND,
+)
+
+
+@pytest.mark.parametrize("server", ["lighthouse", "manager"])
+def test_huge_and_senseless_messages_are_refused_with_a_status(scene: Scene, server: str) -> None:
+    service = "LighthouseService" if server == "lighthouse" else "ManagerService"
+    with scene.healthy(server) as healthy:
+        before = scene.held(server)
+        for method, message in HUGE:
+            if service in method:
+                assert refusal(scene, server, method, message) in REFUSALS, (method, str(message)[:100])
+        healthy.goes_on()
+        assert scene.held(server).resident_mb <= before.resident_mb + MB_MORE
+
+
+def refusal(scene: Scene, server: str, method: str, message: Any) -> grpc.StatusCode:
+    data = message if isinstance(message, bytes) else message.SerializeToString()
+    with make_channel(scene.address(server)) as channel:
+        # As a stream, a unary call is served all the same: what differs is only the number of messages.
+        answers = channel.stream_stream(method)(iter([data]), timeout=LIMIT_S)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(answers)
+    return refused.value.code()
+
+
+def test_a_quorum_of_all_replicas_fits_into_a_message() -> None:
+    for replicas_max in (1, 8, 10_000, 100_000):
+        config = LighthouseConfig(replicas_max=replicas_max)
+        largest = pb.QuorumMember(replica_id="x" * (config.member_bytes_max - 4))
+        assert largest.ByteSize() <= config.member_bytes_max
+        one = pb.SessionResponse(quorum=pb.Quorum(participants=[largest])).ByteSize()
+        assert replicas_max * (one + 4) <= 64 * MB
