@@ -281,9 +281,11 @@ class Generation:
 
     def _dispose(self, backend: Backend) -> None:
         try:
-            if self.abort_signal.reason is not None:
-                self.operations.give_up(backend.is_still, self._aborted())
-            backend.close()
+            try:
+                if self.abort_signal.reason is not None:
+                    self.operations.give_up(backend.is_still, self._aborted())
+            finally:
+                backend.close()  # or the backend would be destroyed by whoever drops the last reference to it
         except Exception:
             _logger.exception("cleaning up after %s", self.membership)
         finally:

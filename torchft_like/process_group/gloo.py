@@ -104,7 +104,8 @@ class _GlooBackend:
         self._device.cut()
 
     def is_still(self) -> bool:
-        """See generation.Backend."""
+        """See generation.Backend. What could not be cut for want of a descriptor is cut now."""
+        self._device.cut()
         return self._device.connections() == 0 and self._stillness.look()
 
     def close(self) -> None:

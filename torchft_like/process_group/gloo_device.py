@@ -137,8 +137,8 @@ class _Epoll:
             self._reserve = os.dup(epoll)
             undo.pop_all()
 
-    def sockets(self) -> Iterator[socket.socket]:
-        """What it watches now; each is closed when the next one is asked for."""
+    def sockets(self) -> Iterator[socket.socket | None]:
+        """What it watches now; each is closed when the next is asked for. None: it cannot be looked at."""
         self._info.seek(0)
         for fd, inode in [_entry(line) for line in self._info if line.startswith("tfd:")]:
             try:
@@ -154,11 +154,11 @@ class _Epoll:
         os.close(self._reserve)
         os.close(self._own)
 
-    def _by_reserve(self, fd: int, inode: int) -> Iterator[socket.socket]:
+    def _by_reserve(self, fd: int, inode: int) -> Iterator[socket.socket | None]:
         try:
             os.dup2(fd, self._reserve, inheritable=False)
-        except OSError as error:  # closed meanwhile, or the limit was lowered below the reserve
-            _logger.warning("cannot duplicate a socket of Gloo's: %s", error)
+        except OSError:  # closed meanwhile, or the limit was lowered below the reserve
+            yield None
             return
         try:
             if _is_socket(self._reserve, inode):
@@ -222,16 +222,16 @@ def _is_listening(fd: int, inode: int) -> bool:
         return own is not None and _listens(own)
 
 
-def _is_connection(own: socket.socket) -> bool:
-    return not _listens(own)
+def _is_connection(own: socket.socket | None) -> bool:
+    return own is None or not _listens(own)
 
 
-def _shut_down(own: socket.socket) -> bool:
+def _shut_down(own: socket.socket | None) -> bool:
     """Shut one connection down; whether it was one.
 
     The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
     """
-    if _listens(own):
+    if own is None or _listens(own):
         return False
     with contextlib.suppress(OSError):
         own.shutdown(socket.SHUT_RDWR)
@@ -248,7 +248,7 @@ def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
     try:
         duplicate = os.dup(fd)
     except OSError as error:
-        if error.errno == errno.EMFILE:
+        if error.errno != errno.EBADF:
             raise _NoDescriptorError(*error.args) from None
         yield None
         return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Collection
 from pathlib import Path
 
-_tasks = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 
 
 class Stillness:
@@ -21,17 +23,30 @@ class Stillness:
         self._last: dict[str, str] | None = None
 
     def look(self) -> bool:
-        """Whether all of them slept from the last look until this one; the first look says no."""
-        before, self._last = self._last, self._counts()
-        return before == self._last and all(entry.startswith("S") for entry in self._last.values())
+        """Whether all of them slept from the last look until this one; the first look says no.
 
-    def _counts(self) -> dict[str, str]:
+        So does one for which there is no descriptor left.
+        """
+        before, self._last = self._last, self._counts()
+        now = self._last
+        return now is not None and before == now and all(entry.startswith("S") for entry in now.values())
+
+    def _counts(self) -> dict[str, str] | None:
         counts = {}
-        for task in _tasks.iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if (task / "comm").read_text().strip() in self._names:
-                    counts[task.name] = _state_and_switches((task / "status").read_text())
+        try:
+            for task in os.listdir(_TASKS):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                    if _read(task, "comm").strip() in self._names:
+                        counts[task] = _state_and_switches(_read(task, "status"))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return None
         return counts
+
+
+def _read(task: str, name: str) -> str:
+    return Path(_TASKS, task, name).read_text()
 
 
 def _state_and_switches(status: str) -> str:

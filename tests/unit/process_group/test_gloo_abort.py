@@ -68,7 +68,7 @@ def test_an_abort_ends_a_blocked(party: Party, name: str, operate: Operate) -> N
 
 
 def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
-    group, _ = party.meet(2)
+    group, _ = party.meet(2, unchecked)
     blocked = party.aside(lambda g: g.allreduce([torch.ones(4)]).wait(), group)
     with pytest.raises(TimeoutError):
         blocked.result(0.2)
@@ -76,6 +76,37 @@ def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
         group.abort("the test says so")
         with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
             blocked.result(LIMIT_S)
+
+
+def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_again(party: Party) -> None:
+    group, other = party.meet(2, unchecked)
+    done = threading.Event()
+    future = group.allreduce([torch.ones(4)]).get_future()
+    future.add_done_callback(partial(set_event, done))
+    with no_descriptor_allowed():
+        group.abort("the test says so")
+        assert not done.wait(0.2)  # it is felt: no socket can be looked at
+    wait_until(done)
+    with pytest.raises(ProcessGroupAbortedError):
+        group.allreduce([torch.ones(1)])
+    with pytest.raises(RuntimeError):
+        other.allreduce([torch.ones(1)]).wait()
+
+
+def unchecked() -> ProcessGroup:
+    """Waits in Gloo, not in the check of its collectives."""
+    return ProcessGroupGloo(30, check_collectives=False)
+
+
+@contextmanager
+def no_descriptor_allowed() -> Iterator[None]:
+    """No descriptor may be opened, nor one be put in the place of another."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager
