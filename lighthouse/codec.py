@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import Member, MemberLost, Quorum, QuorumOver
+from lighthouse.quorum import Member, MemberLost, Quorum, QuorumBroken, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")
@@ -44,6 +44,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.commit_failures,
         message.commit_quorum_id,
         message.fingerprint,
+        message.broken_quorum_id,
     )
 
 
@@ -94,4 +95,11 @@ def quorum_over(over: QuorumOver) -> bytes:
     """The alarm that a replica missed, as the loss of itself."""
     reason = "it was away, and the others gave this quorum up"
     message = pb.MemberLost(quorum_id=over.quorum_id, replica_id=over.replica_id, reason=reason)
+    return pb.SessionResponse(member_lost=message).SerializeToString()
+
+
+def quorum_broken(broken: QuorumBroken) -> bytes:
+    """A member gave its quorum up: for the others it is lost in this quorum."""
+    reason = "its process group of this quorum broke, and it asks for the next quorum"
+    message = pb.MemberLost(quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason)
     return pb.SessionResponse(member_lost=message).SerializeToString()

@@ -21,16 +21,23 @@ A quorum id stands for one set of process groups that are connected to each othe
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
 others aborted their groups. Ids only grow, over restarts too: the first is handed in (wall-clock
-milliseconds do), and every id that a replica reports when it registers counts as used up.
+milliseconds do), and every id that a replica reports counts as used up. Where such an id is beyond those
+of this lighthouse, the clock was set back, and there may be others that nobody has reported yet: the next
+ids then keep a distance that no other start has, as two quorums with one id would pass for the same.
 
 A restarted lighthouse remembers nothing, but the replicas do. The newest quorum that any of them
 reports becomes the last quorum, and its members count as healthy until they are back or
-`reconnect_grace` is over, so that the first one back does not form a quorum of its own.
+`reconnect_grace` is over, so that the first one back does not form a quorum of its own. Once it has
+formed a quorum itself it learns no more: whatever is reported then is older, even if its id is greater,
+as it is where the wall clock was set back.
 
 Every quorum has the number of its round as well, which grows even where the id is kept. A lighthouse
 that dies while it hands out a quorum leaves some members with it, who wait in a collective for the
 others, and some without, who ask for the next one. The id alone does not tell them apart when it was
 kept; id and round do, and so those who have the quorum are told that the others came back without it.
+
+A member may also find that it cannot use the process group of the last quorum, perhaps before it has
+met the others in it. Its join says so, and the others are told not to wait for it.
 Only sessions report: of unary callers, who report nothing, nothing is concluded.
 """
 
@@ -42,92 +49,42 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.decisions import (
+    NO_QUORUM,
+    Decision,
+    Member,
+    MemberLost,
+    Quorum,
+    QuorumBroken,
+    QuorumFormed,
+    QuorumOver,
+    SessionSuperseded,
+)
 from lighthouse.membership import Membership, QuorumNumber, Session
 
-NO_QUORUM = -1
+__all__ = [
+    "ALARMS_PER_QUORUM_MAX",
+    "NO_QUORUM",
+    "Decision",
+    "Member",
+    "MemberLost",
+    "Quorum",
+    "QuorumBroken",
+    "QuorumCore",
+    "QuorumFormed",
+    "QuorumOver",
+    "SessionSuperseded",
+    "Verdict",
+]
 
 # Every survivor of a quorum is told about the first losses in it. By then all of them have aborted,
 # and a thousand that are lost at once must not cost a million messages.
 ALARMS_PER_QUORUM_MAX = 16
 
+# A clock that was set back: how far above a reported id the next ones begin, different for each start.
+_LEAP_MAX = 1_000_003
+
 _NAMES_MAX = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A replica group as it joined; the fields are those of `QuorumMember` in torchft.proto."""
-
-    replica_id: str
-    address: str = ""
-    store_address: str = ""
-    step: int = 0
-    world_size: int = 1
-    shrink_only: bool = False
-    data: str = ""
-    commit_failures: int = 0
-    commit_quorum_id: int = 0
-    fingerprint: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Quorum:
-    """The replica groups that train together; participants are sorted by replica id."""
-
-    quorum_id: int
-    round: int
-    participants: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class QuorumFormed:
-    """Answer these sessions and these open unary calls (replica ids) with the quorum.
-
-    `new_id` tells whether it has an id of its own; `joined` and `left` are the difference to the
-    members of the last quorum.
-    """
-
-    quorum: Quorum
-    sessions: tuple[int, ...]
-    callers: tuple[str, ...]
-    new_id: bool
-    joined: tuple[str, ...]
-    left: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """A replica is gone without a leave: tell these sessions, all of them in the quorum with it.
-
-    `quorum_id` is NO_QUORUM, and nobody is to be told, if it was not in the last quorum.
-    """
-
-    quorum_id: int
-    replica_id: str
-    reason: str
-    sessions: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSuperseded:
-    """The replica registered anew: close this older session of it, which speaks for it no more."""
-
-    session: int
-    replica_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class QuorumOver:
-    """The quorum that the replica reports broke while it had no session: tell it, in this new one.
-
-    It missed the alarm, and what it waits for in that quorum will not come.
-    """
-
-    session: int
-    replica_id: str
-    quorum_id: int
-
-
-Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver
 
 
 class Verdict(enum.Enum):
@@ -172,12 +129,14 @@ class QuorumCore:
         self._reconnect_grace = config.reconnect_grace_ms / 1000
         self._members = Membership(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
+        self._leap = first_quorum_id % _LEAP_MAX
         self._highest_round = 0
 
         self._number = QuorumNumber(NO_QUORUM, 0)  # of the last quorum
         self._last: frozenset[str] = frozenset()
         self._departed: set[str] = set()  # of the last quorum: lost, left, or back without it
         self._alarms = 0
+        self._has_formed = False
 
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._missing = 0  # members of the last quorum that have not joined
@@ -211,6 +170,8 @@ class QuorumCore:
         decisions = self.advance(now)
         if self._members.owner_of(session) == member.replica_id:
             self._enter(member, now).in_session = True
+            if 0 < member.broken_quorum_id == self._number.quorum_id:
+                self._break(member.replica_id, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -366,15 +327,23 @@ class QuorumCore:
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
         while self._verdict(now) in _FORMING:
-            decisions.append(self._next_quorum(now))
+            last_id = self._number.quorum_id
+            formed = self._next_quorum(now)
+            for replica_id in formed.left:  # present, but too slow: the others have gone on
+                session = self._members.session_of(replica_id)
+                if session is not None:
+                    decisions.append(QuorumOver(session.number, replica_id, last_id))
+            decisions.append(formed)
 
     def _next_quorum(self, now: float) -> QuorumFormed:
         chosen = self._joined
         if self._is_shrinking():
             chosen = {i: join for i, join in chosen.items() if i in self._last}
         last, last_id = self._last, self._number.quorum_id
-        number = QuorumNumber(self._next_id(chosen), self._highest_round + 1)
+        self._highest_round += 1
+        number = QuorumNumber(self._next_id(chosen), self._highest_round)
         self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
+        self._has_formed = True
         self._begin_round(chosen, now)
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
@@ -393,7 +362,8 @@ class QuorumCore:
         failed = any(join.member.commit_failures > 0 for join in chosen.values())
         if self._is_same(chosen) and not self._departed and not failed:
             return self._number.quorum_id
-        return self._highest_id + 1
+        self._highest_id += 1
+        return self._highest_id
 
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
         return not self._missing and len(chosen) == len(self._last)
@@ -410,6 +380,7 @@ class QuorumCore:
 
     def _enter(self, member: Member, now: float) -> _Join:
         """The replica has joined; if it had before, its news count and its place in time stays."""
+        self._use_up(member.commit_quorum_id)
         join = self._joined.get(member.replica_id)
         if join is None:
             join = self._joined[member.replica_id] = _Join(member, now)
@@ -455,11 +426,22 @@ class QuorumCore:
         decisions.append(MemberLost(self._number.quorum_id, replica_id, reason, self._sessions(survivors)))
         return True
 
+    def _break(self, replica_id: str, decisions: list[Decision]) -> None:
+        """The replica gave the last quorum up; the first alarm in it is enough for everybody else."""
+        if replica_id not in self._last or self._alarms:
+            return
+        self._departed.add(replica_id)
+        self._alarms += 1
+        survivors = sorted(self._last - self._departed)
+        decisions.append(QuorumBroken(self._number.quorum_id, replica_id, self._sessions(survivors)))
+
     def _is_over(self, number: QuorumNumber) -> bool:
         """Whether members of that quorum were told to give it up, or have gone on without it."""
         if number.quorum_id <= 0:
             return False
-        return number < self._number or (number == self._number and self._alarms > 0)
+        if number == self._number:
+            return self._alarms > 0
+        return self._has_formed or number < self._number
 
     def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
         sessions = (self._members.session_of(i) for i in replica_ids)
@@ -467,9 +449,10 @@ class QuorumCore:
 
     def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
         """A replica reports the last quorum it knows of: news only after this lighthouse was restarted."""
-        self._use_up(number)
+        self._use_up(number.quorum_id)
+        self._highest_round = max(self._highest_round, number.round)
         ids = frozenset(ids)
-        if number.quorum_id <= 0 or number <= self._number or not ids:
+        if number.quorum_id <= 0 or number <= self._number or not ids or self._has_formed:
             return
         self._adopt(number, ids)
         decisions += [
@@ -486,13 +469,12 @@ class QuorumCore:
 
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
-        self._use_up(number)
         self._departed = set()
         self._alarms = 0
 
-    def _use_up(self, number: QuorumNumber) -> None:
-        self._highest_id = max(self._highest_id, number.quorum_id)
-        self._highest_round = max(self._highest_round, number.round)
+    def _use_up(self, quorum_id: int) -> None:
+        if quorum_id > self._highest_id:
+            self._highest_id = quorum_id + self._leap
 
 
 def _names(ids: list[str]) -> str:

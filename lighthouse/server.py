@@ -26,7 +26,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
 from lighthouse.membership import QuorumNumber
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server
-from lighthouse.quorum import Decision, MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.quorum import Decision, MemberLost, QuorumBroken, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 
@@ -253,6 +253,8 @@ class Lighthouse:
                 self._alarm(decision)
             elif isinstance(decision, QuorumOver):
                 self._send(decision.session, codec.quorum_over(decision))
+            elif isinstance(decision, QuorumBroken):
+                self._warn(decision)
             else:
                 self._end(decision.session, _SUPERSEDED)
         self._arm()
@@ -289,6 +291,11 @@ class Lighthouse:
         )
         if lost.replica_id not in self._core:
             self._answer(lost.replica_id, _REPLICA_GONE)
+
+    def _warn(self, broken: QuorumBroken) -> None:
+        message = codec.quorum_broken(broken)
+        for number in broken.sessions:
+            self._send(number, message)
 
     def _send(self, number: int, message: bytes) -> None:
         session = self._sessions.get(number)

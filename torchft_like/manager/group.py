@@ -10,6 +10,8 @@ Invariants:
   it; it is told to the lighthouse again after every reconnect.
 * A verdict is given once every rank has voted on the same step, and it is the same for all.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
+* The state of a group is that of all its ranks. Where some have healed and others have not, it has
+  none: it joins as one that has yet to begin, and is lost if nobody can give it a state.
 * Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
 """
 
@@ -34,6 +36,7 @@ class RankJoin:
     commit_failures: int = 0
     commit_quorum_id: int = 0
     fingerprint: bytes = b""
+    broken_quorum_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class GroupJoin:
     commit_failures: int
     commit_quorum_id: int
     fingerprint: bytes = b""
+    broken_quorum_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class ReplicaGroup:
     last_quorum_replica_ids: tuple[str, ...] = ()
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
+    _is_torn: bool = False
     _votes: dict[int, Verdict] = field(default_factory=dict)
     _metadata: dict[int, str] = field(default_factory=dict)
 
@@ -127,13 +132,16 @@ class ReplicaGroup:
         if len(self._joins) < self.world_size:
             return []
         joins = self._joins.values()
-        first = self._joins[min(self._joins)]
+        versions = {(j.step, j.commit_quorum_id) for j in joins}
+        self._is_torn = len(versions) > 1
+        step, commit_quorum_id = (0, 0) if self._is_torn else versions.pop()
         self._open_join = GroupJoin(
-            step=first.step,
+            step=step,
             shrink_only=any(j.shrink_only for j in joins),
             commit_failures=max(j.commit_failures for j in joins),
-            commit_quorum_id=first.commit_quorum_id,
+            commit_quorum_id=commit_quorum_id,
             fingerprint=combine([self._joins[rank].fingerprint for rank in sorted(self._joins)]),
+            broken_quorum_id=max(j.broken_quorum_id for j in joins),
         )
         return [self._open_join]
 
@@ -156,10 +164,18 @@ class ReplicaGroup:
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self.last_quorum_round = round_number
-        return [
+        answers = [
             RankQuorum(rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
         ]
+        if self._is_torn and not all(answer.result.heal for answer in answers):
+            return [
+                *self._lose(
+                    f"the ranks of replica group {self.replica_id} hold states of different steps, and no "
+                    "replica group has a state that they could take over"
+                )
+            ]
+        return [*answers]
 
     def member_lost(self, quorum_id: int, replica_id: str, reason: str) -> list[Effect]:
         """The lighthouse says that a member of a quorum is gone."""

@@ -224,6 +224,7 @@ class Manager:
             init_sync=self._init_sync,
             commit_failures=own.commit_failures,
             commit_quorum_id=own.commit_quorum_id,
+            broken_quorum_id=own.broken_quorum_id,
         )
         self._driver.ask(attempt, join, self._link)
         if not self._rules.use_async_quorum:
@@ -408,12 +409,12 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave: in good order between two steps, without a word in the middle of one. Safe to call again.
 
-        Peers lose no step to a shutdown between steps. One in the middle of a step looks like a death
-        to them, which is what releases them at once.
+        Peers lose no step to a shutdown between steps. One in the middle of a step, or after one that was
+        not committed, looks like a death to them, which is what releases them at once.
         """
         if isinstance(self._driver.fatal, ShutdownError):
             return
-        between_steps = self._driver.fatal is None and not self._protocol.in_step
+        between_steps = self._driver.fatal is None and self._protocol.leaves_in_order
         self._emit("shutdown", reason="between steps" if between_steps else "in the middle of a step")
         if between_steps:
             self._link.leave("shutdown")

@@ -245,6 +245,7 @@ class ManagerServer:
             commit_failures=join.commit_failures,
             commit_quorum_id=join.commit_quorum_id,
             fingerprint=join.fingerprint,
+            broken_quorum_id=join.broken_quorum_id,
         )
 
     # -------------------------------------------------------------- start and stop

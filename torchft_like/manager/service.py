@@ -198,6 +198,7 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
         init_sync=request.init_sync,
         commit_failures=request.commit_failures,
         commit_quorum_id=request.commit_quorum_id,
+        broken_quorum_id=request.broken_quorum_id,
         fingerprint=request.fingerprint,
     )
 

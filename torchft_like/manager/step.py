@@ -13,7 +13,7 @@ and anything may go wrong in between. What holds throughout:
 * A quorum is recorded as configured only after the process group was.
 * The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
-  id and with it a fresh store prefix.
+  id and with it a fresh store prefix, and that peers who wait for it in the old one are released.
 
 Callers serialize the calls; decisions are returned, and acting on them is the Manager's job.
 """
@@ -55,6 +55,7 @@ class Join:
     step: int
     commit_failures: int
     commit_quorum_id: int
+    broken_quorum_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ class StepProtocol:
 
     def begin(self) -> Join:
         """A new attempt starts: what to send with the join."""
-        broken = self.quorum_id in self._broken
+        broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = False
         self._agreed = False
         self._failure_before_quorum = None
-        return Join(self.step, max(self.commit_failures, int(broken)), self.commit_quorum_id)
+        return Join(self.step, max(self.commit_failures, int(broken > 0)), self.commit_quorum_id, broken)
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """The quorum of this attempt is known."""
@@ -203,6 +204,15 @@ class StepProtocol:
             self.commit_failures = 0
         else:
             self.commit_failures += 1
+
+    @property
+    def leaves_in_order(self) -> bool:
+        """Whether a replica that leaves now needs to alarm nobody.
+
+        After a step that it did not commit, peers may still wait for it, even in a process group that it
+        has never entered.
+        """
+        return not self.in_step and self.commit_failures == 0
 
     @property
     def out_of_retries(self) -> bool:

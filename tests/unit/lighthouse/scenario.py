@@ -19,7 +19,15 @@ from dataclasses import fields
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import Decision, Member, MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.quorum import (
+    Decision,
+    Member,
+    MemberLost,
+    QuorumBroken,
+    QuorumCore,
+    QuorumFormed,
+    QuorumOver,
+)
 
 SEPARATOR = "----"
 
@@ -122,6 +130,9 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, MemberLost):
         told = _sessions(decision.sessions)
         return f"lost {decision.replica_id} of quorum {decision.quorum_id} ({decision.reason}); tells {told}"
+    if isinstance(decision, QuorumBroken):
+        told = _sessions(decision.sessions)
+        return f"quorum {decision.quorum_id} broke for {decision.replica_id}; tells {told}"
     if isinstance(decision, QuorumOver):
         return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
     return f"superseded #{decision.session} of {decision.replica_id}"

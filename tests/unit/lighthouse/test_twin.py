@@ -94,4 +94,6 @@ class _Story:
             step=chance.randint(0, 3),
             shrink_only=chance.random() < 0.1,
             commit_failures=int(chance.random() < 0.1),
+            commit_quorum_id=chance.choice((0, 0, 0, 99, 104, 160)),
+            broken_quorum_id=chance.choice((0, 0, 100, 101, 102, 103)),
         )

@@ -16,6 +16,7 @@ from lighthouse.quorum import (
     Member,
     MemberLost,
     Quorum,
+    QuorumBroken,
     QuorumFormed,
     QuorumOver,
     SessionSuperseded,
@@ -56,7 +57,9 @@ class Twin:
         self.departed: list[str] = []
         self.alarms = 0
         self.highest_id = first_quorum_id - 1
+        self.leap = first_quorum_id % 1_000_003
         self.highest_round = 0
+        self.formed = False
 
     # -- facts
 
@@ -94,21 +97,26 @@ class Twin:
         for session in older:
             out.append(SessionSuperseded(session.number, replica_id))
             self.answer_no_more(replica_id, session=True)
-        self.highest_id = max(self.highest_id, last.quorum_id)
+        self.use_up(last.quorum_id)
         self.highest_round = max(self.highest_round, last.round)
-        if last.quorum_id > 0 and last > self.last[0] and ids:
+        if last.quorum_id > 0 and last > self.last[0] and ids and not self.formed:
             self.learn(last, frozenset(ids), now, out)
         if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
         out += self.over([s for s in self.sessions if s.number == number])
         return out + self.form(now)
 
+    def use_up(self, quorum_id: int) -> None:
+        if quorum_id > self.highest_id:
+            self.highest_id = quorum_id + self.leap
+
     def over(self, sessions: list[Open]) -> list[Decision]:
         """The alarms that these sessions missed."""
         return [
             QuorumOver(s.number, s.replica_id, s.last.quorum_id)
             for s in sorted(sessions, key=lambda s: s.replica_id)
-            if s.last.quorum_id > 0 and (s.last < self.last[0] or (s.last == self.last[0] and self.alarms))
+            if s.last.quorum_id > 0
+            and (self.alarms if s.last == self.last[0] else s.last < self.last[0] or self.formed)
         ]
 
     def learn(self, last: QuorumNumber, ids: frozenset[str], now: float, out: list[Decision]) -> None:
@@ -126,7 +134,17 @@ class Twin:
         out = self.advance(now)
         if self.owner(number) == member.replica_id:
             self.enter(member, now, session=True)
+            self.give_up(member, out)
         return out + self.form(now)
+
+    def give_up(self, member: Member, out: list[Decision]) -> None:
+        (quorum_id, _), ids = self.last
+        broken = member.broken_quorum_id > 0 and member.broken_quorum_id == quorum_id
+        if broken and member.replica_id in ids and not self.alarms:
+            self.alarms = 1
+            self.departed.append(member.replica_id)
+            told = self.numbers(set(ids) - set(self.departed))
+            out.append(QuorumBroken(quorum_id, member.replica_id, told))
 
     def leave(self, number: int, now: float) -> list[Decision]:
         out = self.advance(now)
@@ -184,7 +202,13 @@ class Twin:
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
         while self.is_quorum(now):
-            out.append(self.next_quorum(now))
+            last_id = self.last[0].quorum_id
+            formed = self.next_quorum(now)
+            left = [s for s in self.sessions if s.replica_id in formed.left]
+            out += [
+                QuorumOver(s.number, s.replica_id, last_id) for s in sorted(left, key=lambda s: s.replica_id)
+            ]
+            out.append(formed)
         return out
 
     def chosen(self) -> list[Joined]:
@@ -213,6 +237,7 @@ class Twin:
         self.highest_round += 1
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
+        self.formed = True
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
@@ -229,6 +254,7 @@ class Twin:
     # -- what events have in common
 
     def enter(self, member: Member, now: float, *, session: bool) -> None:
+        self.use_up(member.commit_quorum_id)
         older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
         self.joined = [j for j in self.joined if j is not older]
         self.joined.append(

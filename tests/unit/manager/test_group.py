@@ -164,3 +164,28 @@ def test_checkpoint_metadata_is_each_ranks_own() -> None:
     assert group.checkpoint_metadata(1) is None
     group.rank_joined(join(1))
     assert group.checkpoint_metadata(1) == "meta1"
+
+
+def test_a_group_whose_ranks_hold_different_states_joins_as_one_that_has_none() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0))
+    [asked] = group.rank_joined(RankJoin(1, step=3, checkpoint_metadata="", commit_quorum_id=1))
+    assert isinstance(asked, GroupJoin)
+    assert (asked.step, asked.commit_quorum_id) == (0, 0)
+    effects = group.quorum_formed(9, [Member("a", step=0, commit_quorum_id=0), Member("b")], 1)
+    assert all(isinstance(e, RankQuorum) and e.result.heal for e in effects)
+
+
+def test_a_group_whose_ranks_hold_different_states_is_lost_when_nobody_can_give_it_one() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0))
+    group.rank_joined(RankJoin(1, step=3, checkpoint_metadata="", commit_quorum_id=1))
+    assert kinds(group.quorum_formed(9, [Member("a", step=0, commit_quorum_id=0)], 1)) == [GroupLostNotice]
+
+
+def test_a_group_tells_of_the_quorum_that_broke_for_one_of_its_ranks() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0))
+    [asked] = group.rank_joined(join(1, broken_quorum_id=8, commit_failures=1))
+    assert isinstance(asked, GroupJoin)
+    assert asked.broken_quorum_id == 8

@@ -199,3 +199,26 @@ def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     assert q.counters() == p.counters()
     with pytest.raises(ValueError, match="step='five'"):
         q.restore({"step": "five"})
+
+
+def test_a_replica_leaves_in_order_only_after_a_step_that_it_committed() -> None:
+    p = protocol()
+    assert p.leaves_in_order
+    ready(p)
+    assert not p.leaves_in_order
+    p.decide(committed=False)
+    assert not p.leaves_in_order
+    ready(p, 2)
+    p.decide(committed=True)
+    assert p.leaves_in_order
+
+
+def test_a_join_names_the_quorum_whose_process_group_broke() -> None:
+    p = protocol()
+    ready(p)
+    p.group_broke(1)
+    p.decide(committed=True)
+    assert p.begin().broken_quorum_id == 1
+    ready(p, 2)
+    p.decide(committed=True)
+    assert p.begin().broken_quorum_id == 0
