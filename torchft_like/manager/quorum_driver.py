@@ -67,7 +67,7 @@ class QuorumDriver:
         self._worker = QuorumWorker()
         self._members: tuple[str, ...] = ()
         self._is_serving = False
-        self._heals_from = ""
+        self._heal_needs: tuple[str, ...] = ()  # the source of the heal that runs, and this replica itself
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
@@ -130,13 +130,13 @@ class QuorumDriver:
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)
-        self._abort_heal_from(notice.replica_id)
+        self._abort_heal(notice.replica_id)
 
-    def _abort_heal_from(self, source: str) -> None:
-        """End the fetch from a lost source; again and again, as it may only be about to begin."""
-        if self._heals_from == source:
-            self._transport.abort_recv(f"lost {source}")
-            coordination_loop().loop.call_later(ABORT_REPEAT_S, self._abort_heal_from, source)
+    def _abort_heal(self, lost: str) -> None:
+        """End the fetch: its source is lost, or this replica in its quorum; repeated, as it may yet begin."""
+        if lost in self._heal_needs:
+            self._transport.abort_recv(f"lost {lost}")
+            coordination_loop().loop.call_later(ABORT_REPEAT_S, self._abort_heal, lost)
 
     def group_lost(self, reason: str) -> None:
         self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
@@ -165,12 +165,13 @@ class QuorumDriver:
 
     def _prepare(self, attempt: Attempt, result: QuorumResult, plan: Plan) -> None:
         try:
-            if not plan.configure or self._configure(attempt, result):
+            is_configured = not plan.configure or self._configure(attempt, result)
+            if is_configured:
                 attempt.open_configured()
-                if plan.serve:
-                    self._serve(attempt, result)
-                if plan.heal:
-                    attempt.pending_state = self._heal(result)
+            if plan.serve:  # whatever became of the process group: who heals may have configured, and waits
+                self._serve(attempt, result)
+            if plan.heal and is_configured:
+                attempt.pending_state = self._heal(result)
         except Exception as error:
             logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, error)
@@ -218,14 +219,15 @@ class QuorumDriver:
     def _heal(self, result: QuorumResult) -> PeerState | None:
         """Fetch the peer's state; without it this replica goes on contributing zeros and does not commit."""
         began = time.monotonic()
-        self._heals_from = source = _source_of(result)
+        source = _source_of(result)
+        self._heal_needs = source, result.replica_ids[result.replica_rank]
         try:
             state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
         except FaultToleranceError as error:
             self._group.fail(result.quorum_id, error, group_broken=False)
             return None
         finally:
-            self._heals_from = ""
+            self._heal_needs = ()
         self._emit("heal", source=source, bytes=state_bytes(state.user), seconds=time.monotonic() - began)
         return state
 
