@@ -8,6 +8,7 @@ committed step that was begun after the fault was felt, so a step in flight does
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -183,6 +184,9 @@ def _no_descriptors(view: View) -> str:
     reasons = [str(e["reason"]) for e in view.events("error") if view.is_victim(e)]
     reasons += [str(n["reason"]) for n in view.notes("checkpoint_failed") if view.is_victim(n)]
     named = [reason for reason in reasons if "Too many open files" in reason]
+    gave_up = [note for note in view.notes("ended") if note["code"] == -signal.SIGABRT]
+    if any(note["replica"] == view.injection.details.get("exhausted") for note in gave_up):
+        named.append("Gloo ended its process")
     return f"the victim: {named[0]}" if named else ""
 
 

@@ -143,8 +143,12 @@ def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _exhaust_descriptors(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Take the victim's descriptors while another one is killed, so that it has to connect anew."""
+    """Take the victim's descriptors while another one is killed, so that it has to connect anew.
+
+    It may end: Gloo ends its process when it cannot accept a connection.
+    """
     victim, other = target.replica(planned), target.next_to(planned)
+    victim.may_end = True
     limits = [(rank.child.pid, _limit_descriptors(rank.child.pid)) for rank in victim.ranks]
     other.signal(signal.SIGKILL)
     try:

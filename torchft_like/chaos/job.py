@@ -307,9 +307,13 @@ class ChaosJob:
     def _start_again(self, replica: Replica) -> None:
         for rank in replica.ranks:
             code = rank.child.exit_code
-            if code is not None and not replica.may_end:
+            if code is None:
+                continue
+            if not replica.may_end:
                 label = f"{replica.name}.{replica.starts}.{rank.number}"
                 self.crashes.append(f"{label} ended with {code}:\n{rank.child.tail()}")
+            ended = {"kind": "ended", "time": time.time(), "replica": replica.name, "code": code}
+            self.log.notes.append(ended)
         for rank in replica.ranks:
             rank.child.kill()
             self._read(replica, rank)

@@ -23,7 +23,8 @@ class Log:
     Attributes:
         commits: every committed step of every rank.
         events: event records of Managers and the lighthouse, without the committed votes.
-        notes: the workers' other records (failed, checkpoint_failed, spoilt), each with its `replica`.
+        notes: the workers' other records (failed, checkpoint_failed, spoilt), and the ends of their processes
+            (ended), each with its `replica`.
     """
 
     commits: list[Commit] = field(default_factory=list)
