@@ -50,6 +50,24 @@ def test_a_hang_a_crash_and_a_leak_fail_it(problem: str) -> None:
     assert "something" in report.to_text()
 
 
+def test_survivors_that_never_commit_again_are_a_hang() -> None:
+    story = Story().steps(5)
+    injection = Injection(0, "kill", story.now, story.now, ("r2",))
+    for name in ("r0", "r1"):
+        story.event("loss", name, member="r2:1", reason="-")
+    report = report_of(run_of(story, injection))
+    assert not report.passed
+    assert "survivors recovered never" in report.problems["hangs"][0]
+
+
+def test_a_replica_that_never_comes_back_is_a_hang() -> None:
+    story, injection = killed_and_back()
+    story.log.commits = [c for c in story.log.commits if c.time < injection.time or len(c.members) == 2]
+    report = report_of(run_of(story, injection))
+    assert not report.passed
+    assert "all were back never" in report.problems["hangs"][0]
+
+
 def test_a_divergence_in_the_run_without_faults_fails_it_too() -> None:
     baseline = run_of(diverged(Story().steps(10), at=4))
     assert not report_of(run_of(*killed_and_back()), baseline).passed

@@ -27,7 +27,7 @@ from torchft_like.chaos.engine import Engine, Features, Run, features, usable
 from torchft_like.chaos.job import JobError, JobSettings
 from torchft_like.chaos.network import NetworkUnavailableError
 from torchft_like.chaos.orders import Training
-from torchft_like.chaos.report import Report, make_report
+from torchft_like.chaos.report import Report, hangs, make_report
 from torchft_like.chaos.schedule import KINDS, Planned, draw
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
@@ -150,7 +150,7 @@ def _state(name: str, run: Run) -> str:
     if run.planned:
         felt = sum(bool(outcome.felt) for outcome in run.outcomes)
         parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
-        parts.append(f"{len(run.hangs)} hangs")
+        parts.append(f"{len(hangs(run))} hangs")
     if run.outcomes:
         last = run.outcomes[-1]
         recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"

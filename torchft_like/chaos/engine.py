@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchft_like.chaos.evidence import Injection, Outcome, judge
+from torchft_like.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
 from torchft_like.chaos.injectors import SmallDisk, Target, clear_triggers, inject
 from torchft_like.chaos.job import LIGHTHOUSE, ChaosJob, JobError, JobSettings
 from torchft_like.chaos.log import Log
@@ -22,8 +22,6 @@ from torchft_like.chaos.resources import Watch
 from torchft_like.chaos.schedule import KINDS, Planned
 
 FIRST_STEP_S_MAX = 60.0
-RECOVERY_S_MAX = 20.0
-WHOLE_S_MAX = 60.0
 STEPS_BETWEEN_S = 0.5
 STACKS_S = 1.0
 LEFT_S_MAX = 5.0
@@ -42,7 +40,8 @@ class Run:
         planned: how many faults were planned.
         log: what the processes wrote.
         outcomes: of the faults that were injected.
-        hangs, crashes, leaks: in words.
+        hangs: who did not end when asked to, in words; those of faults are seen by their outcomes.
+        crashes, leaks: in words.
     """
 
     settings: JobSettings
@@ -149,7 +148,6 @@ class Engine:
 
     def _begin(self, job: ChaosJob, run: Run) -> None:
         job.start()
-        self._watch.sample({})
         if not self._tend(job, run, lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
             tails = "\n".join(rank.child.tail() for replica in job.replicas for rank in replica.ranks)
             raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
@@ -164,10 +162,10 @@ class Engine:
         clear_triggers(target)
         injection = self._inject(target, planned, run)
         whole = self._tend(job, run, lambda: self._is_over(job, injection), WHOLE_S_MAX)
-        outcome = judge(injection, job.log, self._settings.members, time.time())
-        run.outcomes.append(outcome)
-        if outcome.recovery_s is None or outcome.recovery_s > RECOVERY_S_MAX or not whole:
-            run.hangs.append(self._describe_hang(job, outcome))
+        run.outcomes.append(judge(injection, job.log, self._settings.members, time.time()))
+        if not whole:
+            job.print_stacks()
+            self._wait(job, STACKS_S)
         job.refill_spares()
         return whole
 
@@ -188,20 +186,9 @@ class Engine:
             return False
         return judge(injection, job.log, self._settings.members, time.time()).whole_s is not None
 
-    def _describe_hang(self, job: ChaosJob, outcome: Outcome) -> str:
-        job.print_stacks()
-        self._wait(job, STACKS_S)
-        last = {f"{name}/{rank}": commit.step for (name, rank), commit in job.last.items()}
-        injection = outcome.injection
-        return (
-            f"fault {injection.number} ({injection.kind} of {', '.join(injection.victims) or 'nobody'}): "
-            f"recovery {outcome.recovery_s}, whole {outcome.whole_s}; last steps {last}; "
-            f"stacks are in {self._folder}"
-        )
-
     def _finish(self, job: ChaosJob, run: Run) -> None:
         end = run.began + run.length_s
-        if not run.hangs:
+        if not any(outcome.is_hang for outcome in run.outcomes):
             self._tend(job, run, lambda: time.time() >= end, run.length_s + WHOLE_S_MAX)
         run.ended = time.time()
         self._watch.sample(job.pids())

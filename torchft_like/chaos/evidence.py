@@ -19,6 +19,8 @@ from torchft_like.chaos.journal import Record
 from torchft_like.chaos.log import Log, name_of, rank_of
 
 COMPARED_S = 3.0
+RECOVERY_S_MAX = 20.0
+WHOLE_S_MAX = 60.0
 STALLS = ("loss", "abort", "error", "disconnected")
 
 
@@ -58,6 +60,23 @@ class Outcome:
     felt: str
     recovery_s: float | None
     whole_s: float | None
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether survivors did not recover, or the whole did not come back, within any reason."""
+        recovered = self.recovery_s is not None and self.recovery_s <= RECOVERY_S_MAX
+        return not recovered or self.whole_s is None or self.whole_s > WHOLE_S_MAX
+
+    def __str__(self) -> str:
+        recovery, whole = (
+            "never" if time is None else f"after {time:.2f} s" for time in (self.recovery_s, self.whole_s)
+        )
+        injection = self.injection
+        victims = ", ".join(injection.victims) or "nobody in particular"
+        return (
+            f"fault {injection.number}, {injection.kind} of {victims}: survivors recovered {recovery}, "
+            f"all were back {whole}"
+        )
 
 
 @dataclass(frozen=True)

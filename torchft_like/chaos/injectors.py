@@ -278,8 +278,8 @@ class SmallDisk:
         """Why there can be none here; None if there can."""
         if os.geteuid() != 0:
             return "a small disk is mounted by root only"
-        if shutil.which("unshare") is None:
-            return "a small disk needs unshare"
+        if missing := [tool for tool in ("setpriv", "unshare") if shutil.which(tool) is None]:
+            return f"a small disk needs {', '.join(missing)}"
         return run_tool("unshare", "-m", "true")
 
     def fill(self) -> None:

@@ -62,7 +62,7 @@ def why_unavailable() -> str | None:
     """Why there can be no network of namespaces here; None if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "nsenter", "setpriv", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)}"
     try:

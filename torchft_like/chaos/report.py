@@ -150,6 +150,11 @@ def make_report(
     )
 
 
+def hangs(run: Run) -> list[str]:
+    """Faults that the job did not recover from, and who did not end, in words."""
+    return [str(outcome) for outcome in run.outcomes if outcome.is_hang] + run.hangs
+
+
 def measure(run: Run) -> Throughput:
     """Count steps and batches."""
     seconds = min(run.ended - run.began, run.length_s)
@@ -207,7 +212,7 @@ def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
         "other violations": [
             f"{n}: {text}" for n, texts in broken.items() if n not in DIVERGENCE for text in texts
         ],
-        "hangs": [text for one in runs for text in one.hangs],
+        "hangs": [text for one in runs for text in hangs(one)],
         "leaked resources": [text for one in runs for text in one.leaks],
         "crashes": [text for one in runs for text in one.crashes],
         "faults that nobody felt": unfelt,
