@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test gpu-test lint format proto bench leaks soak clean help
+.PHONY: demo test gpu-test lint format proto bench leaks stress fuzz soak clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -16,7 +16,7 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit tests/conformance
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration tests/interop tests/chaos
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu
@@ -49,6 +49,12 @@ SOAK_ARGUMENTS ?=
 soak: $(READY)  ## faults into a real job for SOAK_LENGTH seconds, after as long without; report in SOAK_OUT
 	$(BIN)/python -m torchft_like.chaos soak --length $(SOAK_LENGTH) --interval $(SOAK_INTERVAL) \
 		--replicas $(SOAK_REPLICAS) --out $(SOAK_OUT) $(SOAK_ARGUMENTS)
+
+stress: $(READY)  ## 10,000 connections to each server that come and go, 5,000 that stay; about 3 minutes
+	STRESS_CONNECTIONS=$(or $(CONNECTIONS),10000) $(BIN)/python -m pytest -s tests/stress
+
+fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about 10 minutes
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest --timeout 3600 -n 2 tests/stress/test_fuzz_*.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -181,7 +181,7 @@ class RankClient:
 
     def answer(self) -> pb.RankSessionResponse:
         """The next; raises the error with which the session ended."""
-        response: pb.RankSessionResponse = next(self._call)
+        response: pb.RankSessionResponse = next(iter(self._call))
         return response
 
     def hang_up(self) -> None:

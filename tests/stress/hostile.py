@@ -63,9 +63,14 @@ def send_all_malformed(address: Address) -> None:
     """
     for data in malformed():
         for ending in (socket.socket.close, reset, hear_out):
-            with connected(address) as client, contextlib.suppress(ConnectionError):
-                client.sendall(data)
-                ending(client)
+            with connected(address) as client:
+                try:
+                    client.sendall(data)
+                    ending(client)
+                except TimeoutError:
+                    raise
+                except OSError:  # the server was quicker
+                    continue
 
 
 def connected(address: Address) -> socket.socket:

@@ -50,7 +50,7 @@ addresses = st.one_of(
 @example("a\0b:1")  # a ValueError
 @example("h\u00e9:1")
 @example("host:\u0663")
-@example("x" * 5_000_000 + ":1")
+@example("x" * 5000 + ":1")
 def test_an_address_is_one_that_the_resolver_takes_or_is_refused(text: str) -> None:
     address = parse_or_refuse(parse_address, text, refusals=AddressError)
     if address is not None:

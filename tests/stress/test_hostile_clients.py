@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -14,7 +13,7 @@ from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress import hostile
-from tests.stress.scene import MB, SERVERS, Scene, running
+from tests.stress.scene import MB, SERVERS, Scene
 
 pytestmark = pytest.mark.integration
 
@@ -22,12 +21,6 @@ SILENT = 150  # more than the checkpoint server's 64 connections
 FILES_MORE = 5
 MB_MORE = 80.0
 NESTED = b"\xa3\x06" * 500_000
-
-
-@pytest.fixture(scope="module")
-def scene() -> Iterator[Scene]:
-    with running() as found:
-        yield found
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -107,7 +100,7 @@ def refusal(scene: Scene, server: str, method: str, message: Any) -> grpc.Status
     data = message if isinstance(message, bytes) else message.SerializeToString()
     with make_channel(scene.address(server)) as channel:
         # As a stream, a unary call is served all the same: what differs is only the number of messages.
-        answers = channel.stream_stream(method)(iter([data]), timeout=LIMIT_S)
+        answers = channel.stream_stream(method, None, None)(iter([data]), timeout=LIMIT_S)
         with pytest.raises(grpc.RpcError) as refused:
             list(answers)
     return refused.value.code()

@@ -157,7 +157,7 @@ def test_a_session_that_does_not_say_whose_it_is_ends(monkeypatch: pytest.Monkey
         with make_channel(parse_address(embedded.address())) as channel:
             never: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             with pytest.raises(grpc.RpcError, match="did not begin with a register"):
-                list(channel.stream_stream(wire.SESSION)(iter(never.get, b""), timeout=LIMIT_S))
+                list(channel.stream_stream(wire.SESSION, None, None)(iter(never.get, b""), timeout=LIMIT_S))
             never.put(b"")
     finally:
         embedded.shutdown()
@@ -224,7 +224,7 @@ def test_a_call_that_is_given_up_does_not_withdraw_the_newer_one(lighthouse: str
         first = alone._ranks[0]
         newer = quorum.future(pb.ManagerQuorumRequest(group_rank=0, step=1), timeout=LIMIT_S)
         wait_until(lambda: alone._ranks[0] is not first)
-        assert older.cancel()
+        assert older.cancel()  # type: ignore[no-untyped-call]
         second = quorum.future(pb.ManagerQuorumRequest(group_rank=1, step=1), timeout=LIMIT_S)
         assert newer.result().replica_ids == second.result().replica_ids == ["alone"]
     alone.close()
@@ -271,7 +271,7 @@ class Nonsense:
         self.sessions = 0
         handlers = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
         services = [
-            grpc.method_handlers_generic_handler(name, handlers)  # type: ignore[arg-type]
+            grpc.method_handlers_generic_handler(name, handlers)
             for name in ("torchft.LighthouseService", "torchft.ManagerService")
         ]
 
