@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torchft_like.divergence import words
 from torchft_like.divergence.words import ROW, _factors, word_sum
 
 CPU = torch.device("cpu")
@@ -77,18 +78,18 @@ def test_exchanged_rows_are_found() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_sum_is_that_of_the_definition(length: int) -> None:
     data = random_bytes(length).numpy().tobytes()
-    words = [
+    numbers = [
         int.from_bytes(data[i : i + 4], "little", signed=len(data[i : i + 4]) == 4)
         for i in range(0, length, 4)
     ]
-    rows = [weighted(words[i : i + ROW], "words") for i in range(0, len(words), ROW)]
+    rows = [weighted(numbers[i : i + ROW], "words") for i in range(0, len(numbers), ROW)]
     expected = rows[0] if len(rows) == 1 else weighted(rows, "rows")
     assert sum_of(random_bytes(length)) % MODULUS == expected % MODULUS
 
 
-def weighted(words: list[int], purpose: str) -> int:
+def weighted(numbers: list[int], purpose: str) -> int:
     factors: list[int] = _factors(purpose, CPU).tolist()
-    return sum(word * factor for word, factor in zip(words, factors, strict=False)) % MODULUS
+    return sum(word * factor for word, factor in zip(numbers, factors, strict=False)) % MODULUS
 
 
 def test_memory_that_is_not_aligned_has_the_same_sum() -> None:
@@ -106,3 +107,14 @@ def test_the_factors_are_odd_and_the_same_in_every_process() -> None:
     factors = _factors("words", CPU)
     assert bool((factors % 2 != 0).all())
     assert factors[:2].tolist() == [-5563183019877496675, 6068946137133262543]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 100])
+def test_the_sum_does_not_depend_on_how_many_rows_are_taken_at_once(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes more of them than a CPU."""
+    tensor = random_bytes(4 * 7 * ROW + 9)
+    expected = sum_of(tensor)
+    monkeypatch.setattr(words, "_ROWS_ON_CPU", rows)
+    assert sum_of(tensor) == expected
