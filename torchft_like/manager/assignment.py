@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from torchft_like.divergence.comparison import Divergence, compare
@@ -34,6 +35,9 @@ class QuorumMemberLike(Protocol):
     def commit_quorum_id(self) -> int: ...
     @property
     def fingerprint(self) -> bytes: ...
+
+
+_replica_id = attrgetter("replica_id")
 
 
 class NotAMemberError(ValueError):
@@ -89,14 +93,15 @@ def assign(
     Raises:
         NotAMemberError: the quorum does not contain `replica_id`.
     """
-    members = sorted(participants, key=lambda member: member.replica_id)
-    replica_ids = tuple(member.replica_id for member in members)
+    members = sorted(participants, key=_replica_id)
+    replica_ids = tuple([member.replica_id for member in members])
     if replica_id not in replica_ids:
         raise NotAMemberError(f"replica {replica_id} is not in quorum {quorum_id}: {', '.join(replica_ids)}")
     replica_rank = replica_ids.index(replica_id)
 
-    newest = max(_version(member) for member in members)
-    up_to_date = [rank for rank, member in enumerate(members) if _version(member) == newest]
+    versions = [(member.step, member.commit_quorum_id) for member in members]
+    newest = max(versions)
+    up_to_date = [rank for rank, version in enumerate(versions) if version == newest]
     is_first = init_sync and newest[0] == 0
     divergence = None if is_first else compare([members[rank] for rank in up_to_date])
     if divergence is not None and divergence.heals:
@@ -118,21 +123,17 @@ def assign(
         replica_world_size=len(members),
         recover_src_manager_address="" if source is None else members[source].address,
         recover_src_replica_rank=source,
-        recover_dst_replica_ranks=tuple(dst for dst, src in source_of.items() if src == replica_rank),
+        recover_dst_replica_ranks=tuple([dst for dst, src in source_of.items() if src == replica_rank]),
         store_address=members[primary].store_address,
         max_step=newest[0],
         max_replica_rank=up_to_date.index(replica_rank) if replica_rank in up_to_date else None,
         max_world_size=len(up_to_date),
         heal=source is not None,
-        commit_failures=max(member.commit_failures for member in members),
+        commit_failures=max([member.commit_failures for member in members]),
         replica_ids=replica_ids,
-        healing_replica_ids=tuple(replica_ids[rank] for rank in healing),
+        healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
     )
-
-
-def _version(member: QuorumMemberLike) -> tuple[int, int]:
-    return member.step, member.commit_quorum_id
 
 
 def _pair(healing: Sequence[int], sources: Sequence[int], group_rank: int) -> dict[int, int]:

@@ -1,0 +1,263 @@
+"""What must hold in every history: the invariants of docs/architecture.md, checked event by event.
+
+The checker is told what the processes did and what reached them, in the order in which it happened. It
+knows nothing of quorum rules, cores or faults, so it cannot share their mistakes. The first violation
+ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.mesh import Part
+    from tests.simulation.rank import Rank
+    from tests.simulation.world import World
+
+Ids = tuple[str, ...]
+
+
+class RunOverError(Exception):
+    """Nothing more can be learned from this run."""
+
+
+class Checker:
+    """The history so far, as far as the invariants need it."""
+
+    __slots__ = (
+        "_awaited",
+        "_committed",
+        "_connected",
+        "_decisions",
+        "_ids",
+        "_left_at",
+        "_newest",
+        "_seen",
+        "_states",
+        "_steps",
+        "_stronghold",
+        "_verdicts",
+        "_world",
+        "commits",
+        "is_over",
+        "violation",
+    )
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.violation: str | None = None
+        self.is_over = False
+        self.commits = 0
+        self._connected: dict[str, int] = {}  # replica ids with a session, as the lighthouse sees it
+        self._stronghold: frozenset[str] = frozenset()  # a quorum of most of the connected, all still there
+        self._newest = 0  # quorum id of the stronghold
+        self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
+        self._ids: dict[int, Ids] = {}  # the members that each quorum id stood for
+        self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}  # after a step, in a quorum
+        self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and where
+        self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
+        self._decisions: dict[str, int] = {}  # by process: how many steps were decided
+        self._verdicts: dict[tuple[str, int], tuple[int, bool]] = {}
+        self._left_at: dict[str, int] = {}  # by replica group: after how many verdicts
+        self._awaited: dict[str, int] = {}  # in the quiet phase: how many commits a process owes
+
+    def violate(self, invariant: str, text: str) -> None:
+        """The run has failed."""
+        if self.violation is None:
+            self.violation = f"{invariant}: {text}"
+            self._world.tell("VIOLATION", self.violation)
+        self.is_over = True
+        raise RunOverError
+
+    # -- the lighthouse, as everybody can see it
+
+    def lighthouse_started(self) -> None:
+        """It knows nobody."""
+        self._connected.clear()
+        self._stronghold = frozenset()
+
+    lighthouse_died = lighthouse_started
+
+    def connected(self, replica_id: str) -> None:
+        """A replica group has a session now."""
+        self._connected[replica_id] = 1
+        if 2 * len(self._stronghold) <= len(self._connected):
+            self._stronghold = frozenset()
+
+    def disconnected(self, replica_id: str) -> None:
+        """It has none any more."""
+        self._connected.pop(replica_id, None)
+        if replica_id in self._stronghold:
+            self._stronghold = frozenset()
+
+    def announced(self, quorum_id: int, ids: Ids) -> None:
+        """A quorum was formed. It must share a member with an older one that could still commit."""
+        if len(ids) < self._world.scenario.min_replicas:
+            self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
+        stronghold = self._stronghold
+        if stronghold and stronghold.isdisjoint(ids):
+            self.violate(
+                "one_quorum_per_step",
+                f"quorum {quorum_id} of {' '.join(ids)} shares no member with quorum {self._newest} of "
+                f"{' '.join(sorted(stronghold))}, who are all there and most of the job",
+            )
+        if 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids):
+            self._stronghold, self._newest = frozenset(ids), quorum_id
+
+    # -- processes
+
+    def agreed(self, process: str, quorum_id: int, ids: Ids) -> None:
+        """A process hears which quorum it is in."""
+        before = self._seen.get(process)
+        if before is not None and quorum_id < before[0]:
+            self.violate("monotonic", f"{process} saw quorum {before[0]}, and then quorum {quorum_id}")
+        if before is not None and quorum_id == before[0] and ids != before[1]:
+            self.violate("monotonic", f"{process} saw quorum {quorum_id} with two sets of members")
+        self._seen[process] = quorum_id, ids
+        if "clock_jump" not in self._world.scenario.kinds and self._ids.setdefault(quorum_id, ids) != ids:
+            self.violate(
+                "monotonic",
+                f"quorum {quorum_id} is {' '.join(ids)} for {process}, and was "
+                f"{' '.join(self._ids[quorum_id])}",
+            )
+
+    def summed(self, quorum_id: int, parts: Sequence[Part]) -> None:
+        """A collective has added up these contributions; zeros are not among them."""
+        first = None
+        for part in parts:
+            if part is None:
+                continue
+            who, quorum, step, parameters, _ = part
+            if quorum != quorum_id:
+                self.violate("no_zombie", f"{who} adds a tensor of quorum {quorum} in quorum {quorum_id}")
+            if first is None:
+                first = part
+            elif step != first[2] or parameters != first[3]:
+                self.violate(
+                    "heal_is_clean",
+                    f"in quorum {quorum_id}, {who} (step {step}) and {first[0]} (step {first[2]}) add "
+                    "gradients of different parameters",
+                )
+
+    def refused_for_nothing(self, process: str, quorum_id: int) -> None:
+        """A step was given up although nothing went wrong for this process in its quorum."""
+        self.violate(
+            "no_zombie", f"{process} does not commit in quorum {quorum_id}, where nothing went wrong for it"
+        )
+
+    def healed(self, rank: Rank) -> None:
+        """A process took over a peer's state."""
+        protocol = rank.protocol
+        replica_id = rank.replica.replica_id
+        known = self._committed.get(replica_id)
+        if len(rank.replica.ranks) > 1:
+            self._committed.pop(replica_id, None)  # the state of a group is that of all its ranks
+            return
+        if known is not None and protocol.step < known[0]:
+            self.violate("no_regress", f"{rank.name} was at step {known[0]} and healed to {protocol.step}")
+        self._committed[replica_id] = protocol.step, protocol.quorum_id
+
+    def committed(self, rank: Rank, ids: Ids, base: int | None, before: int) -> None:
+        """A step was committed; `base` is the state that the gradients were made from."""
+        self.commits += 1
+        protocol = rank.protocol
+        step, quorum_id = protocol.step, protocol.quorum_id
+        if base != before:
+            what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
+            self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")
+        key = step, quorum_id, ids, rank.number
+        state = self._states.setdefault(key, (rank.parameters, rank.name))
+        if state[0] != rank.parameters:
+            self.violate(
+                "agreement",
+                f"{rank.name} and {state[1]} commit step {step} in quorum {quorum_id}, and differ after it",
+            )
+        self._check_step(rank, step, quorum_id, ids)
+        if self._awaited:
+            self._pay(rank.name)
+
+    def _check_step(self, rank: Rank, step: int, quorum_id: int, ids: Ids) -> None:
+        quorums = self._steps.setdefault(step, [])
+        if (quorum_id, ids) not in quorums:
+            for member in ids:
+                known = self._committed.get(member)
+                if known is not None and known[0] >= step and known[1] != quorum_id:
+                    self.violate(
+                        "no_regress",
+                        f"{rank.name} commits step {step} in quorum {quorum_id}, but its member {member} had "
+                        f"committed step {known[0]} in quorum {known[1]}",
+                    )
+            self._check_overlap(step, quorum_id, ids, quorums)
+            quorums.append((quorum_id, ids))
+        self._committed[rank.replica.replica_id] = step, quorum_id
+
+    def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
+        """With `min_replicas` above one half, any two quorums share a replica group, or a start of it."""
+        scenario = self._world.scenario
+        if 2 * scenario.min_replicas <= scenario.replicas:
+            return
+        slots = {i.partition(":")[0] for i in ids}
+        for other, members in quorums:
+            if slots.isdisjoint(i.partition(":")[0] for i in members):
+                self.violate(
+                    "one_quorum_per_step",
+                    f"step {step} is committed by quorums {other} and {quorum_id}, which share no member",
+                )
+
+    def decided(self, rank: Rank, committed: bool) -> None:
+        """A process learned the verdict on its step: the same as the other ranks of its group."""
+        replica = rank.replica
+        if len(replica.ranks) == 1:
+            return
+        count = self._decisions[rank.name] = self._decisions.get(rank.name, 0) + 1
+        verdict = rank.protocol.step if committed else -1, committed
+        if self._verdicts.setdefault((replica.replica_id, count), verdict) != verdict:
+            self.violate(
+                "agreement", f"{rank.name} decides otherwise than another rank of its group at {verdict[0]}"
+            )
+
+    def left(self, rank: Rank) -> None:
+        """A process leaves in good order: after the same step as the other ranks of its group."""
+        step = self._decisions.get(rank.name, 0)
+        if self._left_at.setdefault(rank.replica.replica_id, step) != step:
+            self.violate(
+                "leave_together",
+                f"{rank.name} leaves after {step} verdicts, another rank of its group after "
+                f"{self._left_at[rank.replica.replica_id]}",
+            )
+
+    def died(self, rank: Rank) -> None:
+        """A process is gone."""
+        self._awaited.pop(rank.name, None)
+
+    # -- the quiet phase
+
+    def expect(self, processes: Sequence[str], commits: int) -> None:
+        """From now on each of these owes so many commits; the run is over when all have made them."""
+        self._awaited = dict.fromkeys(processes, commits)
+
+    def expect_also(self, processes: Sequence[str], commits: int) -> None:
+        """These have begun in the quiet phase."""
+        self._awaited.update(dict.fromkeys(processes, commits))
+
+    def _pay(self, process: str) -> None:
+        owed = self._awaited.get(process)
+        if owed is None:
+            return
+        if owed > 1:
+            self._awaited[process] = owed - 1
+            return
+        self._awaited.pop(process)
+        if not self._awaited:
+            self.is_over = True
+            raise RunOverError
+
+    def give_up(self) -> None:
+        """The time of the quiet phase is over."""
+        if self.is_over:
+            return
+        waiting = sorted(self._awaited)
+        with contextlib.suppress(RunOverError):
+            self.violate("progress", f"{' '.join(waiting)} did not commit after the faults had stopped")

@@ -1,0 +1,295 @@
+"""The faults that happen at a time: whom they hit, how long they last, and whether they were felt.
+
+A fault is counted when it met something: a process that was alive, a session that was open, a message
+that was held up. Each fault takes the same number of random draws whatever it does, so that leaving one
+out, which is how a failure is made small, leaves the others as they were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from tests.simulation.replica import Replica
+from tests.simulation.scenario import EVENT_KINDS
+from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+Draws = tuple[float, float, float]
+
+
+class Faults:
+    """Injects one fault after the other until it is told to stop.
+
+    Args:
+        only: the numbers of the faults that are to happen; all of them where it is None.
+    """
+
+    def __init__(self, simulation: Simulation, only: Collection[int] | None) -> None:
+        self._simulation = simulation
+        self._world = world = simulation.world
+        scenario = world.scenario
+        self._draw = random.Random(scenario.seed * 2).random
+        self._gap = scenario.gap_s
+        self._only = only
+        self._kinds: list[tuple[str, Callable[[Draws], str | None]]] = [
+            (kind, getattr(self, f"_{kind}")) for kind in EVENT_KINDS if kind in scenario.kinds
+        ]
+        self._cut: list[list[tuple[int, int]]] = []
+        self._is_over = False
+        self.count = 0
+
+    def next(self) -> None:
+        """One fault happens now, and the next one a little later."""
+        draw, world = self._draw, self._world
+        if self._is_over:
+            return
+        gap, which, draws = draw(), draw(), (draw(), draw(), draw())
+        # In bursts: most faults come close together, some after a pause in which steps are committed.
+        world.after(self._gap * (0.2 + 12 * gap**6), world.nobody, self.next)
+        number, self.count = self.count, self.count + 1
+        kinds = self._kinds
+        if kinds and (self._only is None or number in self._only):
+            kind, inject = kinds[int(which * len(kinds))]
+            text = inject(draws)
+            if text is not None:
+                world.feel(kind)
+                world.tell("FAULT", f"#{number} {kind}", text)
+
+    def stop(self) -> None:
+        """No partition, no stopped and no slow process from now on."""
+        world = self._world
+        self._is_over = True
+        links = [link for cut in self._cut for link in cut]
+        self._cut.clear()
+        world.unblock(links)
+        for process in self._simulation.processes():
+            if process.state == PAUSED:
+                world.resume(process)
+        for replica in self._replicas():
+            replica.slow = 1.0
+
+    # -- whom
+
+    def _replicas(self) -> list[Replica]:
+        return [replica for replica in self._world.slots if replica is not None]
+
+    def _replica(self, draw: float) -> Replica | None:
+        replicas = self._replicas()
+        return replicas[int(draw * len(replicas))] if replicas else None
+
+    def _long(self, draw: float) -> float:
+        """Sometimes shorter than the keepalive, sometimes much longer."""
+        return self._world.scenario.keepalive_s * (0.1 + 3 * draw * draw)
+
+    # -- sessions and connections
+
+    def _session_break(self, draws: Draws) -> str | None:
+        """The connection to the lighthouse breaks, with what is on its way."""
+        replica, world = self._replica(draws[0]), self._world
+        session = replica.session if replica is not None else None
+        if replica is None or session is None or world.is_cut(replica.slot, LIGHTHOUSE):
+            return None
+        session.lost_up = draws[1] < 0.6
+        session.lost_down = draws[1] > 0.4
+        world.send_up(session, world.lighthouse.line_ended, session)
+        world.send_down(session, replica.line_ended, session)
+        lost = [" up"] * session.lost_up + [" down"] * session.lost_down
+        return f"session of {replica.replica_id}; lost is what goes{''.join(lost)}"
+
+    def _session_twice(self, draws: Draws) -> str | None:
+        """The replica gives its session up and opens another; the lighthouse hears from both."""
+        replica, world = self._replica(draws[0]), self._world
+        session = replica.session if replica is not None else None
+        if replica is None or session is None or not replica.is_alive:
+            return None
+        session.lost_down = True
+        world.after(0.0, replica.server, replica.abandon, session)
+        world.after(self._long(draws[1]), world.lighthouse, world.lighthouse.line_ended, session)
+        return f"{replica.replica_id}; its older session lives on for {self._long(draws[1]):.3f} s"
+
+    def _peer_reset(self, draws: Draws) -> str | None:
+        """A connection of the process group breaks."""
+        replica = self._replica(draws[0])
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))] if replica is not None else None
+        if rank is None or rank.group_mesh is None or rank.state == DEAD:
+            return None
+        rank.group_mesh.reset()
+        return f"of {rank.name} in quorum {rank.group_mesh.quorum_id}"
+
+    def _partition(self, draws: Draws) -> str | None:
+        """Halves, one place alone, or a bridge; in both directions or in one."""
+        world = self._world
+        slots = world.scenario.replicas
+        places = [LIGHTHOUSE, *range(slots)]
+        one = places[int(draws[0] * len(places))]
+        if draws[1] < 0.4:
+            sides = [one], [place for place in places if place != one]
+        elif draws[1] < 0.7:
+            half = 1 + int(draws[0] * (slots - 1))
+            sides = list(range(half)), list(range(half, slots))
+            sides[int(draws[0] * 100) % 2].append(LIGHTHOUSE)
+        else:  # `one` can talk to both sides, and they cannot to each other
+            others = [place for place in places if place != one]
+            half = 1 + int(draws[0] * 100) % (len(others) - 1)
+            sides = others[:half], others[half:]
+        links = [(a, b) for a in sides[0] for b in sides[1]]
+        direction = int(draws[2] * 1000) % 4
+        if direction == 0:
+            links = [(b, a) for a, b in links]
+        elif direction > 1:
+            links += [(b, a) for a, b in links]
+        links = [link for link in links if link not in world.blocked]
+        if not links:
+            return None
+        self._cut_links(links, self._long(draws[2]))
+        how = "cannot reach" if direction < 2 else "and back cannot reach"
+        return f"{sides[0]} {how} {sides[1]} for {self._long(draws[2]):.3f} s ({LIGHTHOUSE}: lighthouse)"
+
+    def _cut_links(self, links: list[tuple[int, int]], time: float) -> None:
+        world = self._world
+        self._cut.append(links)
+        for link in links:
+            world.blocked[link] = world.now
+            slot = max(link)
+            replica = world.slots[slot]
+            if LIGHTHOUSE in link and replica is not None and replica.session is not None:
+                world.probe(replica.session)
+        world.after(time, world.nobody, self._mend, links)
+
+    def _mend(self, links: list[tuple[int, int]]) -> None:
+        if links in self._cut:
+            self._cut.remove(links)
+            self._world.unblock(links)
+
+    # -- processes
+
+    def _crash(self, draws: Draws) -> str | None:
+        """A replica group is killed."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        replica.die("SIGKILL")
+        return replica.replica_id
+
+    def _rank_crash(self, draws: Draws) -> str | None:
+        """One rank of a replica group is killed."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        if rank.state == DEAD:
+            return None
+        rank.die("SIGKILL")
+        return rank.name
+
+    def _lighthouse_crash(self, draws: Draws) -> str | None:
+        """The lighthouse is killed, and comes back with nothing in its memory."""
+        lighthouse = self._world.lighthouse
+        if lighthouse.state == DEAD:
+            return None
+        lighthouse.crash()
+        self._simulation.restart_lighthouse(self._long(draws[0]) * 0.5)
+        return f"for {self._long(draws[0]) * 0.5:.3f} s"
+
+    def _pause(self, draws: Draws) -> str | None:
+        """A replica group is stopped, and goes on later."""
+        replica = self._replica(draws[0])
+        if replica is None or any(rank.state != RUNNING for rank in replica.ranks):
+            return None
+        for rank in replica.ranks:
+            self._stop(rank, self._long(draws[1]))
+        if replica.session is not None:
+            self._world.probe(replica.session)
+        return f"{replica.replica_id} for {self._long(draws[1]):.3f} s"
+
+    def _rank_pause(self, draws: Draws) -> str | None:
+        """One rank is stopped, and goes on later."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        number = int(draws[2] * len(replica.ranks))
+        rank, world = replica.ranks[number], self._world
+        if rank.state != RUNNING:
+            return None
+        self._stop(rank, self._long(draws[1]))
+        if number == 0 and replica.session is not None:
+            world.probe(replica.session)
+        others = range(1, len(replica.ranks)) if number == 0 else [number]
+        for other in others:
+            world.after(world.scenario.keepalive_s * 1.1, world.nobody, replica.probe_rank, other)
+        return f"{rank.name} for {self._long(draws[1]):.3f} s"
+
+    def _lighthouse_pause(self, draws: Draws) -> str | None:
+        """The lighthouse is stopped, and goes on later."""
+        world = self._world
+        if world.lighthouse.state != RUNNING:
+            return None
+        self._stop(world.lighthouse, self._long(draws[0]))
+        for session in list(world.lighthouse.sessions.values()):
+            world.probe(session)
+        return f"for {self._long(draws[0]):.3f} s"
+
+    def _stop(self, process: Process, time: float) -> None:
+        self._world.pause(process)
+        self._world.after(time, self._world.nobody, self._go_on, process, self._world.now)
+
+    def _go_on(self, process: Process, since: float) -> None:
+        if process.state == PAUSED and process.paused_at == since:
+            self._world.resume(process)
+
+    def _slow(self, draws: Draws) -> str | None:
+        """A replica group computes more slowly for a while."""
+        replica = self._replica(draws[0])
+        if replica is None or replica.slow > 1:
+            return None
+        replica.slow = 2 + 6 * draws[1]
+        self._world.after(self._long(draws[2]) * 2, self._world.nobody, self._speed_up, replica)
+        return f"{replica.replica_id} by {replica.slow:.1f}"
+
+    def _speed_up(self, replica: Replica) -> None:
+        replica.slow = 1.0
+
+    def _clock_jump(self, draws: Draws) -> str | None:
+        """The lighthouse's wall clock jumps, and it starts again by that clock."""
+        world = self._world
+        if world.lighthouse.state == DEAD:
+            return None
+        world.wall_clock_s += (draws[1] - 0.6) * 100
+        world.lighthouse.crash()
+        self._simulation.restart_lighthouse(self._long(draws[0]) * 0.3)
+        return f"by {(draws[1] - 0.6) * 100:.1f} s"
+
+    # -- training scripts
+
+    def _report_error(self, draws: Draws) -> str | None:
+        """The script has an error in its step."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[0]
+        return rank.name if rank.state == RUNNING and rank.report_error() else None
+
+    def _late_error(self, draws: Draws) -> str | None:
+        """A callback of a past quorum reports its error only now."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        if rank.state != RUNNING or not rank.hear_late_error():
+            return None
+        return f"{rank.name}, of quorum {rank.failed_quorum}"
+
+    def _leave(self, draws: Draws) -> str | None:
+        """One rank is asked to stop; its group leaves, and another start of it joins later."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        if rank.stop_wanted or rank.state == DEAD:
+            return None
+        rank.stop_wanted = True
+        return rank.name

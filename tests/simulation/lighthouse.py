@@ -1,0 +1,209 @@
+"""The lighthouse's shell in the simulation: messages in, the real quorum core, messages out.
+
+What `lighthouse/server.py` does over gRPC, this does over the simulated network, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.membership import QuorumNumber
+from lighthouse.quorum import (
+    Decision,
+    Member,
+    MemberLost,
+    QuorumBroken,
+    QuorumCore,
+    QuorumFormed,
+    QuorumOver,
+)
+from tests.simulation.world import DEAD, RUNNING, Process, Session
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class SimLighthouse(Process):
+    """Comes and goes; its sessions and its memory go with it."""
+
+    __slots__ = ("_armed", "_config", "_core", "_life", "_numbers", "_opening", "_world", "sessions")
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        scenario = world.scenario
+        self._world = world
+        self._config = LighthouseConfig(
+            min_replicas=scenario.min_replicas,
+            join_timeout_ms=int(scenario.join_timeout_s * 1000),
+            reconnect_grace_ms=int(scenario.compute_s * 8000),
+        )
+        self._numbers = 0
+        self._life = 0
+        self.sessions: dict[int, Session] = {}
+        self._opening: dict[Session, None] = {}  # connected, not registered yet
+        self._core: QuorumCore
+        self.start()
+
+    @property
+    def healthy(self) -> int:
+        """How many replicas the core holds to be healthy."""
+        return len(self._core)
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin with nothing but the wall clock."""
+        world = self._world
+        self.state = RUNNING
+        self._life += 1
+        self._armed = float("inf")
+        first_id = int((world.now + world.wall_clock_s) * 1000)
+        self._core = world.cores.lighthouse(self._config, first_id)
+        world.checker.lighthouse_started()
+        world.tell("lighthouse", "starts", f"first quorum id {first_id}")
+
+    def crash(self) -> None:
+        """Die: the connections are closed by the system, where it can reach the other side."""
+        world = self._world
+        self.state = DEAD
+        self.inbox.clear()
+        sessions = [*self.sessions.values(), *self._opening]
+        self.sessions, self._opening = {}, {}
+        for session in sessions:
+            session.server_open = False
+            world.send_down(session, session.replica.line_ended, session)
+        world.checker.lighthouse_died()
+        world.tell("lighthouse", "dies")
+
+    # -- what is heard
+
+    def accept(self, session: Session) -> None:
+        """A connection: the system accepts it, also for a process that is stopped."""
+        self._opening[session] = None
+
+    def hear_register(self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...]) -> None:
+        """The first message of a session."""
+        if session.lost_up or not session.server_open:
+            return
+        world = self._world
+        del self._opening[session]
+        self._numbers = session.number = self._numbers + 1
+        self.sessions[session.number] = session
+        replica = session.replica
+        world.checker.connected(replica.replica_id)
+        world.tell("lighthouse", "registers", f"{replica.replica_id} (session {session.number}), last {last}")
+        world.send_down(session, replica.hear_registered, session)
+        core = self._core
+        self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now))
+
+    def hear_join(self, session: Session, member: Member) -> None:
+        """A replica group asks for a quorum."""
+        if session.lost_up or not session.server_open:
+            return
+        world = self._world
+        if world.story is not None:
+            version = f"step {member.step} of quorum {member.commit_quorum_id}"
+            failures = f", {member.commit_failures} failures" if member.commit_failures else ""
+            world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
+        self._apply(self._core.join(session.number, member, world.now))
+
+    def hear_leave(self, session: Session) -> None:
+        """A replica group says goodbye."""
+        if session.lost_up or not session.server_open:
+            return
+        world = self._world
+        world.tell("lighthouse", "hears the leave", f"of {session.replica.replica_id}")
+        if self._core.replica_of(session.number) is not None:
+            world.checker.disconnected(session.replica.replica_id)
+        self._apply(self._core.leave(session.number, world.now))
+        self._end(session)
+
+    def line_ended(self, session: Session) -> None:
+        """A session ended without a leave."""
+        if not session.server_open:
+            return
+        session.server_open = False
+        if session.client_open:
+            self._world.send_down(session, session.replica.line_ended, session)
+        if self.sessions.pop(session.number, None) is None:
+            self._opening.pop(session, None)
+            return
+        world = self._world
+        replica_id = session.replica.replica_id
+        world.tell("lighthouse", "sees the end of the session", f"{session.number} of {replica_id}")
+        if self._core.replica_of(session.number) is not None:
+            world.checker.disconnected(replica_id)
+        self._apply(self._core.lost(session.number, "its connection ended", world.now))
+
+    # -- what is decided
+
+    def _apply(self, decisions: list[Decision]) -> None:
+        world, sessions = self._world, self.sessions
+        for decision in decisions:
+            if isinstance(decision, QuorumFormed):
+                self._announce(decision)
+            elif isinstance(decision, MemberLost):
+                if world.story is not None:
+                    where = f"of quorum {decision.quorum_id}, tells {len(decision.sessions)} sessions"
+                    world.tell("lighthouse", "has lost", f"{decision.replica_id} {where}")
+                for number in decision.sessions:
+                    if (session := sessions.get(number)) is not None:
+                        replica = session.replica
+                        world.send_down(
+                            session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
+                        )
+            elif isinstance(decision, QuorumBroken):
+                world.tell("lighthouse", "says that it broke", f"for {decision.replica_id}")
+                for number in decision.sessions:
+                    if (session := sessions.get(number)) is not None:
+                        replica = session.replica
+                        world.send_down(
+                            session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
+                        )
+            elif isinstance(decision, QuorumOver):
+                if (session := sessions.get(decision.session)) is not None:
+                    world.tell("lighthouse", "says that it is over", f"to {decision.replica_id}")
+                    replica = session.replica
+                    world.send_down(
+                        session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
+                    )
+            elif (older := sessions.get(decision.session)) is not None:
+                world.tell("lighthouse", "ends the older session", f"{older.number} of {decision.replica_id}")
+                self._end(older)
+        self._arm()
+
+    def _announce(self, formed: QuorumFormed) -> None:
+        world, quorum = self._world, formed.quorum
+        ids = tuple([member.replica_id for member in quorum.participants])
+        if world.story is not None:
+            world.tell("lighthouse", "forms", f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
+        world.checker.announced(quorum.quorum_id, ids)
+        for number in formed.sessions:
+            session = self.sessions.get(number)
+            if session is not None:
+                world.send_down(session, session.replica.hear_quorum, session, quorum)
+
+    def _end(self, session: Session) -> None:
+        """End a session from this side."""
+        self.sessions.pop(session.number, None)
+        session.server_open = False
+        self._world.send_down(session, session.replica.line_ended, session)
+        self._world.after(0.0, self, self._closed, session.number, self._life)
+
+    def _closed(self, number: int, life: int) -> None:
+        if life == self._life:
+            self._apply(self._core.lost(number, "ended", self._world.now))
+
+    # -- time
+
+    def _arm(self) -> None:
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline < self._armed:
+            self._armed = deadline
+            self._world.after(max(0.0, deadline - self._world.now), self, self._wake, self._life)
+
+    def _wake(self, life: int) -> None:
+        if life == self._life:
+            self._armed = float("inf")
+            self._apply(self._core.advance(self._world.now))

@@ -1,0 +1,290 @@
+"""Cores that are broken on purpose, one rule each: the simulation has to catch every one.
+
+A check that cannot fail is worthless. Each mutant forgets a rule that a person could forget, and the
+table says within how many seeds the checker noticed, and under which invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lighthouse.decisions import Decision, Member
+from lighthouse.membership import QuorumNumber
+from lighthouse.quorum import QuorumCore, Verdict
+from tests.simulation.cores import Cores
+from tests.simulation.scenario import draw
+from tests.simulation.simulation import run
+from torchft_like.manager import group as group_module
+from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult
+from torchft_like.manager.group import Effect, RankJoin, RankVerdict, ReplicaGroup
+from torchft_like.manager.step import Join, Plan, StepProtocol
+
+SEEDS_MAX = 2000
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A set of cores of which one lacks a rule."""
+
+    name: str
+    lacks: str
+    cores: Cores
+
+
+@dataclass(frozen=True)
+class Catch:
+    """After how many seeds a mutant was caught; `seeds` is None if it was not."""
+
+    mutant: Mutant
+    seeds: int | None
+    violation: str | None
+
+
+def hunt(mutant: Mutant, seeds: Iterable[int]) -> Catch:
+    """Run a mutant until the checker objects."""
+    for count, seed in enumerate(seeds, 1):
+        violation = run(draw(seed), mutant.cores).violation
+        if violation is not None:
+            return Catch(mutant, count, violation)
+    return Catch(mutant, None, None)
+
+
+# -- the lighthouse
+
+
+class _ReusesIds(QuorumCore):
+    def _next_id(self, chosen: Any) -> int:
+        return self._number.quorum_id if self._last else super()._next_id(chosen)
+
+
+class _ForgetsReportedIds(QuorumCore):
+    def _use_up(self, quorum_id: int) -> None:
+        pass
+
+
+class _NoLeap(QuorumCore):
+    def _use_up(self, quorum_id: int) -> None:
+        self._highest_id = max(self._highest_id, quorum_id)
+
+
+class _NoMajority(QuorumCore):
+    def _verdict(self, now: float) -> Verdict:
+        verdict = super()._verdict(now)
+        if verdict is Verdict.NO_MAJORITY:
+            return Verdict.LATE if now >= self._late_at() else Verdict.STRAGGLERS
+        return verdict
+
+
+class _IgnoresMinReplicas(QuorumCore):
+    def _candidates(self) -> int:
+        return max(super()._candidates(), self._min_replicas)
+
+
+class _KeepsIdAfterFailure(QuorumCore):
+    def _next_id(self, chosen: Any) -> int:
+        if self._last and self._is_same(chosen):
+            return self._number.quorum_id
+        return super()._next_id(chosen)
+
+
+class _ForgetsRounds(QuorumCore):
+    def register(
+        self, session: int, replica_id: str, last: QuorumNumber, last_ids: Iterable[str], now: float
+    ) -> list[Decision]:
+        round_number = self._number.round if last.quorum_id == self._number.quorum_id else last.round
+        return super().register(
+            session, replica_id, QuorumNumber(last.quorum_id, round_number), last_ids, now
+        )
+
+
+class _TellsNobodyThatItIsOver(QuorumCore):
+    def _is_over(self, number: QuorumNumber) -> bool:
+        return False
+
+
+class _KeepsTheOldJoin(QuorumCore):
+    def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
+        pass
+
+
+class _NoAlarmForBroken(QuorumCore):
+    def _break(self, replica_id: str, decisions: list[Decision]) -> None:
+        pass
+
+
+class _LearnsTooLate(QuorumCore):
+    def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
+        super()._adopt(number, ids)
+        self._has_formed = False
+
+    @property
+    def _has_formed(self) -> bool:
+        return False
+
+    @_has_formed.setter
+    def _has_formed(self, value: bool) -> None:
+        pass
+
+
+class _KeepsTheDead(QuorumCore):
+    def lost(self, session: int, reason: str, now: float) -> list[Decision]:
+        return self.advance(now)
+
+
+# -- the replica group
+
+
+class _DropsMemberLost(ReplicaGroup):
+    def member_lost(self, quorum_id: int, replica_id: str, reason: str) -> list[Effect]:
+        return []
+
+
+class _OneVoteIsEnough(ReplicaGroup):
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        effects = super().rank_voted(group_rank, replace(vote, committed=True))
+        self._any_yes = getattr(self, "_any_yes", False) or vote.committed
+        if effects:
+            yes, self._any_yes = self._any_yes, False
+            return [
+                RankVerdict(e.group_rank, replace(e.verdict, committed=yes))
+                if isinstance(e, RankVerdict)
+                else e
+                for e in effects
+            ]
+        return effects
+
+
+class _TellsEachRankItsOwnVote(ReplicaGroup):
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        votes = {**self._votes, group_rank: vote}
+        return [
+            RankVerdict(e.group_rank, votes[e.group_rank]) if isinstance(e, RankVerdict) else e
+            for e in super().rank_voted(group_rank, vote)
+        ]
+
+
+class _JoinsOnceOnly(ReplicaGroup):
+    def lighthouse_connected(self) -> list[Effect]:
+        return []
+
+
+class _ComparesStepsOnly(ReplicaGroup):
+    def quorum_formed(
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
+    ) -> list[Effect]:
+        same = [replace(m, commit_quorum_id=0) if isinstance(m, Member) else m for m in participants]
+        return super().quorum_formed(quorum_id, same, round_number)
+
+
+class _SpeaksForItsFirstRank(ReplicaGroup):
+    def rank_joined(self, join: RankJoin) -> list[Effect]:
+        effects = super().rank_joined(join)
+        self._is_torn = False
+        first = self._joins[min(self._joins)]
+        if not effects or not isinstance(effects[0], group_module.GroupJoin):
+            return effects
+        self._open_join = replace(effects[0], step=first.step, commit_quorum_id=first.commit_quorum_id)
+        return [self._open_join]
+
+
+class _SurvivesItsRanks(ReplicaGroup):
+    def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
+        return []
+
+
+# -- the step protocol
+
+
+class _LateErrorSpoilsAnyStep(StepProtocol):
+    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
+        return super().fail(max(quorum_id, self.quorum_id), reason, group_broken=group_broken)
+
+
+class _CommitsBeforeHealing(StepProtocol):
+    def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        plan = super().agreed(result, allow_heal)
+        self.healing = False
+        return replace(plan, heal=False)
+
+
+class _HealingTakesPart(StepProtocol):
+    @property
+    def is_participating(self) -> bool:
+        return True
+
+
+class _VotesYesAfterAnError(StepProtocol):
+    def vote(self) -> bool:
+        return self.num_participants >= self._rules.min_replica_size
+
+
+class _KeepsOldCommitQuorum(StepProtocol):
+    def decide(self, committed: bool) -> None:
+        before = self.commit_quorum_id
+        super().decide(committed)
+        self.commit_quorum_id = before
+
+
+class _KeepsItsProcessGroup(StepProtocol):
+    def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        is_first = not self.can_communicate
+        plan = super().agreed(result, allow_heal)
+        if is_first:
+            return plan
+        self.configured(result.quorum_id)
+        return replace(plan, configure=False)
+
+
+class _HidesBrokenGroups(StepProtocol):
+    def begin(self) -> Join:
+        return replace(super().begin(), commit_failures=0, broken_quorum_id=0)
+
+
+class _ForgetsRestoredCounters(StepProtocol):
+    def restore(self, counters: Any) -> None:
+        super().restore({**counters, "commit_quorum_id": self.commit_quorum_id})
+
+
+def _lighthouse(name: str, core: type[QuorumCore], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(lighthouse=core))
+
+
+def _group(name: str, core: type[ReplicaGroup], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(group=core))
+
+
+def _step(name: str, core: type[StepProtocol], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(protocol=core))
+
+
+MUTANTS = (
+    _lighthouse("reuses ids", _ReusesIds, "a new id for new members"),
+    _lighthouse("forgets reported ids", _ForgetsReportedIds, "ids above all that replicas have seen"),
+    _lighthouse("keeps no distance", _NoLeap, "a distance to reported ids after the clock was set back"),
+    _lighthouse("forgets the majority", _NoMajority, "more than half of the healthy, for a late quorum"),
+    _lighthouse("ignores min_replicas", _IgnoresMinReplicas, "quorums of min_replicas and more"),
+    _lighthouse("keeps the id after a failure", _KeepsIdAfterFailure, "a new id after a failed commit"),
+    _lighthouse("forgets rounds", _ForgetsRounds, "telling apart two quorums with one id"),
+    _lighthouse("does not say it is over", _TellsNobodyThatItIsOver, "the alarm that a replica missed"),
+    _lighthouse("keeps the old join", _KeepsTheOldJoin, "a join ends with the session it came in"),
+    _lighthouse("does not warn of broken groups", _NoAlarmForBroken, "the alarm for who gave a quorum up"),
+    _lighthouse("learns too late", _LearnsTooLate, "what is reported after a quorum is of the past"),
+    _lighthouse("keeps the dead", _KeepsTheDead, "a lost session ends the membership"),
+    _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
+    _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
+    _group("every rank its own verdict", _TellsEachRankItsOwnVote, "one verdict for all ranks"),
+    _group("joins once only", _JoinsOnceOnly, "the join is repeated after a reconnect"),
+    _group("compares steps only", _ComparesStepsOnly, "the quorum of the commit in the version"),
+    _group("speaks for its first rank", _SpeaksForItsFirstRank, "the state of all ranks in the join"),
+    _group("survives its ranks", _SurvivesItsRanks, "a lost rank ends its group"),
+    _step("applies late errors", _LateErrorSpoilsAnyStep, "an error belongs to its quorum"),
+    _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
+    _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
+    _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
+    _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
+    _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
+    _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
+    _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
+)

@@ -1,0 +1,487 @@
+"""One rank in the simulation: a training script and its Manager, around the real `StepProtocol`.
+
+The Manager's four threads become events. What they do, and in which order they may do it, is what
+`manager.py`, `quorum_driver.py` and `managed_group.py` do; there is no timeout in here, so whatever
+waits for something that will not come is found by `progress`.
+
+The parameters are a number. Every step replaces it by a hash of itself and of the sum of all gradients;
+a gradient is a hash of the parameters, of who made it and of the attempt. Equal numbers are equal
+parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.mesh import Mesh, mesh_of
+from tests.simulation.world import DEAD, PAUSED, Process
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.group import LossNotice, RankJoin, Verdict
+from torchft_like.manager.step import Plan, StepRules
+
+if TYPE_CHECKING:
+    from tests.simulation.replica import Replica
+
+FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE = range(6)
+
+MASK = 2**61 - 1
+
+BROKEN = ConnectionError("a connection of the process group broke")
+LOST = ConnectionError("a member was lost")
+NOT_HEALED = ConnectionError("the state could not be fetched")
+REPORTED = ValueError("the training script reported an error")
+
+Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
+
+
+def mix(one: int, other: int) -> int:
+    """A hash of two numbers."""
+    return ((one ^ other * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
+
+
+class Rank(Process):
+    """A process of a replica group; see the module."""
+
+    __slots__ = (
+        "_attempt",
+        "_bucket",
+        "_configured",
+        "_configuring",
+        "_hurt",
+        "_is_agreed",
+        "_is_leaving",
+        "_operation",
+        "_pending",
+        "_phase",
+        "_ready",
+        "_replica_rank",
+        "_result",
+        "_source",
+        "_sum",
+        "_trouble",
+        "_trouble_attempt",
+        "_waiters",
+        "failed_quorum",
+        "group_mesh",
+        "name",
+        "number",
+        "offer",
+        "parameters",
+        "protocol",
+        "replica",
+        "stop_wanted",
+    )
+
+    def __init__(self, replica: Replica, number: int) -> None:
+        super().__init__()
+        world = replica.world
+        scenario = world.scenario
+        self.replica = replica
+        self.number = number
+        self.name = replica.replica_id if scenario.ranks == 1 else f"{replica.replica_id}/{number}"
+        rules = StepRules(scenario.min_replicas, use_async_quorum=scenario.async_quorum)
+        self.protocol = world.cores.protocol(rules)
+        seed = replica.slot * 1000 + replica.incarnation if scenario.init_sync else 0
+        self.parameters = mix(seed, number)
+        self.group_mesh: Mesh | None = None
+        self.stop_wanted = False
+        self.offer: Snapshot | None = None
+        self._waiters: list[tuple[Rank, int, int]] = []
+        self._attempt = 0
+        self._operation = 0
+        self._phase = PREPARE
+        self._is_agreed = self._is_leaving = False
+        self._configured = self._ready = False
+        self._configuring: Mesh | None = None
+        self._result: QuorumResult | None = None
+        self._replica_rank = 0
+        self._pending: Snapshot | None = None
+        self._source: Rank | None = None
+        self._sum: tuple[int, int | None] | None = None
+        self._bucket = 0
+        self._trouble = 0  # the newest quorum in which something really went wrong for this rank
+        self._trouble_attempt = 0  # the newest attempt in which the training script had an error
+        self._hurt: Mesh | None = None  # a connection of it broke while nobody used it
+        self.failed_quorum = 0
+        saved = world.saved.get((replica.slot, number))
+        if saved is not None:
+            self.parameters = saved[0]
+            self.protocol.restore(saved[1])
+
+    # -- a step, on the training thread
+
+    def begin(self) -> None:
+        """start_quorum."""
+        replica, world = self.replica, self.replica.world
+        scenario = world.scenario
+        own = self.protocol.begin()
+        self._attempt += 1
+        self._is_agreed = self._configured = self._ready = False
+        self._sum, self._bucket = (0, None), 0
+        self._phase = FORWARD if scenario.async_quorum else PREPARE
+        join = RankJoin(
+            self.number,
+            own.step,
+            "",
+            False,
+            scenario.init_sync,
+            own.commit_failures,
+            own.commit_quorum_id,
+            b"",
+            own.broken_quorum_id,
+        )
+        replica.say(self.number, replica.join, join)
+        if scenario.async_quorum:
+            self._compute()
+
+    def _compute(self) -> None:
+        world = self.replica.world
+        self._phase = FORWARD
+        time = world.scenario.compute_s * (0.7 + 0.6 * world.random()) * self.replica.slow
+        world.after(time, self, self._computed)
+
+    def _computed(self) -> None:
+        self._phase = GATE
+        if self._configured:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """allreduce of the next bucket, or the end of the step."""
+        protocol, world = self.protocol, self.replica.world
+        mesh = self.group_mesh
+        if self._bucket == world.scenario.buckets or not protocol.can_communicate or mesh is None:
+            if self._bucket < world.scenario.buckets:
+                self._sum = None
+                if protocol.failure is None:
+                    protocol.fail(protocol.quorum_id, LOST)
+            self._phase = READY
+            self._end_step()
+            return
+        part = None
+        if protocol.is_participating:
+            gradient = mix(self.parameters, mix(self.replica.slot * 64 + self._bucket, self._attempt))
+            part = (self.name, protocol.quorum_id, protocol.step, self.parameters, gradient)
+        self._phase = COLLECTIVE
+        self._operation += 1
+        if mesh is self._hurt:
+            world.after(world.latency(), self, self.hear_broken, mesh)
+        mesh.add(self._replica_rank, self._operation, part)
+
+    def hear_sum(self, mesh: Mesh, operation: int, total: tuple[int, int | None]) -> None:
+        """A collective has succeeded, unless it has failed before."""
+        if mesh is self.group_mesh and self._phase == COLLECTIVE and operation == self._operation:
+            if self._sum is not None:
+                self._sum = (mix(self._sum[0], total[0]), total[1])
+            self._bucket += 1
+            self._phase = GATE
+            self._reduce()
+
+    def _end_step(self) -> None:
+        """should_commit: vote, once nothing more happens in the background."""
+        if not self._ready:
+            return
+        self._load()
+        protocol, replica = self.protocol, self.replica
+        vote = protocol.vote()
+        if not vote and not self._is_excused():
+            replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
+        self._phase = VERDICT
+        if len(replica.ranks) == 1:
+            self._is_leaving = self.stop_wanted
+            self._decide(vote)
+        else:
+            replica.say(
+                self.number, replica.vote, self.number, Verdict(protocol.step, vote, self.stop_wanted)
+            )
+
+    def _is_excused(self) -> bool:
+        """Whether there is a reason for not committing."""
+        too_few = self.protocol.num_participants < self.replica.world.scenario.min_replicas
+        return too_few or self._trouble == self.protocol.quorum_id or self._trouble_attempt == self._attempt
+
+    def hear_verdict(self, verdict: Verdict) -> None:
+        """What the ranks of this group decided."""
+        if verdict.step == self.protocol.step and self._phase == VERDICT:
+            self._is_leaving = verdict.stop
+            self._decide(verdict.committed)
+
+    def _decide(self, committed: bool) -> None:
+        protocol, replica = self.protocol, self.replica
+        world = replica.world
+        before = self.parameters
+        protocol.decide(committed)
+        if world.story is not None:
+            verb = "commits" if committed else "does not commit"
+            step = protocol.step if committed else protocol.step + 1
+            why = "" if committed else f": {protocol.failure}"
+            world.tell(self.name, verb, f"step {step} in quorum {protocol.quorum_id}{why}")
+        if committed:
+            total, base = self._sum or (0, None)
+            result = self._result
+            self.parameters = mix(before, mix(total, protocol.num_participants))
+            assert result is not None
+            world.checker.committed(self, result.replica_ids, base, before)
+            if world.scenario.saves and protocol.step % 3 == 0:
+                world.saved[(replica.slot, self.number)] = (self.parameters, protocol.counters())
+        world.checker.decided(self, committed)
+        if self._is_leaving:
+            world.checker.left(self)
+            if not protocol.leaves_in_order:
+                self.die("left after a step that was not committed")
+                return
+            replica.say(self.number, replica.leave, self.number)
+            if self.number > 0:
+                world.after(world.scenario.compute_s * 5, self, self.die, "left")
+        else:
+            world.after(world.latency(), self, self.begin)
+
+    # -- the quorum, on the coordination loop
+
+    def hear_quorum(self, result: QuorumResult) -> None:
+        """The quorum that was asked for."""
+        if self._is_agreed:
+            return  # an answer to a join that was given up
+        world = self.replica.world
+        world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
+        plan = self.protocol.agreed(result, True)
+        self._result = result
+        self._is_agreed = True
+        if not plan.serve:
+            self.offer = None
+        if plan.is_empty:
+            self._open_ready()
+        elif not plan.configure:
+            self._go_on(plan)
+        elif self.protocol.is_broken(result.quorum_id):
+            self._give_up_configuring()
+        else:
+            self._configure(result)
+
+    def hear_lost(self, notice: LossNotice) -> None:
+        """A member is gone: abort what waits for it."""
+        if self.protocol.group_broke(notice.quorum_id):
+            self._trouble = max(self._trouble, notice.quorum_id)
+            self.replica.world.tell(
+                self.name, "aborts", f"quorum {notice.quorum_id}: lost {notice.replica_id}"
+            )
+            self._abort(notice.quorum_id)
+        source = self._source
+        if source is not None and notice.replica_id in (source.replica.replica_id, self.replica.replica_id):
+            self._heal_failed(self._attempt)
+
+    def hear_group_lost(self) -> None:
+        """Another rank of this replica group is gone, and so is this one."""
+        if not self._is_leaving:
+            self.die("its replica group is lost")
+
+    # -- the process group
+
+    def _configure(self, result: QuorumResult) -> None:
+        world = self.replica.world
+        old, self.group_mesh = self.group_mesh, None
+        if old is not None:
+            old.leave(self)
+        name = (result.store_address, result.quorum_id, self.number)
+        mesh = self._configuring = mesh_of(world, name, result.quorum_id, result.replica_world_size)
+        self._replica_rank = result.replica_rank
+        mesh.enter(result.replica_rank, self)
+
+    def hear_configured(self, mesh: Mesh) -> None:
+        """The process group is connected."""
+        if mesh is not self._configuring:
+            return
+        self._configuring = None
+        self.group_mesh = mesh
+        self._operation = 0
+        self.protocol.configured(mesh.quorum_id)
+        result = self._result
+        assert result is not None
+        self._go_on(Plan(False, bool(result.recover_dst_replica_ranks), self.protocol.healing))
+
+    def hear_broken(self, mesh: Mesh) -> None:
+        """A connection of the process group broke; it is noticed by whoever uses it."""
+        if mesh is self._configuring:
+            self._configuring = None
+            self._fail(mesh.quorum_id)
+            self._give_up_configuring()
+        elif mesh is self.group_mesh:
+            self._trouble = max(self._trouble, mesh.quorum_id)
+            if self._phase == COLLECTIVE:
+                self._sum = None
+                self._bucket += 1
+                self._phase = GATE
+                self._fail(mesh.quorum_id)
+                self._reduce()
+            else:
+                self._hurt = mesh
+
+    def _fail(self, quorum_id: int) -> None:
+        was_broken = self.protocol.is_broken(quorum_id)
+        self.failed_quorum = quorum_id
+        self._trouble = max(self._trouble, quorum_id)
+        self.protocol.fail(quorum_id, BROKEN)
+        if not was_broken:
+            self._abort(quorum_id)
+
+    def hear_late_error(self) -> bool:
+        """A callback reports an error of a past quorum; False where there is none to report."""
+        quorum_id = self.failed_quorum
+        if quorum_id in (0, self.protocol.quorum_id):
+            return False
+        was_broken = self.protocol.is_broken(quorum_id)
+        self.protocol.fail(quorum_id, BROKEN)
+        if not was_broken:
+            self._abort(quorum_id)
+        return True
+
+    def report_error(self) -> bool:
+        """The training script reports an error; False where there is no step."""
+        protocol = self.protocol
+        if self._phase == VERDICT or not protocol.in_step:
+            return False
+        self._trouble_attempt = self._attempt
+        if protocol.fail_current(REPORTED):
+            self._abort(protocol.quorum_id)
+        return True
+
+    def _abort(self, quorum_id: int) -> None:
+        """End what the process group does, unless a newer quorum is agreed."""
+        if quorum_id < self.protocol.quorum_id:
+            return
+        if self.group_mesh is not None:
+            mesh = self.group_mesh
+            mesh.leave(self)
+            if self._phase == COLLECTIVE:
+                world = self.replica.world
+                world.after(world.latency(), self, self.hear_broken, mesh)
+        if self._configuring is not None:
+            mesh, self._configuring = self._configuring, None
+            mesh.leave(self)
+            self._fail(mesh.quorum_id)
+            self._give_up_configuring()
+
+    # -- healing
+
+    def _go_on(self, plan: Plan) -> None:
+        """Configured: serve others, or heal, or neither."""
+        self._configured = True
+        if plan.serve:
+            self._serve()
+        if plan.heal:
+            self._heal()
+        else:
+            self._open_ready()
+        if self._phase == GATE:
+            self._reduce()
+
+    def _give_up_configuring(self) -> None:
+        """The state is served nevertheless: a healing member may have configured, and waits for it."""
+        if self._result is not None and self._result.recover_dst_replica_ranks:
+            self._serve()
+        self._open_ready()
+
+    def _open_ready(self) -> None:
+        self._configured = self._ready = True
+        if self._phase == GATE:
+            self._reduce()
+        elif self._phase == READY:
+            self._end_step()
+        elif self._phase == PREPARE:
+            self._load()
+            self._compute()
+
+    def _serve(self) -> None:
+        self.offer = (self.protocol.step, self.parameters, self.protocol.counters())
+        waiters, self._waiters = self._waiters, []
+        for rank, attempt, step in waiters:
+            self._send_state(rank, attempt, step)
+
+    def _heal(self) -> None:
+        result = self._result
+        assert result is not None
+        world = self.replica.world
+        home = world.homes.get(result.recover_src_manager_address)
+        attempt = self._attempt
+        if home is not None and world.is_cut(self.replica.slot, home.slot):
+            world.after(world.scenario.keepalive_s / 2, self, self._heal_again, attempt)
+            self._source = home.ranks[self.number]
+            return
+        if home is None or not home.is_alive or home.core.checkpoint_metadata(self.number) is None:
+            world.after(world.latency(), self, self._heal_failed, attempt)
+            return
+        source = self._source = home.ranks[self.number]
+        source.asked_for_state(self, attempt, result.max_step)
+
+    def _heal_again(self, attempt: int) -> None:
+        if attempt == self._attempt and not self._ready and self._source is not None:
+            self._heal()
+
+    def asked_for_state(self, rank: Rank, attempt: int, step: int) -> None:
+        """A healing rank asks for the state of a step, or waits until it is offered."""
+        if self.offer is None or self.offer[0] < step:
+            self._waiters.append((rank, attempt, step))
+        else:
+            self._send_state(rank, attempt, step)
+
+    def _send_state(self, rank: Rank, attempt: int, step: int) -> None:
+        world = self.replica.world
+        time = world.latency() * 3
+        if world.random() < world.heal_break_rate:
+            world.feel("heal_break")
+            world.after(time / 2, rank, rank._heal_failed, attempt)
+        else:
+            world.after(time, rank, rank.hear_state, attempt, self, self.offer, step)
+
+    def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int) -> None:
+        """A peer's state has arrived, if the peer lived so long."""
+        if attempt != self._attempt or self._source is not source:
+            return
+        world = self.replica.world
+        if source.state == DEAD or state[0] != step:
+            self._heal_failed(attempt)
+        elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
+            world.after(world.scenario.keepalive_s / 2, self, self.hear_state, attempt, source, state, step)
+        else:
+            self._source = None
+            self._pending = state
+            self._open_ready()
+
+    def _heal_failed(self, attempt: int) -> None:
+        """Without the state this rank adds zeros and does not commit."""
+        if attempt == self._attempt and not self._ready:
+            self._source = None
+            protocol = self.protocol
+            self._trouble = max(self._trouble, protocol.quorum_id)
+            protocol.fail(protocol.quorum_id, NOT_HEALED, group_broken=False)
+            self.replica.world.tell(self.name, "cannot heal", f"in quorum {protocol.quorum_id}")
+            self._open_ready()
+
+    def _load(self) -> None:
+        state, self._pending = self._pending, None
+        if state is None:
+            return
+        self.parameters = state[1]
+        self.protocol.restore(state[2])
+        world = self.replica.world
+        world.tell(self.name, "heals", f"to step {self.protocol.step}")
+        world.checker.healed(self)
+        if not world.scenario.async_quorum:
+            self.protocol.take_part()
+
+    # -- ends
+
+    def die(self, why: str) -> None:
+        """SIGKILL, or the script ends with an error."""
+        if self.state == DEAD:
+            return
+        self.state = DEAD
+        self.inbox.clear()
+        world = self.replica.world
+        world.tell(self.name, "dies", why)
+        world.checker.died(self)
+        for mesh in (self.group_mesh, self._configuring):
+            if mesh is not None:
+                mesh.leave(self)
+        for rank, attempt, _ in self._waiters:
+            world.after(world.latency(), rank, rank._heal_failed, attempt)
+        self.replica.rank_died(self.number)

@@ -1,0 +1,259 @@
+"""A replica group's ManagerServer in the simulation: the shell around the real `ReplicaGroup`.
+
+It lives in the process of rank 0. Towards the lighthouse it keeps one session open, as
+`manager/lighthouse_link.py` does; towards the other ranks it has a stream each, as `manager/service.py`
+and `rank_link.py` do. A rank's stream that ends is not opened again: its group has lost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lighthouse.membership import QuorumNumber
+from lighthouse.quorum import Member, Quorum
+from tests.simulation.rank import Rank
+from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
+from torchft_like.manager.group import (
+    Effect,
+    GroupJoin,
+    GroupLeftNotice,
+    GroupLostNotice,
+    LossNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+BACKOFF_MIN_S = 0.004
+BACKOFF_MAX_S = 0.05
+
+
+class Replica:
+    """One start of a replica group; the next start of the same slot is another."""
+
+    __slots__ = (
+        "_backoff",
+        "_connected",
+        "_down_at",
+        "_leaving",
+        "_up_at",
+        "address",
+        "core",
+        "incarnation",
+        "ranks",
+        "replica_id",
+        "server",
+        "session",
+        "slot",
+        "slow",
+        "world",
+    )
+
+    def __init__(self, world: World, slot: int, incarnation: int) -> None:
+        self.world = world
+        self.slot = slot
+        self.incarnation = incarnation
+        self.replica_id = f"{'abcdefghijklmnopqrstuvwxyz'[slot % 26]}{slot // 26 or ''}:{incarnation}"
+        self.address = f"http://{self.replica_id}"
+        self.core = world.cores.group(self.replica_id, world.scenario.ranks)
+        self.slow = 1.0
+        self.session: Session | None = None
+        self._connected = False
+        self._leaving = False
+        self._backoff = BACKOFF_MIN_S
+        self.ranks = [Rank(self, number) for number in range(world.scenario.ranks)]
+        self.server: Process = self.ranks[0]
+        self._up_at = [0.0] * len(self.ranks)
+        self._down_at = [0.0] * len(self.ranks)
+        world.homes[self.address] = self
+        world.tell(self.replica_id, "starts")
+        self._connect()
+        for rank in self.ranks:
+            world.after(world.latency(), rank, rank.begin)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its ManagerServer is there, if only stopped."""
+        return self.server.state != DEAD
+
+    # -- the line to the lighthouse
+
+    def _connect(self) -> None:
+        world = self.world
+        if self._leaving or self.session is not None:
+            return
+        lighthouse = world.lighthouse
+        if lighthouse.state == DEAD or world.is_cut(self.slot, LIGHTHOUSE):
+            self._retry()
+            return
+        session = self.session = Session(self)
+        lighthouse.accept(session)
+        core = self.core
+        number = QuorumNumber(core.last_quorum_id, core.last_quorum_round)
+        world.send_up(session, lighthouse.hear_register, session, number, core.last_quorum_replica_ids)
+        if lighthouse.state == PAUSED:
+            world.probe(session)
+
+    def _retry(self) -> None:
+        world = self.world
+        world.after(self._backoff * (0.5 + 0.5 * world.random()), self.server, self._connect)
+        self._backoff = min(2 * self._backoff, BACKOFF_MAX_S)
+
+    def hear_registered(self, session: Session) -> None:
+        """The lighthouse listens."""
+        if session is self.session and not session.lost_down:
+            self._connected = True
+            self._backoff = BACKOFF_MIN_S
+            self.perform(self.core.lighthouse_connected())
+
+    def hear_quorum(self, session: Session, quorum: Quorum) -> None:
+        """The lighthouse announces a quorum."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
+
+    def hear_lost(self, session: Session, quorum_id: int, replica_id: str) -> None:
+        """The lighthouse has lost a member of a quorum."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.member_lost(quorum_id, replica_id, "lost"))
+
+    def line_ended(self, session: Session) -> None:
+        """The session is over; open the next one."""
+        if session.server_open and session.client_open:
+            self.world.send_up(session, self.world.lighthouse.line_ended, session)
+        self.abandon(session)
+
+    def abandon(self, session: Session) -> None:
+        """Use the session no more, without a word."""
+        session.client_open = False
+        if session is self.session:
+            self.world.tell(self.replica_id, "sees the end of its session")
+            self.session = None
+            self._connected = False
+            self._retry()
+
+    def _hang_up(self) -> None:
+        """Close the session without a word, or after the last one."""
+        self._leaving = True
+        session, self.session = self.session, None
+        if session is not None:
+            session.client_open = False
+            world = self.world
+            if world.is_cut(self.slot, LIGHTHOUSE):
+                world.probe(session)
+            else:
+                world.send_up(session, world.lighthouse.line_ended, session)
+
+    # -- what ranks say; those of other processes over their streams
+
+    def say(self, number: int, action: Action, *args: Any) -> None:
+        """From a rank to the server."""
+        if number == 0:
+            action(*args)
+            return
+        world = self.world
+        time = self._up_at[number] = max(world.now + world.latency(), self._up_at[number])
+        world.after(time - world.now, self.server, action, *args)
+
+    def join(self, join: RankJoin) -> None:
+        """A rank asks for a quorum."""
+        self.perform(self.core.rank_joined(join))
+
+    def vote(self, number: int, vote: Verdict) -> None:
+        """A rank votes."""
+        self.perform(self.core.rank_voted(number, vote))
+
+    def leave(self, number: int) -> None:
+        """A rank leaves in good order; the server does when its own rank does."""
+        self.perform(self.core.rank_left(number, "shutdown"))
+        world = self.world
+        if self.session is not None and self._connected:
+            world.send_up(self.session, world.lighthouse.hear_leave, self.session)
+        self._leaving = True
+        if number == 0:
+            world.after(world.scenario.compute_s * 20, self.server, self.die, "left")
+
+    # -- effects
+
+    def perform(self, effects: Sequence[Effect]) -> None:
+        """Carry out what the core decided."""
+        for effect in effects:
+            kind = type(effect)
+            if kind is GroupJoin:
+                self._ask(effect)  # type: ignore[arg-type]
+            elif kind is RankQuorum:
+                self._tell(effect.group_rank, Rank.hear_quorum, effect.result)  # type: ignore[union-attr]
+            elif kind is RankVerdict:
+                self._tell(effect.group_rank, Rank.hear_verdict, effect.verdict)  # type: ignore[union-attr]
+            elif isinstance(effect, LossNotice):
+                for number in range(len(self.ranks)):
+                    self._tell(number, Rank.hear_lost, effect)
+            elif isinstance(effect, GroupLeftNotice):
+                for number in effect.group_ranks:
+                    self._tell(number, Rank.hear_group_lost)
+            elif isinstance(effect, GroupLostNotice):
+                self._hang_up()
+                for number in range(len(self.ranks)):
+                    self._tell(number, Rank.hear_group_lost)
+
+    def _ask(self, join: GroupJoin) -> None:
+        session = self.session
+        if session is None or not self._connected:
+            return  # it is repeated when the session is open
+        member = Member(
+            self.replica_id,
+            self.address,
+            self.address,
+            join.step,
+            len(self.ranks),
+            join.shrink_only,
+            "",
+            join.commit_failures,
+            join.commit_quorum_id,
+            b"",
+            join.broken_quorum_id,
+        )
+        self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
+
+    def _tell(self, number: int, action: Action, *args: Any) -> None:
+        rank = self.ranks[number]
+        if number == 0:
+            action(rank, *args)
+            return
+        world = self.world
+        time = self._down_at[number] = max(world.now + world.latency(), self._down_at[number])
+        world.after(time - world.now, rank, action, rank, *args)
+
+    # -- ends
+
+    def rank_died(self, number: int) -> None:
+        """A rank's process is gone; the others see its connection end."""
+        world = self.world
+        if number > 0:
+            self.say(number, self._lose_rank, number)
+            return
+        self._hang_up()
+        for rank in self.ranks[1:]:
+            world.after(world.latency(), rank, rank.hear_group_lost)
+        world.launcher.died(self)
+
+    def _lose_rank(self, number: int) -> None:
+        if self.is_alive:
+            self.perform(self.core.rank_lost(number, "its session ended"))
+
+    def probe_rank(self, number: int) -> None:
+        """The keepalive of a stream between a rank and the server; both hang up when it fails."""
+        limit = self.world.now - self.world.scenario.keepalive_s
+        rank, server = self.ranks[number], self.server
+        if any(p.state == PAUSED and p.paused_at <= limit for p in (rank, server)):
+            self.world.after(0.0, server, self._lose_rank, number)
+            self.world.after(0.0, rank, rank.hear_group_lost)
+
+    def die(self, why: str) -> None:
+        """The whole group is killed."""
+        for rank in reversed(self.ranks):
+            rank.die(why)

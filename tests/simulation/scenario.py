@@ -1,0 +1,117 @@
+"""What one seed stands for: the job, its settings and the kinds of faults that are switched on.
+
+Swarm testing: a run that has every kind of fault at once rarely gets deep into any of them, so each
+seed draws a random half of the kinds, and rates of its own. Times are seconds of virtual time. They
+are shorter than in a real job, in proportion: what matters is which of them are longer than others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+FAULTS_MIN = 200
+
+# Faults that happen to single messages, at a rate.
+MESSAGE_KINDS = ("delay", "overtake", "heal_break")
+
+# Faults that happen at a time, to somebody.
+EVENT_KINDS = (
+    "session_break",
+    "session_twice",
+    "peer_reset",
+    "partition",
+    "crash",
+    "rank_crash",
+    "lighthouse_crash",
+    "pause",
+    "rank_pause",
+    "lighthouse_pause",
+    "slow",
+    "clock_jump",
+    "report_error",
+    "late_error",
+    "leave",
+)
+
+KINDS = MESSAGE_KINDS + EVENT_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything about a run that is not an event in it.
+
+    Attributes:
+        replicas: replica groups of the job.
+        ranks: ranks of each of them.
+        min_replicas: of the lighthouse and of the step protocol.
+        kinds: the kinds of faults that are switched on.
+        gap_s: mean time between two faults of EVENT_KINDS.
+        latency_s: mean time that a message takes.
+        delay_s: the longest that a delayed message is held up.
+        compute_s: mean time of a forward and backward pass.
+        keepalive_s: how long a dead connection stays unnoticed.
+        join_timeout_s: as in the lighthouse's settings. Where it is short, slow replicas are left behind.
+        buckets: collectives in a step.
+        saves: whether a replica that starts again begins with its own periodic checkpoint.
+        init_sync, async_quorum: as in the Manager's constructor.
+    """
+
+    seed: int
+    replicas: int
+    ranks: int
+    min_replicas: int
+    kinds: frozenset[str]
+    gap_s: float
+    latency_s: float
+    delay_rate: float
+    overtake_rate: float
+    heal_break_rate: float
+    delay_s: float
+    compute_s: float
+    keepalive_s: float
+    join_timeout_s: float
+    buckets: int
+    saves: bool
+    init_sync: bool
+    async_quorum: bool
+
+    def without(self, kinds: Collection[str]) -> Scenario:
+        """The same job with these kinds of faults switched off."""
+        return replace(self, kinds=self.kinds - frozenset(kinds))
+
+
+def draw(seed: int, replicas: int | None = None) -> Scenario:
+    """The scenario of a seed; three to seven replicas unless told otherwise."""
+    chance = random.Random(seed)
+    flip = chance.random
+    count = replicas or 3 + int(flip() * 5)
+    ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
+    kinds = [kind for kind in KINDS if flip() < 0.5]
+    if "delay" not in kinds and flip() < 0.7:
+        kinds.append("delay")
+    # Where messages are not held up, the same number of faults are all events: they come faster, then.
+    haste = 1.0 if "delay" in kinds else 0.5 if "overtake" in kinds else 0.2
+    compute_s = 0.002 * 8 ** flip()
+    majority = count // 2 + 1
+    return Scenario(
+        seed=seed,
+        replicas=count,
+        ranks=ranks,
+        min_replicas=majority if flip() < 0.6 else 1 + int(flip() * 2),
+        kinds=frozenset(kinds or ["delay"]),
+        gap_s=compute_s * haste * 0.25 * 8 ** flip(),
+        latency_s=0.0002 * 5 ** flip(),
+        delay_rate=0.2 + 0.4 * flip(),
+        overtake_rate=0.05 + 0.2 * flip(),
+        heal_break_rate=0.3 * flip(),
+        delay_s=compute_s * 4 * flip(),
+        compute_s=compute_s,
+        keepalive_s=compute_s * 4 * 4 ** flip(),
+        join_timeout_s=compute_s * (2 + 10 * flip()) if flip() < 0.25 else 3600.0,
+        buckets=1 if flip() < 0.8 else 2,
+        saves=flip() < 0.3,
+        init_sync=flip() < 0.8,
+        async_quorum=flip() < 0.8,
+    )

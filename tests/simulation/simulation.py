@@ -1,0 +1,165 @@
+"""One run: a job is born, suffers, is left alone, and must then get on.
+
+First arbitrary faults, until enough of them were felt. Then the quiet phase: partitions end, stopped
+processes go on, dead ones are started again, and every process has to commit steps within a bounded
+time. No timeout of any operation is simulated, so nothing may depend on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.cores import Cores
+from tests.simulation.faults import Faults
+from tests.simulation.lighthouse import SimLighthouse
+from tests.simulation.replica import Replica
+from tests.simulation.scenario import FAULTS_MIN, Scenario
+from tests.simulation.world import DEAD, Process, World
+
+QUIET_COMMITS = 2
+EVENTS_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        violation: the invariant and what broke it; None for a good run.
+        felt: the number of faults by kind.
+        injected: how many faults of EVENT_KINDS there were, felt or not.
+    """
+
+    scenario: Scenario
+    violation: str | None
+    faults: int
+    felt: dict[str, int]
+    injected: int
+    events: int
+    commits: int
+    virtual_s: float
+    story: list[tuple[Any, ...]] | None
+
+
+class Simulation:
+    """A job and its faults.
+
+    Args:
+        only: numbers of the faults that happen, for a failure that is made smaller.
+        injections: end the faults after so many, instead of after `FAULTS_MIN` that were felt.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        cores: Cores,
+        *,
+        only: Collection[int] | None = None,
+        injections: int | None = None,
+        story: bool = False,
+    ) -> None:
+        self.world = world = World(scenario, cores, story=story)
+        world.launcher = self
+        self._injections = injections
+        self._incarnations = [0] * scenario.replicas
+        self._is_quiet = False
+        world.lighthouse = SimLighthouse(world)
+        for slot in range(scenario.replicas):
+            world.after(scenario.compute_s * world.random(), world.nobody, self._start, slot)
+        self._faults = Faults(self, only)
+        world.after(scenario.compute_s * 4, world.nobody, self._faults.next)
+
+    def run(self) -> Outcome:
+        """From birth to the verdict."""
+        world, scenario = self.world, self.world.scenario
+        self._suffer()
+        if world.checker.violation is None:
+            self._rest()
+            world.run(world.now + self._patience_s(), EVENTS_MAX)
+            world.checker.give_up()
+        return Outcome(
+            scenario,
+            world.checker.violation,
+            world.faults,
+            world.felt,
+            self._faults.count,
+            world.events,
+            world.checker.commits,
+            world.now,
+            world.story,
+        )
+
+    def _patience_s(self) -> float:
+        """Ample for noticing, reconnecting, a grace, a restart, and some steps one after the other."""
+        scenario = self.world.scenario
+        return 20 * scenario.keepalive_s + 200 * scenario.compute_s + 20 * scenario.delay_s + 2
+
+    def _suffer(self) -> None:
+        world, faults = self.world, self._faults
+        slice_s = world.scenario.gap_s * 4
+        while world.checker.violation is None and world.events < EVENTS_MAX:
+            if self._injections is None and world.faults >= FAULTS_MIN:
+                break
+            if self._injections is not None and faults.count >= self._injections:
+                break
+            world.run(world.now + slice_s, EVENTS_MAX)
+
+    def _rest(self) -> None:
+        world = self.world
+        world.tell("FAULTS", "end", f"after {world.faults} that were felt")
+        self._is_quiet = True
+        world.calm()
+        self._faults.stop()
+        for slot, replica in enumerate(world.slots):
+            if replica is None:
+                self._start(slot)
+        if world.lighthouse.state == DEAD:
+            world.lighthouse.start()
+        world.checker.expect(self._alive(), QUIET_COMMITS)
+
+    # -- who is there
+
+    def _present(self) -> list[Replica]:
+        return [replica for replica in self.world.slots if replica is not None]
+
+    def _alive(self) -> list[str]:
+        return [rank.name for replica in self._present() for rank in replica.ranks if rank.state != DEAD]
+
+    def processes(self) -> Iterator[Process]:
+        """Every process that is not known to be dead, the last stopped ranks of dead groups included."""
+        yield self.world.lighthouse
+        for home in self.world.homes.values():
+            yield from home.ranks
+
+    def died(self, replica: Replica) -> None:
+        """The ManagerServer of a group is gone: a launcher starts the group again."""
+        world = self.world
+        if world.slots[replica.slot] is not replica:
+            return
+        world.slots[replica.slot] = None
+        delay = world.scenario.compute_s * (1 + 12 * world.random())
+        world.after(delay, world.nobody, self._start, replica.slot)
+
+    def _start(self, slot: int) -> None:
+        world = self.world
+        if world.slots[slot] is not None:
+            return
+        self._incarnations[slot] += 1
+        replica = world.slots[slot] = Replica(world, slot, self._incarnations[slot])
+        if self._is_quiet:
+            world.checker.expect_also([rank.name for rank in replica.ranks], QUIET_COMMITS)
+
+    def restart_lighthouse(self, delay: float) -> None:
+        """Start it again after a while."""
+        self.world.after(delay, self.world.nobody, self._start_lighthouse)
+
+    def _start_lighthouse(self) -> None:
+        if self.world.lighthouse.state == DEAD:
+            self.world.lighthouse.start()
+
+
+def run(scenario: Scenario, cores: Cores | None = None, **options: Any) -> Outcome:
+    """One run of a scenario, with the real cores unless others are given."""
+    return Simulation(scenario, cores or Cores(), **options).run()

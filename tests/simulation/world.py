@@ -1,0 +1,262 @@
+"""Virtual time, chance and the network: what the simulated processes live in.
+
+One heap of events is the whole machine. An event belongs to a process: a dead one never sees it, a
+stopped one sees it when it goes on. Nothing here reads a clock, and every random draw comes from one of
+two generators that the seed determines, so that a seed is a history.
+
+A session is what gRPC gives: two streams, each in order and without duplicates, until it ends. A break
+loses what is on its way in either direction, and each side learns of it in its own time. So a message is
+lost, duplicated or overtaken only across sessions, or between different connections.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tests.simulation.checker import Checker, RunOverError
+from tests.simulation.scenario import Scenario
+
+if TYPE_CHECKING:
+    from tests.simulation.cores import Cores
+    from tests.simulation.lighthouse import SimLighthouse
+    from tests.simulation.mesh import Mesh
+    from tests.simulation.replica import Replica
+
+RUNNING, PAUSED, DEAD = 0, 1, 2
+LIGHTHOUSE = -1  # its place in the network; replica groups have 0, 1, ...
+OVERTAKE_STEPS = 6.0
+
+Action = Callable[..., object]
+
+
+class Process:
+    """Something that runs, is stopped or is dead. What reaches it while it is stopped waits."""
+
+    __slots__ = ("inbox", "paused_at", "state")
+
+    def __init__(self) -> None:
+        self.state = RUNNING
+        self.paused_at = 0.0
+        self.inbox: list[tuple[Action, tuple[Any, ...]]] = []
+
+
+class Session:
+    """A stream in each direction between a replica group and the lighthouse."""
+
+    __slots__ = (
+        "client_open",
+        "down_at",
+        "held_down",
+        "held_up",
+        "lost_down",
+        "lost_up",
+        "number",
+        "replica",
+        "server_open",
+        "up_at",
+    )
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.number = 0  # given by the lighthouse when it is registered
+        self.client_open = True
+        self.server_open = True
+        self.lost_up = self.lost_down = False  # what is still on its way will not arrive
+        self.up_at = self.down_at = 0.0  # when the last message arrives: streams keep their order
+        self.held_up: list[tuple[Action, tuple[Any, ...]]] = []
+        self.held_down: list[tuple[Action, tuple[Any, ...]]] = []
+
+
+class Launcher(Protocol):
+    """Starts replica groups again."""
+
+    def died(self, replica: Replica) -> None:
+        """The group's ManagerServer is gone."""
+
+
+class World:
+    """One run. `story` collects what happens for people, or is None where nobody reads it."""
+
+    def __init__(self, scenario: Scenario, cores: Cores, *, story: bool = False) -> None:
+        self.scenario = scenario
+        self.cores = cores
+        self.now = 0.0
+        self.random = random.Random(scenario.seed * 2 + 1).random
+        self.checker = Checker(self)
+        self.story: list[tuple[Any, ...]] | None = [] if story else None
+        self.felt: dict[str, int] = {}
+        self.faults = 0
+        self.events = 0
+        self.wall_clock_s = 1_000.0  # ahead of virtual time by this much
+        self.slots: list[Replica | None] = [None] * scenario.replicas
+        self.homes: dict[str, Replica] = {}  # every incarnation, by its address
+        self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
+        self.meshes: dict[tuple[str, int, int], Mesh] = {}
+        self.blocked: dict[tuple[int, int], float] = {}  # from, to: since when nothing gets through
+        self.stalled: list[Callable[[], object]] = []  # to be tried again when a partition ends
+        self.lighthouse: SimLighthouse
+        self.launcher: Launcher
+        self.nobody = Process()  # events of the network itself
+        self.heap: list[tuple[float, int, Process, Action, tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._base = scenario.latency_s
+        self._delay_rate = scenario.delay_rate if "delay" in scenario.kinds else 0.0
+        self._overtake_rate = scenario.overtake_rate if "overtake" in scenario.kinds else 0.0
+        self.heal_break_rate = scenario.heal_break_rate if "heal_break" in scenario.kinds else 0.0
+
+    # -- time
+
+    def after(self, delay: float, process: Process, action: Action, *args: Any) -> None:
+        """Let something happen to a process."""
+        self._sequence = sequence = self._sequence + 1
+        heappush(self.heap, (self.now + delay, sequence, process, action, args))
+
+    def run(self, until: float, events_max: int) -> None:
+        """Let time pass: to `until`, until the checker has seen enough, or until too much has happened."""
+        heap, pop = self.heap, heappop
+        self.after(until - self.now, self.nobody, _stop)
+        last = self.events + events_max
+        try:
+            while self.events < last:
+                self.events += 1
+                self.now, _, process, action, args = pop(heap)
+                if not process.state:
+                    action(*args)
+                elif process.state == PAUSED:
+                    process.inbox.append((action, args))
+        except RunOverError:
+            return
+
+    def pause(self, process: Process) -> None:
+        """SIGSTOP."""
+        process.state = PAUSED
+        process.paused_at = self.now
+
+    def resume(self, process: Process) -> None:
+        """SIGCONT: what waited happens now, in its order."""
+        process.state = RUNNING
+        inbox, process.inbox = process.inbox, []
+        for action, args in inbox:
+            self.after(0.0, process, action, *args)
+
+    # -- chance
+
+    def feel(self, kind: str) -> None:
+        """A fault was felt by the network or a process."""
+        self.faults += 1
+        self.felt[kind] = self.felt.get(kind, 0) + 1
+
+    def tell(self, *event: Any) -> None:
+        """Write down what happens, for people."""
+        if self.story is not None:
+            self.story.append((self.now, *event))
+
+    def latency(self) -> float:
+        """How long a message takes."""
+        chance = self.random
+        time = self._base * (0.5 + chance())
+        if self._delay_rate and chance() < self._delay_rate:
+            self.feel("delay")
+            time += chance() * self.scenario.delay_s
+        if self._overtake_rate and chance() < self._overtake_rate:
+            self.feel("overtake")
+            time += chance() * self.scenario.compute_s * OVERTAKE_STEPS
+        return time
+
+    def calm(self) -> None:
+        """No message is held up any more."""
+        self._delay_rate = self._overtake_rate = self.heal_break_rate = 0.0
+
+    # -- links
+
+    def is_cut(self, one: int, other: int) -> bool:
+        """Whether two places cannot talk: a stream needs both directions to go on."""
+        blocked = self.blocked
+        return bool(blocked) and ((one, other) in blocked or (other, one) in blocked)
+
+    def are_cut(self, places: list[int]) -> bool:
+        """Whether any two of these places cannot talk."""
+        return bool(self.blocked) and any(one in places and other in places for one, other in self.blocked)
+
+    def unblock(self, links: list[tuple[int, int]]) -> None:
+        """A partition ends: what was held up arrives, if its session has lived so long."""
+        for link in links:
+            self.blocked.pop(link, None)
+        for replica in self.slots:
+            session = replica.session if replica is not None else None
+            if replica is not None and session is not None:
+                self._release(session, replica)
+        for session in list(self.lighthouse.sessions.values()):
+            self._release(session, session.replica)
+        stalled, self.stalled = self.stalled, []
+        for retry in stalled:
+            retry()
+
+    def _release(self, session: Session, replica: Replica) -> None:
+        if session.held_up and (replica.slot, LIGHTHOUSE) not in self.blocked:
+            held, session.held_up = session.held_up, []
+            for action, args in held:
+                self._up(session, action, args)
+        if session.held_down and (LIGHTHOUSE, replica.slot) not in self.blocked:
+            held, session.held_down = session.held_down, []
+            for action, args in held:
+                self._down(session, action, args)
+
+    def send_up(self, session: Session, action: Action, *args: Any) -> None:
+        """A message to the lighthouse."""
+        if self.blocked and (session.replica.slot, LIGHTHOUSE) in self.blocked:
+            self.feel("held_up")
+            session.held_up.append((action, args))
+        else:
+            self._up(session, action, args)
+
+    def send_down(self, session: Session, action: Action, *args: Any) -> None:
+        """A message to the replica group."""
+        if self.blocked and (LIGHTHOUSE, session.replica.slot) in self.blocked:
+            self.feel("held_up")
+            session.held_down.append((action, args))
+        else:
+            self._down(session, action, args)
+
+    def _up(self, session: Session, action: Action, args: tuple[Any, ...]) -> None:
+        time = max(self.now + self.latency(), session.up_at)
+        session.up_at = time
+        self._sequence = sequence = self._sequence + 1
+        heappush(self.heap, (time, sequence, self.lighthouse, action, args))
+
+    def _down(self, session: Session, action: Action, args: tuple[Any, ...]) -> None:
+        time = max(self.now + self.latency(), session.down_at)
+        session.down_at = time
+        self._sequence = sequence = self._sequence + 1
+        heappush(self.heap, (time, sequence, session.replica.server, action, args))
+
+    def probe(self, session: Session) -> None:
+        """In a while the keepalive of both sides will have noticed that a session is dead."""
+        wait = self.scenario.keepalive_s
+        self.after(wait * (1 + 0.3 * self.random()), self.nobody, self._probe_client, session)
+        self.after(wait * (1 + 0.3 * self.random()), self.nobody, self._probe_server, session)
+
+    def _probe_client(self, session: Session) -> None:
+        lighthouse = self.lighthouse
+        if session.client_open and self._is_dead(session, lighthouse):
+            self.after(0.0, session.replica.server, session.replica.line_ended, session)
+
+    def _probe_server(self, session: Session) -> None:
+        if session.server_open and self._is_dead(session, session.replica.server):
+            self.after(0.0, self.lighthouse, self.lighthouse.line_ended, session)
+
+    def _is_dead(self, session: Session, far_end: Process) -> bool:
+        """No PING was answered for the time of the keepalive."""
+        limit = self.now - self.scenario.keepalive_s
+        slot = session.replica.slot
+        for link in ((slot, LIGHTHOUSE), (LIGHTHOUSE, slot)):
+            if self.blocked.get(link, self.now) <= limit:
+                return True
+        return far_end.state == DEAD or (far_end.state == PAUSED and far_end.paused_at <= limit)
+
+
+def _stop() -> None:
+    raise RunOverError
