@@ -422,7 +422,8 @@ class QuorumCore:
             return False
         self._departed.add(replica_id)
         self._alarms += 1
-        survivors = sorted(self._last - self._departed) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
+        # Those who have given the quorum up, too: their operators want to know whom they lost.
+        survivors = sorted(self._last - {replica_id}) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
         decisions.append(MemberLost(self._number.quorum_id, replica_id, reason, self._sessions(survivors)))
         return True
 

@@ -50,10 +50,13 @@ class ShardedModel:
     def __init__(self, options: WorkerOptions) -> None:
         self._name = options.name
         self._rank = int(os.environ["RANK"])
+        self._inner_backend = options.inner_backend
         self._parts: dict[str, ShardedPart] = {}
 
     def use(self, manager: Manager) -> None:
         """Shard the networks; called once, before the first step."""
+        if self._inner_backend:
+            manager.init_process_group(self._inner_backend)
         self._parts = {way: ShardedPart(way, manager) for way in WAYS}
         parameters = [p for part in self._parts.values() for p in part.net.parameters()]
         self.net = nn.ModuleList(part.net for part in self._parts.values())

@@ -31,6 +31,7 @@ from torchft_like.manager.preparation import (
 from torchft_like.manager.rank_link import RankLink
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Join, Plan, StepProtocol
+from torchft_like.process_group.registration import abort_groups_of_torch
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class QuorumDriver:
     def group_lost(self, reason: str) -> None:
         self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
         self._group.abort_now()
+        abort_groups_of_torch(reason)  # those within this replica group: a rank may wait in them
         self._emit("shutdown", reason=reason)
 
     def lighthouse_disconnected(self, reason: str) -> None:

@@ -60,6 +60,13 @@ def register_backends() -> None:
         dist.Backend.register_backend(name, create, extended_api=True, devices=list(origin.devices))
 
 
+def abort_groups_of_torch(reason: str) -> None:
+    """Abort those of this process's groups, as torch knows them, that are ours; torch's own cannot be ended."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if isinstance(group, ProcessGroup):
+            group.abort(reason)
+
+
 def _create(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
     """A configured group, for torch.
 

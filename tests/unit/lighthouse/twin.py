@@ -291,6 +291,6 @@ class Twin:
             return False
         self.departed.append(replica_id)
         self.alarms += 1
-        survivors = set(ids) - set(self.departed) if self.alarms <= ALARMS_PER_QUORUM_MAX else set()
+        survivors = set(ids) - {replica_id} if self.alarms <= ALARMS_PER_QUORUM_MAX else set()
         out.append(MemberLost(quorum_id, replica_id, reason, self.numbers(survivors)))
         return True

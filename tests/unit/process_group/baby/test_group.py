@@ -369,11 +369,11 @@ def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
 def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
     (group,) = party.meet(1, baby)
     server = psutil.Process(nursery.pids()["server"])
-    for process in server.children():
-        if process.pid != backend_of(group).pid:
-            process.kill()  # the spare
     server.send_signal(signal.SIGSTOP)
     try:
+        for process in server.children():
+            if process.pid != backend_of(group).pid:
+                process.kill()  # the spare: from now on there will be no other
         group.set_timeout(timedelta(seconds=1))
         with pytest.raises(ProcessGroupNotConfiguredError, match="fork server"):
             party.configure([group])
@@ -400,3 +400,17 @@ def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None
     for _ in range(5):
         use_one()
     assert descriptors() <= before + 4  # the last one may still be going, and a spare coming
+
+
+def test_a_group_that_is_prepared_has_a_subprocess_waiting() -> None:
+    nursery.stop()
+    group = baby()
+    group.prepare(timedelta(seconds=LIMIT_S))
+    assert "spare" in nursery.pids()
+
+
+def test_preparing_a_group_takes_no_longer_than_it_may() -> None:
+    nursery.stop()
+    group = baby()
+    group.prepare(timedelta(microseconds=1))
+    assert "spare" not in nursery.pids(), "torch is loaded in no time"
