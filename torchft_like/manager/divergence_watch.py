@@ -17,7 +17,7 @@ HEALS_IN_VAIN_MAX = 3
 
 
 class DivergenceWatch:
-    """Used by one thread at a time.
+    """`take` is called on the training thread, `quorum` on the coordination loop; they share `fingerprint`.
 
     Attributes:
         fingerprint: of the state; None while nothing is watched, and then nothing is computed.
