@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
@@ -149,3 +151,34 @@ def test_a_step_must_begin_before_it_is_used(lighthouse: LighthouseServer) -> No
         assert manager.participating_rank() is None
         with pytest.raises(RuntimeError, match="start_quorum"):
             manager.wait_quorum()
+
+
+def test_a_replica_joins_only_when_its_process_group_is_prepared(lighthouse: LighthouseServer) -> None:
+    """Others would wait for it in `configure`."""
+    prepared = threading.Event()
+
+    class Slow(ProcessGroupGloo):
+        def prepare(self, timeout: timedelta) -> None:
+            assert prepared.wait(timeout.total_seconds())
+
+    def step(name: str) -> int:
+        pg = Slow(60.0) if name == "b" else ProcessGroupGloo(60.0)
+        manager = Manager(
+            pg,
+            lambda _: None,
+            dict,
+            min_replica_size=2,
+            replica_id=name,
+            lighthouse_addr=lighthouse.address(),
+        )
+        with manager:
+            if name == "a":
+                manager.start_quorum(timeout=0.5)
+                with pytest.raises(QuorumTimeoutError):
+                    manager.wait_quorum()
+                prepared.set()
+            manager.start_quorum()
+            manager.wait_quorum()
+            return manager.replica_world_size()
+
+    assert on_both(step) == [2, 2]

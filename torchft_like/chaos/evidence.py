@@ -11,6 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
@@ -54,12 +55,15 @@ class Outcome:
             fault was felt; None if that did not come.
         whole_s: from the injection until all replica groups had committed a step together that they began
             after the fault was lifted; None if that did not come.
+        pause_s: the longest time until then in which no survivor committed a step, also for a reason that
+            came later: whoever comes back may keep the others waiting.
     """
 
     injection: Injection
     felt: str
     recovery_s: float | None
     whole_s: float | None
+    pause_s: float
 
     @property
     def is_hang(self) -> bool:
@@ -101,7 +105,13 @@ def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
     began = view.first_stall()
     recovered = view.all_committed(job.processes(without=injection.victims), began)
     together = view.all_committed(job.processes(), max(began, injection.lifted), together=True)
-    return Outcome(injection, felt, _since(injection, recovered), _since(injection, together))
+    return Outcome(
+        injection,
+        felt,
+        recovery_s=_since(injection, recovered),
+        whole_s=_since(injection, together),
+        pause_s=view.longest_pause(together or until),
+    )
 
 
 class View:
@@ -137,6 +147,13 @@ class View:
         """When a survivor was first told of anything; the injection if none was."""
         told = (float(event["time"]) for event in self.events(*STALLS) if not self.is_victim(event))
         return min(told, default=self.injection.time)
+
+    def longest_pause(self, until: float) -> float:
+        """The longest time, from the injection on, in which no survivor committed."""
+        survivors = self.job.processes(without=self.injection.victims)
+        times = [c.time for c in self.commits() if c.time <= until and rank_of(c) in survivors]
+        moments = sorted({self.injection.time, *times, until})
+        return max((after - before for before, after in pairwise(moments)), default=0.0)
 
     def all_committed(
         self, processes: frozenset[Process], began: float, *, together: bool = False

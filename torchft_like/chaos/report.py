@@ -64,6 +64,7 @@ class OfKind:
     faults: int
     felt: int
     recovery_s: tuple[float, ...]
+    pause_s: tuple[float, ...]
     whole_s: tuple[float, ...]
 
 
@@ -191,6 +192,7 @@ def _sum_up(outcomes: Sequence[Any]) -> OfKind:
         faults=len(outcomes),
         felt=sum(bool(outcome.felt) for outcome in outcomes),
         recovery_s=percentiles(o.recovery_s for o in outcomes if o.recovery_s is not None),
+        pause_s=percentiles(o.pause_s for o in outcomes),
         whole_s=percentiles(o.whole_s for o in outcomes if o.whole_s is not None),
     )
 
@@ -229,13 +231,14 @@ def _without_injection(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(by_kind: Mapping[str, OfKind], overall: OfKind) -> list[str]:
-    head = f"{'':18}{'faults':>7}{'felt':>6}   {'recovery, s':^32}{'whole, s':^32}"
+    titles = "".join(f"{title:^32}" for title in ("recovery, s", "longest pause, s", "whole, s"))
     columns = "".join(f"{name:>8}" for name in ("p50", "p90", "p99", "max"))
-    lines = [head, " " * 34 + columns + columns]
+    lines = [f"{'':18}{'faults':>7}{'felt':>6}   {titles}", " " * 34 + columns * 3]
     return lines + [_line(name, of) for name, of in {**by_kind, "all": overall}.items()]
 
 
 def _line(name: str, of: OfKind) -> str:
     blank = (math.nan,) * len(PERCENTILES)
-    times = "".join(f"{value:8.2f}" for value in (of.recovery_s or blank) + (of.whole_s or blank))
+    measures = (of.recovery_s or blank, of.pause_s or blank, of.whole_s or blank)
+    times = "".join(f"{value:8.2f}" for values in measures for value in values)
     return f"{name:18}{of.faults:7}{of.felt:6}   {times}"

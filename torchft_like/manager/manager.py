@@ -209,7 +209,10 @@ class Manager:
         """
         self._raise_if_over()
         last = self._driver.attempt
-        if last is not None and last.is_agreed and last.error is None:
+        if last is None:
+            # Whoever has joined is waited for in `configure`.
+            self._group.pg.prepare(timedelta(seconds=self._config.timeout_s))
+        elif last.is_agreed and last.error is None:
             last.wait_ready(self._driver.why_no_quorum)
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")

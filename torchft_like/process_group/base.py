@@ -69,6 +69,12 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
         """
         raise NotImplementedError
 
+    def prepare(self, timeout: timedelta) -> None:
+        """Do now what would make the first `configure` slow, while others wait in it: nothing, mostly.
+
+        Blocks, for `timeout` at the longest, and never fails: `configure` tells what is wrong.
+        """
+
     def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
         """End every operation, present and future, until the next `configure`.
 

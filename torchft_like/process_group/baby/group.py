@@ -33,9 +33,9 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
     """The base of groups whose backend runs in a subprocess; a subclass names the backend.
 
     The subprocess is a fork of a process that has torch loaded; it never runs the caller's main module.
-    A spare is kept ready, so only the first `configure` of a process waits for torch to load. It ends
-    with this process, however that ends. When it dies, or is killed, what is under way raises
-    SubprocessLostError at once, and the next `configure` uses another.
+    A spare is kept ready, so only `prepare`, or else the first `configure` of a process, waits for torch
+    to load. It ends with this process, however that ends. When it dies, or is killed, what is under way
+    raises SubprocessLostError at once, and the next `configure` uses another.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
@@ -54,6 +54,10 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         super().__init__(timeout, check_collectives=check_collectives)
         self._latest: RemoteBackend | None = None
         nursery.start()
+
+    def prepare(self, timeout: timedelta) -> None:
+        """See ProcessGroup.prepare: torch is loaded by the process whose forks run the backends."""
+        nursery.wait_for_spare(timeout.total_seconds(), self._warm_up())
 
     def errored(self) -> Exception | None:
         """See ProcessGroup.errored; notices that the subprocess is gone, even if nobody waits for it."""

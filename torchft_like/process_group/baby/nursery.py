@@ -147,6 +147,19 @@ class Nursery:
             if self._server is not None and not self._server.is_gone:
                 self._server.expect(1, letter)
 
+    def wait_for_spare(self, timeout_s: float, letter: Message | None = None) -> bool:
+        """Wait until there is a fork for the next `take`, and its server has torch loaded; whether it is.
+
+        Args:
+            timeout_s: the longest wait.
+            letter: see `prepare_spare`.
+        """
+        with self._changed:
+            server = self._running()
+            server.expect(1, letter)
+            self._changed.wait_for(lambda: server.is_gone or server.has_spare(), timeout_s)
+            return server.has_spare()
+
     def how_ended(self, pid: int) -> str:
         """How a fork came to its end."""
         with self._changed:
@@ -225,6 +238,9 @@ class _Server:
             self._spares.popleft().close()
         while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
             self._expected += 1
+
+    def has_spare(self) -> bool:
+        return bool(self._spares)
 
     def take(self) -> Child | None:
         return self._spares.popleft() if self._spares else None
