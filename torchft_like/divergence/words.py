@@ -3,9 +3,9 @@
 The bytes are read as 32-bit words, each is multiplied by a pseudo-random odd 64-bit number of its
 own, and the products are added modulo 2**64: multilinear hashing (Lemire and Kaser, "Strongly universal
 string hashing is fast", 2014). A change within one word is always found, since an odd factor can be
-divided by; changes of several words cancel each other with a probability of at most 2**-32. Integer
-addition is exact in any order, so that the result does not depend on the device or on the number of
-its threads.
+divided by. Changes of several words cancel each other with a probability below 2**-25 where all of them
+are of the highest bit, and below 2**-55 where one is of the lowest. Integer addition is exact in any
+order, so that the result does not depend on the device or on the number of its threads.
 
 The words are taken in rows of `ROW` with the same factors for each; the sums of the rows are words
 of 64 bits, which are added up in the same way with other factors.

@@ -34,12 +34,14 @@ class DivergenceWatch:
         """Begin to compute what the join for this step says of the state."""
         return None if self.fingerprint is None else self.fingerprint.take(step)
 
-    def quorum(self, result: QuorumResult) -> DivergenceError | None:
+    def quorum(self, result: QuorumResult, allow_heal: bool) -> DivergenceError | None:
         """A quorum was formed: tell of those who differ. Returns why this replica cannot go on, if so."""
         self._tell(result.divergence)
         if self.fingerprint is None:
             return None
-        return self._undecidable(result, self.fingerprint) or self._incurable(result, self.fingerprint)
+        if (error := self._undecidable(result, self.fingerprint)) is not None:
+            return error
+        return self._incurable(result, self.fingerprint) if allow_heal else None
 
     def _tell(self, divergence: Divergence | None) -> None:
         """What nothing is done about is not repeated in every step."""

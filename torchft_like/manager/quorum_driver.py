@@ -113,7 +113,7 @@ class QuorumDriver:
             return  # an answer to a join that was given up
         plan = self._group.agree(result, attempt.allow_heal)
         attempt.agree(result)
-        if (error := self.divergence.quorum(result)) is not None:
+        if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
         if self._is_serving and not plan.serve:

@@ -29,8 +29,10 @@ class Watched:
             [torch.zeros(1)], slices=SLICES, on_divergence=on_divergence
         )
 
-    def hear(self, step: int, divergence: Divergence | None) -> DivergenceError | None:
-        return self.watch.quorum(quorum_of(step, divergence))
+    def hear(
+        self, step: int, divergence: Divergence | None, allow_heal: bool = True
+    ) -> DivergenceError | None:
+        return self.watch.quorum(quorum_of(step, divergence), allow_heal)
 
 
 def quorum_of(step: int, divergence: Divergence | None) -> QuorumResult:
@@ -97,6 +99,11 @@ def test_heals_that_last_for_a_round_are_not_counted_together() -> None:
 def test_a_step_that_is_tried_again_counts_once() -> None:
     watched = Watched()
     assert {watched.hear(7, FOUND) for _ in range(20)} == {None}
+
+
+def test_steps_in_which_nobody_may_heal_do_not_count() -> None:
+    watched = Watched()
+    assert {watched.hear(step, FOUND, allow_heal=False) for step in range(20)} == {None}
 
 
 def test_the_others_do_not_give_up() -> None:
