@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from typing import Any
 
 import grpc
@@ -37,10 +38,10 @@ def test_malformed_clients_end_their_own_connections_only(scene: Scene, server: 
 @pytest.mark.parametrize("server", SERVERS)
 def test_silent_and_slow_clients_take_no_place_from_others(scene: Scene, server: str) -> None:
     address = scene.address(server)
-    with scene.healthy(server) as healthy:
+    with scene.healthy(server) as healthy, ExitStack() as stack:
         before = scene.held(server)
-        silent = [hostile.connected(address) for _ in range(SILENT)]
-        slow = hostile.Trickle(address, 20)
+        silent = [stack.enter_context(hostile.connected(address)) for _ in range(SILENT)]
+        slow = stack.enter_context(closing(hostile.Trickle(address, 20)))
         for _ in range(60):
             slow.say_one_byte()
             healthy.goes_on(2)
