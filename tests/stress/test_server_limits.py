@@ -1,0 +1,116 @@
+"""The limits of a gRPC server, each of them reached, with somebody who was there before and stays."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from lighthouse.address import Address, parse_address
+from lighthouse.net import ServerLimits, coordination_loop, make_aio_server, make_channel
+from tests.integration.lighthouse_clients import LIMIT_S
+from tests.stress import hostile
+
+pytestmark = pytest.mark.integration
+
+ECHO = "/test/Echo"
+Serve = Callable[[ServerLimits], Address]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts servers that answer each message of a stream with itself."""
+    servers: list[grpc.aio.Server] = []
+
+    def start(limits: ServerLimits) -> Address:
+        async def begin() -> Address:
+            handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+            service = grpc.method_handlers_generic_handler("test", handlers)
+            made, bound = make_aio_server(parse_address("127.0.0.1:0"), [service], limits)
+            servers.append(made)
+            await made.start()
+            return bound
+
+        return coordination_loop().run(begin())
+
+    yield start
+    for made in servers:
+        coordination_loop().run(made.stop(0))
+
+
+async def echo(messages: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    while isinstance(message := await context.read(), bytes):
+        await context.write(message)
+
+
+class Talk:
+    """A stream on a connection of its own."""
+
+    def __init__(self, server: Address) -> None:
+        self._channel = make_channel(server)
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        call = self._channel.stream_stream(ECHO, None, None)
+        self._answers = iter(call(iter(self._said.get, None), timeout=LIMIT_S))
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._said.put(None)
+        self._channel.close()
+
+    def say(self, message: bytes) -> bytes:
+        self._said.put(message)
+        answer: bytes = next(self._answers)
+        return answer
+
+
+def test_a_message_above_the_limit_ends_its_own_call(serve: Serve) -> None:
+    server = serve(ServerLimits(request_bytes=1000))
+    with Talk(server) as early, Talk(server) as late:
+        assert early.say(b"x" * 1000) == b"x" * 1000
+        with pytest.raises(grpc.RpcError) as refused:
+            late.say(b"x" * 1001)
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert early.say(b"y") == b"y"
+
+
+def test_a_call_above_the_limit_is_refused(serve: Serve) -> None:
+    server = serve(ServerLimits(calls=1))
+    with Talk(server) as early:
+        assert early.say(b"x") == b"x"
+        with Talk(server) as late, pytest.raises(grpc.RpcError) as refused:
+            late.say(b"x")
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert early.say(b"y") == b"y"
+
+
+def test_a_connection_above_the_limit_is_closed(serve: Serve) -> None:
+    server = serve(ServerLimits(connections=1))
+    with Talk(server) as early:
+        assert early.say(b"x") == b"x"
+        with hostile.connected(server) as late:
+            assert late.recv(1000) == b""
+        assert early.say(b"y") == b"y"
+
+
+def test_a_connection_that_never_speaks_is_closed(serve: Serve) -> None:
+    server = serve(ServerLimits(handshake_s=0.2))
+    with Talk(server) as early, hostile.connected(server) as silent:
+        while silent.recv(1000):  # what a server says first, and why it hangs up
+            pass
+        assert early.say(b"y") == b"y"
+
+
+def test_a_connection_without_a_call_is_closed_and_the_next_call_opens_another(serve: Serve) -> None:
+    server = serve(ServerLimits(idle_s=0.3))
+    states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
+    with make_channel(server) as channel:
+        channel.subscribe(states.put)
+        for _ in range(2):
+            assert list(channel.stream_stream(ECHO, None, None)(iter([b"x"]), timeout=LIMIT_S)) == [b"x"]
+            while states.get(timeout=LIMIT_S) is not grpc.ChannelConnectivity.IDLE:
+                pass
