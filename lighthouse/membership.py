@@ -135,10 +135,11 @@ class Membership:
 
     def next_expiry(self) -> float | None:
         """When the next replica ceases to be healthy if nothing more is heard."""
-        expiries = [self._expected_until] if self._expected else []
+        expiry = self._expected_until if self._expected else None
         if self._seen:
-            expiries.append(next(iter(self._seen.values())) + self._heartbeat_timeout)
-        return min(expiries, default=None)
+            silent = next(iter(self._seen.values())) + self._heartbeat_timeout
+            expiry = silent if expiry is None else min(expiry, silent)
+        return expiry
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:
         """Forget those whose time is over: (fell silent, expected and not come back)."""

@@ -238,7 +238,7 @@ class QuorumCore:
     def next_deadline(self) -> float | None:
         """When `advance` must be called at the latest; None while only events can change anything."""
         expiry = self._members.next_expiry()
-        if self._verdict(-math.inf) is not Verdict.STRAGGLERS:
+        if not self._joined or self._verdict(-math.inf) is not Verdict.STRAGGLERS:
             return expiry
         return self._late_at() if expiry is None else min(expiry, self._late_at())
 

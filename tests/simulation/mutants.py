@@ -1,7 +1,8 @@
 """Cores that are broken on purpose, one rule each: the simulation has to catch every one.
 
-A check that cannot fail is worthless. Each mutant forgets a rule that a person could forget, and the
-table says within how many seeds the checker noticed, and under which invariant.
+A check that cannot fail is worthless. Each mutant forgets a rule that a person could forget; some forget
+one that was indeed missing until the simulation found it. `CAUGHT_BY` has a seed that catches each;
+`python -m tests.simulation --mutants` hunts them anew, and prints how many seeds that took.
 """
 
 from __future__ import annotations
@@ -237,6 +238,12 @@ class _KeepsItsProcessGroup(StepProtocol):
         return replace(plan, configure=False)
 
 
+class _LeavesQuietly(StepProtocol):
+    @property
+    def leaves_in_order(self) -> bool:
+        return not self.in_step
+
+
 class _HidesBrokenGroups(StepProtocol):
     def begin(self) -> Join:
         return replace(super().begin(), commit_failures=0, broken_quorum_id=0)
@@ -285,6 +292,7 @@ MUTANTS = (
     _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
     _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
     _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
+    _step("leaves quietly", _LeavesQuietly, "who leaves after a failed step alarms the others"),
     _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
     _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
 )

@@ -29,8 +29,8 @@ from torchft_like.manager.group import (
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-BACKOFF_MIN_S = 0.004
-BACKOFF_MAX_S = 0.05
+BACKOFF_MIN_S = 0.01
+BACKOFF_MAX_S = 0.08
 
 
 class Replica:

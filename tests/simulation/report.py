@@ -16,7 +16,7 @@ from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Member, QuorumCore, QuorumFormed
 from tests.simulation.cores import Cores
 from tests.simulation.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
-from tests.simulation.scenario import MESSAGE_KINDS, draw
+from tests.simulation.scenario import HELD_UP, MESSAGE_KINDS, draw
 from tests.simulation.shrink import shrink, words
 from tests.simulation.simulation import run
 from torchft_like.manager.assignment import assign
@@ -86,7 +86,7 @@ def many(seeds: range, jobs: int) -> int:
 
 def _print_tally(total: Tally, wall_s: float, jobs: int) -> None:
     seeds = max(1, total.seeds)
-    messages = sum(total.felt[kind] for kind in (*MESSAGE_KINDS, "held_up"))
+    messages = sum(total.felt[kind] for kind in (*MESSAGE_KINDS, HELD_UP))
     faults = sum(total.felt.values())
     print(
         f"{total.seeds} schedules in {wall_s:.1f} s with {jobs} processes: "

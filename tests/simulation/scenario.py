@@ -35,7 +35,10 @@ EVENT_KINDS = (
     "leave",
 )
 
-KINDS = MESSAGE_KINDS + EVENT_KINDS
+# What comes of partitions: counted, not switched on.
+HELD_UP = "held_up"
+
+KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, HELD_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in KINDS if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where messages are not held up, the same number of faults are all events: they come faster, then.

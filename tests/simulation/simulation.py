@@ -83,7 +83,7 @@ class Simulation:
             scenario,
             world.checker.violation,
             world.faults,
-            world.felt,
+            {kind: count for kind, count in world.felt.items() if count},
             self._faults.count,
             world.events,
             world.checker.commits,

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.simulation.checker import Checker, RunOverError
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import HELD_UP, KINDS, Scenario
 
 if TYPE_CHECKING:
     from tests.simulation.cores import Cores
@@ -87,7 +87,7 @@ class World:
         self.random = random.Random(scenario.seed * 2 + 1).random
         self.checker = Checker(self)
         self.story: list[tuple[Any, ...]] | None = [] if story else None
-        self.felt: dict[str, int] = {}
+        self.felt = dict.fromkeys(KINDS, 0)
         self.faults = 0
         self.events = 0
         self.wall_clock_s = 1_000.0  # ahead of virtual time by this much
@@ -147,7 +147,7 @@ class World:
     def feel(self, kind: str) -> None:
         """A fault was felt by the network or a process."""
         self.faults += 1
-        self.felt[kind] = self.felt.get(kind, 0) + 1
+        self.felt[kind] += 1
 
     def tell(self, *event: Any) -> None:
         """Write down what happens, for people."""
@@ -159,7 +159,8 @@ class World:
         chance = self.random
         time = self._base * (0.5 + chance())
         if self._delay_rate and chance() < self._delay_rate:
-            self.feel("delay")
+            self.faults += 1
+            self.felt["delay"] += 1
             time += chance() * self.scenario.delay_s
         if self._overtake_rate and chance() < self._overtake_rate:
             self.feel("overtake")
@@ -208,7 +209,7 @@ class World:
     def send_up(self, session: Session, action: Action, *args: Any) -> None:
         """A message to the lighthouse."""
         if self.blocked and (session.replica.slot, LIGHTHOUSE) in self.blocked:
-            self.feel("held_up")
+            self.feel(HELD_UP)
             session.held_up.append((action, args))
         else:
             self._up(session, action, args)
@@ -216,7 +217,7 @@ class World:
     def send_down(self, session: Session, action: Action, *args: Any) -> None:
         """A message to the replica group."""
         if self.blocked and (LIGHTHOUSE, session.replica.slot) in self.blocked:
-            self.feel("held_up")
+            self.feel(HELD_UP)
             session.held_down.append((action, args))
         else:
             self._down(session, action, args)
