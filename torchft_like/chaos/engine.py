@@ -1,8 +1,9 @@
 """A run: the job is started, the faults of a schedule strike it one after the other, and it ends.
 
-A fault is injected at its time, or later: once the job is whole again, that is, all replica groups have
-committed a step together since the last one. Whatever does not come back within its limit is a hang,
-and ends the run. The engine keeps what happened; `evidence` and `invariants` judge it.
+A fault is injected at its time, or later: when the job has been whole again for a moment, that is, all
+replica groups have committed a step together since the last fault was felt. Whatever does not come back
+within its limit is a hang, and ends the run. The engine keeps what happened; `evidence` and `invariants`
+judge it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torchft_like.chaos.resources import Watch
 from torchft_like.chaos.schedule import KINDS, Planned
 
 FIRST_STEP_S_MAX = 60.0
-STEPS_BETWEEN_S = 0.5
+QUIET_S = 1.0
+FELT_S_MAX = 10.0
+LOOK_S = 0.2
 STACKS_S = 1.0
 LEFT_S_MAX = 5.0
 
@@ -156,7 +159,7 @@ class Engine:
     def _strike(self, target: Target, planned: Planned, run: Run) -> bool:
         """Inject one fault and wait until the job is whole again; False when it hangs."""
         job = target.job
-        due = run.began + planned.at_s
+        due = max(run.began + planned.at_s, time.time() + QUIET_S)
         self._tend(job, run, lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
         self._watch.sample(job.pids())
         clear_triggers(target)
@@ -180,11 +183,12 @@ class Engine:
         )
 
     def _is_over(self, job: ChaosJob, injection: Injection) -> bool:
-        """Whether all train together again, and every survivor has recovered."""
-        since = max(injection.lifted, injection.time)
-        if not job.is_whole(since):
+        """Whether it was felt, unless nobody ever will, and all train together again."""
+        if not job.is_whole(injection.lifted):
             return False
-        return judge(injection, job.log, self._settings.members, time.time()).whole_s is not None
+        outcome = judge(injection, job.log, self._settings.members, time.time())
+        may_still_be_felt = time.time() < injection.lifted + FELT_S_MAX
+        return outcome.whole_s is not None and (bool(outcome.felt) or not may_still_be_felt)
 
     def _finish(self, job: ChaosJob, run: Run) -> None:
         end = run.began + run.length_s
@@ -198,7 +202,7 @@ class Engine:
         run.outcomes = [self._judged_again(outcome, job.log, run) for outcome in run.outcomes]
         deadline = time.monotonic() + LEFT_S_MAX
         while (left := job.left_behind()) and time.monotonic() < deadline:
-            time.sleep(STEPS_BETWEEN_S)
+            time.sleep(LOOK_S)
         run.leaks += left
 
     def _judged_again(self, outcome: Outcome, log: Log, run: Run) -> Outcome:

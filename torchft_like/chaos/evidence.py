@@ -199,9 +199,9 @@ def _disconnected(view: View) -> str:
 
 
 def _backend_lost(view: View) -> str:
-    """The victim's step failed for its subprocess."""
-    reasons = [str(e["reason"]) for e in view.events("error", "abort") if view.is_victim(e)]
-    return f"the victim: {reasons[0]}" if reasons else ""
+    """A step failed: the victim's for its subprocess, or, before it, that of a peer for the connection."""
+    errors = sorted(view.events("error"), key=view.is_victim, reverse=True)
+    return f"{name_of(str(errors[0]['replica_id']))}: {errors[0]['reason']}" if errors else ""
 
 
 def _transfer_refused(view: View) -> str:

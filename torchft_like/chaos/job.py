@@ -268,6 +268,7 @@ class ChaosJob:
     def kill_lighthouse(self) -> None:
         """It stays away until `start_lighthouse`."""
         if self.lighthouse is not None:
+            self.lighthouse.signal(signal.SIGKILL)
             self.lighthouse.kill()
             self.lighthouse = None
 
