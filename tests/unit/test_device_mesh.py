@@ -44,6 +44,9 @@ class Quorum:
         self.wait_quorum()
         return self.participants
 
+    def healing_ranks(self) -> frozenset[int]:
+        return frozenset()
+
     def participating_rank(self) -> int | None:
         self.wait_quorum()
         return self.rank

@@ -76,6 +76,11 @@ class QuorumResult:
     healing_replica_ids: tuple[str, ...] = ()
     divergence: Divergence | None = None
 
+    @property
+    def healing_ranks(self) -> frozenset[int]:
+        """Positions of the healing members among all."""
+        return frozenset(map(self.replica_ids.index, self.healing_replica_ids))
+
 
 def assign(
     quorum_id: int,

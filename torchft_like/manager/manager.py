@@ -394,6 +394,11 @@ class Manager:
         result = self._last_result()
         return 0 if result is None else result.replica_world_size
 
+    def healing_ranks(self) -> frozenset[int]:
+        """The members of the quorum, by rank, that compute this step with a state that is not the others'."""
+        result = self._last_result() if self._rules.use_async_quorum else None
+        return frozenset() if result is None else result.healing_ranks
+
     def replica_id(self) -> str:
         """The replica group's name, unique for this start."""
         return self._replica_id

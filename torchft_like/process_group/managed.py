@@ -5,7 +5,7 @@ Its members are those of the Manager's current quorum, and what goes wrong is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from torchft_like.errors import (
     QuorumTimeoutError,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.collectives import Call, Collective
 from torchft_like.process_group.swallowing import Report, SwallowingGroup, skipped
 from torchft_like.process_group.work import DoneWork
 
@@ -47,6 +47,9 @@ class GroupManager(Protocol):
 
     def num_participants(self) -> int:
         """How many contribute to the current step."""
+
+    def healing_ranks(self) -> Collection[int]:
+        """The members, by their rank in the group, whose state is not the others' in this step."""
 
     def participating_rank(self) -> int | None:
         """The caller's place among them; None while it does not contribute."""
@@ -114,7 +117,7 @@ class ManagedProcessGroup(SwallowingGroup):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective.name in ("allreduce", "allreduce_coalesced"):
             return self._allreduce(collective, args, kwargs)
-        if self._is_lost(collective):
+        if self._is_lost(collective, args, kwargs):
             return skipped(collective.bind(args, kwargs), self)
         return self._swallow(collective, args, kwargs)
 
@@ -141,17 +144,26 @@ class ManagedProcessGroup(SwallowingGroup):
             return skipped(collective.bind(args, kwargs), self)
         return AllWork(works, list(tensors), manager.report_error)
 
-    def _is_lost(self, collective: Collective) -> bool:
+    def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing can come of a collective in this step, which then is lost."""
         self._ask(self._manager.wait_quorum, otherwise=lambda: None)
-        if self._manager.errored() is None and collective.everyone:
-            self._check_everyone(collective)
+        if self._manager.errored() is None:
+            if collective.everyone:
+                self._check_everyone(collective)
+            elif collective.name == "broadcast":
+                self._check_root(collective.bind(args, kwargs))
         return self._manager.errored() is not None
 
     def _check_everyone(self, collective: Collective) -> None:
         members, participants = self.parent.size(), self._manager.num_participants()
         if members != participants:
             error = f"{collective.name} needs all {members} members of the group; {participants} participate"
+            self._manager.report_error(ProcessGroupError(error))
+
+    def _check_root(self, call: Call) -> None:
+        root = next((option.rootRank for option in call.options if hasattr(option, "rootRank")), 0)
+        if root in self._manager.healing_ranks():
+            error = f"rank {root} heals in this step: what it would broadcast is not yet the others' state"
             self._manager.report_error(ProcessGroupError(error))
 
     def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:

@@ -61,7 +61,7 @@ def register_backends() -> None:
 
 
 def abort_groups_of_torch(reason: str) -> None:
-    """Abort those of this process's groups, as torch knows them, that are ours; torch's own cannot be ended."""
+    """Abort those of the groups that torch knows that are ours; its own cannot be ended."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, ProcessGroup):
             group.abort(reason)

@@ -94,6 +94,7 @@ class FakeManager:
         self.process_group = pg
         self.error: Exception | None = None
         self.trouble: Exception | None = None
+        self.healing: frozenset[int] = frozenset()
 
     def wait_quorum(self) -> None:
         if self.trouble is not None:
@@ -106,6 +107,9 @@ class FakeManager:
     def num_participants(self) -> int:
         self.wait_quorum()
         return 3
+
+    def healing_ranks(self) -> frozenset[int]:
+        return self.healing
 
     def participating_rank(self) -> int | None:
         self.wait_quorum()

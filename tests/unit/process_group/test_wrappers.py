@@ -198,6 +198,7 @@ class FakeManager:
         self.error: Exception | None = None
         self.reduced: list[Any] = []
         self.quorums_waited_for = 0
+        self.healing: frozenset[int] = frozenset()
 
     def wait_quorum(self) -> None:
         self.quorums_waited_for += 1
@@ -208,6 +209,9 @@ class FakeManager:
 
     def num_participants(self) -> int:
         return self.participants
+
+    def healing_ranks(self) -> frozenset[int]:
+        return self.healing
 
     def participating_rank(self) -> int | None:
         return 0
@@ -231,6 +235,16 @@ def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
     result = group.allreduce([first, second]).get_future().wait()
     assert result[1] is second
     assert manager.quorums_waited_for == 0, "the manager's allreduce does that itself"
+
+
+def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
+    manager = FakeManager(ProcessGroupDummy(0, 1), participants=2)
+    group = ManagedProcessGroup(manager)
+    manager.healing = frozenset({2})
+    assert group.broadcast_one(ones(), 0).wait()
+    assert manager.error is None
+    assert group.broadcast_one(ones(), 2).wait()
+    assert "rank 2 heals in this step" in str(manager.error)
 
 
 def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:

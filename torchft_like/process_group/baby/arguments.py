@@ -10,7 +10,6 @@ all the rest: what was decoded is kept and used again.
 from __future__ import annotations
 
 import functools
-import marshal
 import operator
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.baby.channel import packed, unpacked
 
 Plain = Any
 EncodeTensor = Callable[[Tensor], tuple[Any, ...]]
@@ -69,7 +69,7 @@ def encode(value: Any, tensor: EncodeTensor) -> Plain:
         return [encode(item, tensor) for item in value]
     if (index := _OPTIONS_INDEX.get(kind)) is not None:
         fields = [encode(field, _no_tensor) for field in _READ_FIELDS[index](value)]
-        return (_OPTIONS_KIND, index, marshal.dumps(fields))  # one piece, by which it is found again
+        return (_OPTIONS_KIND, index, packed(fields))  # one piece, by which it is found again
     return _encode_rare(value)
 
 
@@ -105,7 +105,7 @@ def _encode_rare(value: Any) -> Plain:
 @functools.lru_cache(OPTIONS_KEPT_MAX)
 def _decode_options(index: int, fields: bytes) -> Any:
     options = _OPTIONS[index]()
-    for name, field in zip(_FIELDS[index], marshal.loads(fields), strict=True):  # noqa: S302 - see channel
+    for name, field in zip(_FIELDS[index], unpacked(fields), strict=True):
         if field is not None:
             setattr(options, name, decode(field, _no_tensor))
     return options

