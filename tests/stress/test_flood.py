@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
+from lighthouse.address import Address
 from tests.stress import hostile
 from tests.stress.beside import Beside
 from tests.stress.scene import SERVERS, Held, Scene
@@ -50,15 +53,26 @@ def test_connections_that_come_and_go_leave_nothing(scene: Scene, server: str) -
 def test_connections_that_stay_and_say_nothing_leave_nothing(scene: Scene, server: str) -> None:
     address = scene.address(server)
     with scene.healthy(server) as healthy:
+        stay(address)  # what so many at once take is kept by the allocator, and used by the next
         before, quiet = calm(scene, server, healthy)
-        staying = [hostile.connected(address) for _ in range(CONNECTIONS // 2)]
-        healthy.goes_on()
-        peak = scene.held(server)
-        for client in staying:
-            client.close()
+        peak = stay(address, lambda: seen(scene, server, healthy))
         after, busy = aftermath(scene, server, healthy, before)
-        print(f"\n{server}: {len(staying)} connections that stay; {before} -> {peak} -> {after}")
+        print(f"\n{server}: {CONNECTIONS // 2} connections that stay; {before} -> {peak} -> {after}")
         print(f"  healthy before: {quiet}\n  healthy during: {busy}")
+
+
+def stay(address: Address, meanwhile: Callable[[], Held | None] = lambda: None) -> Held | None:
+    """Have many silent connections open at once, and tell what was found meanwhile."""
+    with ExitStack() as stack:
+        for _ in range(CONNECTIONS // 2):
+            stack.enter_context(hostile.connected(address))
+        return meanwhile()
+
+
+def seen(scene: Scene, server: str, healthy: Beside) -> Held:
+    """What the server holds while the healthy go on."""
+    healthy.goes_on()
+    return scene.held(server)
 
 
 def calm(scene: Scene, server: str, healthy: Beside) -> tuple[Held, str]:
