@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test gpu-test lint format proto bench leaks stress fuzz soak clean help
+.PHONY: demo test gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -15,7 +15,7 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 	$(BIN)/python examples/demo.py
 
 test: lint  ## everything that CI checks: lint, format, types, tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit tests/conformance
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit tests/simulation tests/conformance
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
@@ -35,6 +35,10 @@ proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 
 bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
 	$(BIN)/python -m benchmarks.run
+
+simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
+	$(BIN)/python -m tests.simulation --seeds 0:100000 --jobs 2
+	$(BIN)/python -m tests.simulation --seeds 0:2000 --jobs 2 --mutants
 
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
@@ -62,4 +66,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## remove the environment and everything generated
-	rm -rf $(VENV) build ./*.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output
+	rm -rf $(VENV) build ./*.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output soak_output

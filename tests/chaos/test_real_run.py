@@ -44,7 +44,7 @@ def test_a_job_survives_every_fault_of_the_network(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_users_own_command_is_checked_by_its_events(tmp_path: Path) -> None:
-    command = (sys.executable, str(EXAMPLE), "--steps", "100000")
-    settings = JobSettings(replicas=3, command=command)
+    command = (sys.executable, str(EXAMPLE), "--steps", "100000", "--replica-id", "{index}")
+    settings = JobSettings(replicas=3, command=command, naming="replica-{index}")
     run = chaos(tmp_path, ["kill", "stop"], interval_s=15, settings=settings, network=False)
     assert {commit.digest for commit in run.log.commits} == {""}

@@ -42,7 +42,9 @@ def test_a_schedule_that_cannot_be_is_refused(
         draw(1, kinds, length_s, interval_s, replicas)
 
 
-@pytest.mark.parametrize("arguments", [["--kinds", "nothing"], ["--replicas", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--kinds", "nothing"], ["--replicas", "1"], ["--names", "all-the-same"]]
+)
 def test_the_command_refuses_what_it_cannot_do(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """The command `torchft-like`, or `python -m torchft_like.chaos`.
 
     torchft-like chaos --length 60 --interval 5
-    torchft-like chaos --kinds kill,stop --command 'python train.py --steps 100000'
+    torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
 `chaos` runs one schedule of faults and checks everything that was written. `soak` runs the job
@@ -57,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         training=Training(pause_s=options.step_time, backend=options.backend),
         spares=options.spares,
         command=tuple(shlex.split(options.command)),
+        naming=options.names,
     )
     offered = features(settings, network=not options.no_network)
     kinds, skipped = usable(options.kinds, offered)
@@ -171,6 +172,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.baseline is None:
         options.baseline = options.length if options.name == "soak" else 0.0
+    if "{index}" not in options.names:
+        parser.error(f"--names {options.names}: all would be called the same without {{index}}")
     if options.replicas < 2 or options.ranks < 1:
         parser.error("a fault needs a survivor: --replicas 2 or more, --ranks 1 or more")
     return options
@@ -191,7 +194,8 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
     add("--step-time", Training.pause_s, "seconds of a step outside of its collectives")
     add("--spares", None, "workers that wait with torch loaded; 0 starts each one cold", type=int)
-    add("--command", "", "the training command to run instead of the built-in worker")
+    add("--command", "", "the training command instead of the built-in worker; {index} is the replica's")
+    add("--names", JobSettings.naming, "how the command names its replica groups")
     add("--out", "", "folder for logs and the report; by default they are kept only after a failure")
     add("--baseline", None, "seconds of the run without faults (soak: as --length)", type=float)
     parser.add_argument("--no-network", action="store_true", help="no namespaces, and no faults of them")

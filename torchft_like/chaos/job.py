@@ -7,6 +7,7 @@ processes write, and judges nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ LISTENING = re.compile(r"^lighthouse listening on (http://\S+)$", re.MULTILINE)
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
+SPARE_NICENESS = 10  # loading torch takes seconds of a processor, which the others need
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -46,7 +48,9 @@ class JobSettings:
         training: of the built-in worker.
         spares: workers that have loaded torch and wait to be told who they are, as many as a replica
             group has ranks unless given; 0 starts each one cold.
-        command: the user's own training command instead of the built-in worker.
+        command: the user's own training command instead of the built-in worker; `{index}` in it stands for
+            the index of the replica group.
+        naming: how the replica groups are named, by the command too: `{index}` again.
         min_replicas: of the lighthouse.
         join_timeout_ms: of the lighthouse.
     """
@@ -56,13 +60,14 @@ class JobSettings:
     training: Training = field(default_factory=Training)
     spares: int | None = None
     command: tuple[str, ...] = ()
+    naming: str = "r{index}"
     min_replicas: int = 1
     join_timeout_ms: int = 10_000
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the replica groups."""
-        return tuple(f"r{index}" for index in range(self.replicas))
+        return tuple(with_index(self.naming, index) for index in range(self.replicas))
 
     @property
     def members(self) -> Members:
@@ -174,6 +179,7 @@ class ChaosJob:
         wanted = 0 if self.settings.command or self._ends else spares
         while len(self._spares) < wanted:
             self._spares.append(self._start_worker())
+            _set_niceness(self._spares[-1].pid, SPARE_NICENESS)
 
     def _start_replica(self, replica: Replica) -> None:
         replica.may_end = False
@@ -188,10 +194,12 @@ class ChaosJob:
         journal, events = self.folder / f"{label}.journal", self.folder / f"{label}.events"
         variables = self._variables(replica, number, store_port) | {"TORCHFT_EVENT_FILE": str(events)}
         if self.settings.command:
-            command = [*self._entering(replica.name), *self.settings.command]
+            own = [with_index(part, replica.index) for part in self.settings.command]
+            command = [*self._entering(replica.name), *own]
             child = self._launch(command, self.folder / f"{label}.log", _importable() | variables)
         else:
             child = self._spares.pop(0) if self._spares else self._start_worker()
+            _set_niceness(child.pid, 0)
             child.tell(self._order(replica, journal, variables).to_json())
         return Rank(number, child, JournalTail(journal), JournalTail(events))
 
@@ -388,6 +396,18 @@ class ChaosJob:
         self._ends = True
         for child in self._children:
             child.kill()
+
+
+def with_index(text: str, index: int) -> str:
+    """The text with the index of a replica group in its place."""
+    return text.replace("{index}", str(index))
+
+
+def _set_niceness(pid: int, niceness: int) -> None:
+    """For root only: nobody else could take it back."""
+    if os.geteuid() == 0:
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, pid, niceness)
 
 
 def _importable() -> dict[str, str]:
