@@ -258,10 +258,10 @@ class Faults:
         world = self._world
         if world.lighthouse.state == DEAD:
             return None
-        world.wall_clock_s += (draws[1] - 0.6) * 100
+        world.wall_clock_s += (draws[1] - 0.85) * 100
         world.lighthouse.crash()
         self._simulation.restart_lighthouse(self._long(draws[0]) * 0.3)
-        return f"by {(draws[1] - 0.6) * 100:.1f} s"
+        return f"by {(draws[1] - 0.85) * 100:.1f} s"
 
     # -- training scripts
 

