@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,9 @@ def test_the_command_refuses_what_it_cannot_do(
         main(["chaos", *arguments])
     assert ended.value.code == WRONG_ARGUMENT
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_the_command_writes_over_no_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chaos").mkdir()
+    assert main(["chaos", "--out", str(tmp_path)]) == WRONG_ARGUMENT
+    assert "holds another run" in capsys.readouterr().err

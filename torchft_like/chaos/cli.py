@@ -39,7 +39,7 @@ _BACKENDS = ("gloo", "baby-gloo", "mixed")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     options = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(options)
     except (JobError, NetworkUnavailableError, OSError, ValueError) as error:
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("\ninterrupted; every process has been ended", sys.stderr)
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -82,6 +84,8 @@ def _rounds(
     out: Path,
 ) -> Report:
     """The run without faults, if asked for, and the one with them; the report is saved."""
+    if any((out / name).exists() for name in ("baseline", "chaos")):
+        raise ValueError(f"--out {out} holds another run; choose a folder that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
     baseline = None
     if options.baseline:

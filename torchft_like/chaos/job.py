@@ -305,7 +305,9 @@ class ChaosJob:
             for replica in self.replicas
             for rank in replica.ranks
         }
-        return found | ({LIGHTHOUSE: self.lighthouse.pid} if self.lighthouse else {})
+        if self.lighthouse is not None:
+            found[f"{LIGHTHOUSE}.{self.lighthouse.pid}"] = self.lighthouse.pid
+        return found
 
     def print_stacks(self) -> None:
         """Have the workers write where their threads are."""
