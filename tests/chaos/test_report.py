@@ -86,6 +86,15 @@ def test_what_is_kept_compares_batches_per_second() -> None:
     assert report.kept == pytest.approx((55 / measure(run).seconds) / (60 / measure(baseline).seconds))
 
 
+def test_the_rate_between_faults_leaves_out_the_time_until_all_were_back() -> None:
+    story, injection = killed_and_back()
+    run = run_of(story, injection)
+    whole_s = run.outcomes[0].whole_s
+    assert whole_s is not None
+    batches = 10 * 3 + 4 * 3  # the first step together ends the recovery
+    assert measure(run).quiet_rate == pytest.approx(batches / (run.ended - run.began - whole_s))
+
+
 def test_percentiles_are_values_that_were_measured() -> None:
     assert percentiles(range(1, 101)) == (50, 90, 99, 100)
     assert percentiles([2.0, 1.0]) == (1.0, 2.0, 2.0, 2.0)

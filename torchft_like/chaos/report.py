@@ -43,6 +43,7 @@ class Throughput:
         steps: how far the job came.
         batches, steps_lost: see the module.
         curve: batches per second in each `BIN_S` seconds.
+        quiet_rate: batches per second while no fault was being recovered from.
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class Throughput:
     batches: int
     steps_lost: int
     curve: tuple[float, ...] = ()
+    quiet_rate: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -119,6 +121,8 @@ class Report:
                 f"without faults: {_amount(before)}",
                 f"throughput kept: {self.kept:.2%}",
             ]
+        if now.quiet_rate:
+            lines.append(f"of its own rate between faults: {now.rate / now.quiet_rate:.2%}")
         return lines + [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
 
     def _verdict(self) -> list[str]:
@@ -173,6 +177,7 @@ def measure(run: Run) -> Throughput:
         batches=len(batches),
         steps_lost=_steps_lost(run.log, run.began, run.began + seconds),
         curve=tuple(bins[index] / BIN_S for index in range(int(seconds / BIN_S))),
+        quiet_rate=_quiet_rate(run, [commit.time for commit in batches], seconds),
     )
 
 
@@ -219,6 +224,15 @@ def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
         "crashes": [text for one in runs for text in one.crashes],
         "faults that nobody felt": unfelt,
     }
+
+
+def _quiet_rate(run: Run, times: Sequence[float], seconds: float) -> float:
+    """Batches per second outside of the times from an injection until all were back."""
+    spans = [(o.injection.time, o.injection.time + (o.whole_s or seconds)) for o in run.outcomes]
+    end = run.began + seconds
+    troubled_s = sum(max(0.0, min(until, end) - max(since, run.began)) for since, until in spans)
+    quiet = sum(not any(since < time <= until for since, until in spans) for time in times)
+    return quiet / (seconds - troubled_s) if seconds > troubled_s else 0.0
 
 
 def _steps_lost(log: Log, since: float, until: float) -> int:
