@@ -34,6 +34,7 @@ class Checker:
         "_ids",
         "_left_at",
         "_newest",
+        "_order",
         "_seen",
         "_states",
         "_steps",
@@ -56,7 +57,8 @@ class Checker:
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
         self._ids: dict[int, Ids] = {}  # the members that each quorum id stood for
         self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}  # after a step, in a quorum
-        self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and where
+        self._order: dict[tuple[int, Ids], int] = {}  # quorums in the order in which they were formed
+        self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and its quorum there
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
         self._decisions: dict[str, int] = {}  # by process: how many steps were decided
         self._verdicts: dict[tuple[str, int], tuple[int, bool]] = {}
@@ -96,6 +98,7 @@ class Checker:
         """A quorum was formed. It must share a member with an older one that could still commit."""
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
+        self._order.setdefault((quorum_id, ids), len(self._order))
         stronghold = self._stronghold
         if stronghold and stronghold.isdisjoint(ids):
             self.violate(
@@ -157,7 +160,7 @@ class Checker:
             return
         if known is not None and protocol.step < known[0]:
             self.violate("no_regress", f"{rank.name} was at step {known[0]} and healed to {protocol.step}")
-        self._committed[replica_id] = protocol.step, protocol.quorum_id
+        self._committed[replica_id] = protocol.step, self._order[self._seen[rank.name]]
 
     def committed(self, rank: Rank, ids: Ids, base: int | None, before: int) -> None:
         """A step was committed; `base` is the state that the gradients were made from."""
@@ -180,18 +183,19 @@ class Checker:
 
     def _check_step(self, rank: Rank, step: int, quorum_id: int, ids: Ids) -> None:
         quorums = self._steps.setdefault(step, [])
+        order = self._order[quorum_id, ids]
         if (quorum_id, ids) not in quorums:
             for member in ids:
                 known = self._committed.get(member)
-                if known is not None and known[0] >= step and known[1] != quorum_id:
+                if known is not None and known[0] >= step and known[1] < order:
                     self.violate(
                         "no_regress",
                         f"{rank.name} commits step {step} in quorum {quorum_id}, but its member {member} had "
-                        f"committed step {known[0]} in quorum {known[1]}",
+                        f"committed step {known[0]} in an older quorum",
                     )
             self._check_overlap(step, quorum_id, ids, quorums)
             quorums.append((quorum_id, ids))
-        self._committed[rank.replica.replica_id] = step, quorum_id
+        self._committed[rank.replica.replica_id] = step, order
 
     def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
         """With `min_replicas` above one half, any two quorums share a replica group, or a start of it."""

@@ -92,7 +92,7 @@ class SimLighthouse(Process):
         self.sessions[session.number] = session
         replica = session.replica
         world.checker.connected(replica.replica_id)
-        world.tell("lighthouse", "registers", f"{replica.replica_id} (session {session.number}), last {last}")
+        world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
         core = self._core
         self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now))
@@ -113,7 +113,7 @@ class SimLighthouse(Process):
         if session.lost_up or not session.server_open:
             return
         world = self._world
-        world.tell("lighthouse", "hears the leave", f"of {session.replica.replica_id}")
+        world.tell("lighthouse", "hears the leave of", session.replica.replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(session.replica.replica_id)
         self._apply(self._core.leave(session.number, world.now))
@@ -131,7 +131,7 @@ class SimLighthouse(Process):
             return
         world = self._world
         replica_id = session.replica.replica_id
-        world.tell("lighthouse", "sees the end of the session", f"{session.number} of {replica_id}")
+        world.tell("lighthouse", "sees the end of session", session.number, "of", replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(replica_id)
         self._apply(self._core.lost(session.number, "its connection ended", world.now))
@@ -154,7 +154,7 @@ class SimLighthouse(Process):
                             session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
                         )
             elif isinstance(decision, QuorumBroken):
-                world.tell("lighthouse", "says that it broke", f"for {decision.replica_id}")
+                world.tell("lighthouse", "says that it broke for", decision.replica_id)
                 for number in decision.sessions:
                     if (session := sessions.get(number)) is not None:
                         replica = session.replica
@@ -163,13 +163,13 @@ class SimLighthouse(Process):
                         )
             elif isinstance(decision, QuorumOver):
                 if (session := sessions.get(decision.session)) is not None:
-                    world.tell("lighthouse", "says that it is over", f"to {decision.replica_id}")
+                    world.tell("lighthouse", "says that it is over to", decision.replica_id)
                     replica = session.replica
                     world.send_down(
                         session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
                     )
             elif (older := sessions.get(decision.session)) is not None:
-                world.tell("lighthouse", "ends the older session", f"{older.number} of {decision.replica_id}")
+                world.tell("lighthouse", "ends the older session", older.number, "of", decision.replica_id)
                 self._end(older)
         self._arm()
 

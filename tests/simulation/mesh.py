@@ -89,7 +89,7 @@ class Mesh:
         for rank in self._members.values():
             if rank is not gone and rank.state != DEAD:
                 self._pass_on(gone.replica.slot, rank)
-        world.tell(gone.name, "leaves the process group", f"of quorum {self.quorum_id}")
+        world.tell(gone.name, "leaves the process group of quorum", self.quorum_id)
 
     def _pass_on(self, slot: int, rank: Rank) -> None:
         world = self._world

@@ -463,7 +463,7 @@ class Rank(Process):
         self.parameters = state[1]
         self.protocol.restore(state[2])
         world = self.replica.world
-        world.tell(self.name, "heals", f"to step {self.protocol.step}")
+        world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)
         if not world.scenario.async_quorum:
             self.protocol.take_part()

@@ -118,10 +118,11 @@ class World:
         """Let time pass: to `until`, until the checker has seen enough, or until too much has happened."""
         heap, pop = self.heap, heappop
         self.after(until - self.now, self.nobody, _stop)
-        last = self.events + events_max
+        events = self.events
+        last = events + events_max
         try:
-            while self.events < last:
-                self.events += 1
+            while events < last:
+                events += 1
                 self.now, _, process, action, args = pop(heap)
                 if not process.state:
                     action(*args)
@@ -129,6 +130,8 @@ class World:
                     process.inbox.append((action, args))
         except RunOverError:
             return
+        finally:
+            self.events = events
 
     def pause(self, process: Process) -> None:
         """SIGSTOP."""
