@@ -112,7 +112,8 @@ _dividing = threading.Lock()
 
 def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOptions, bool]:
     """How a backend is asked for it, and whether its sum has to be divided to give an average."""
-    known = _REDUCTIONS.get(_number(getattr(operation, "op", operation)))
+    kind = operation.op if type(operation) is ReduceOp else operation  # type: ignore[attr-defined] # the stub lacks it
+    known = _REDUCTIONS.get(_number(kind))
     return known or (_options(operation), False)  # a sum that multiplies carries its factor
 
 
@@ -133,9 +134,7 @@ def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
     return options
 
 
-def _number(operation: Any) -> int:
-    return int(operation)
-
+_number: Callable[[Any], int] = int  # which the stub does not know torch's enums can become
 
 # Made once: an allreduce of four bytes takes less time than looking at torch's enums.
 _REDUCTIONS = {

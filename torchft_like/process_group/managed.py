@@ -138,7 +138,9 @@ class ManagedProcessGroup(SwallowingGroup):
             tensors, operation = call.outputs, call.reduce_op
         manager = self._manager
         try:
-            works = [manager.allreduce(tensor, reduce_op=operation) for tensor in tensors]
+            works = []
+            for tensor in tensors:
+                works.append(manager.allreduce(tensor, reduce_op=operation))  # noqa: PERF401 - slower
         except UNAVAILABLE as error:
             manager.report_error(error)
             return skipped(collective.bind(args, kwargs), self)
