@@ -27,6 +27,7 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
     QuorumTimeoutError,
     ShutdownError,
+    StepLostError,
     SubprocessLostError,
 )
 from torchft_like.process_group import (
@@ -106,6 +107,7 @@ __all__ = [
     "PureDistributedDataParallel",
     "QuorumTimeoutError",
     "ShutdownError",
+    "StepLostError",
     "SubprocessLostError",
     "WorldSizeMode",
     "stop_on_signals",

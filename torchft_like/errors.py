@@ -33,6 +33,7 @@ __all__ = [
     "ProcessGroupNotConfiguredError",
     "QuorumTimeoutError",
     "ShutdownError",
+    "StepLostError",
     "SubprocessLostError",
 ]
 
@@ -55,6 +56,10 @@ class GroupLostError(FaultToleranceError):
 
 class MemberLostError(FaultToleranceError):
     """A member of the quorum died or fell silent; the step is tried again without it."""
+
+
+class StepLostError(FaultToleranceError):
+    """Another rank of this replica group could not finish the step; all ranks try it again."""
 
 
 class MaxRetriesError(FaultToleranceError):

@@ -268,24 +268,32 @@ class RankRegister(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
 
 class RankSessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost")
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     registered: RankRegistered
     quorum: ManagerQuorumResponse
     member_lost: MemberLost
     vote: ShouldCommitResponse
     group_lost: GroupLost
-    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ...) -> None: ...
+    step_lost: StepLost
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ...) -> None: ...
 
 class RankRegistered(_message.Message):
     __slots__ = ("replica_id",)
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class StepLost(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class GroupLost(_message.Message):
     __slots__ = ("reason",)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchft_like import (
     LighthouseServer,
@@ -112,6 +113,34 @@ def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: Li
             return "failed"
 
     assert on_both(fail) == ["failed", "failed"]
+
+
+def test_ranks_of_different_groups_that_give_up_before_they_meet_leave_nobody_waiting(
+    lighthouse: LighthouseServer,
+) -> None:
+    """Each spoils the step for the other rank of its group, which would wait in `configure` for a peer."""
+    spoilers = {("a", 0), ("b", 1)}
+    stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in "ab"}
+
+    def train(name: str, rank: int) -> list[bool]:
+        model, port = nn.Linear(4, 4), stores[name].port
+        with make_manager(
+            lighthouse, name, model, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=port
+        ) as manager:
+            votes: list[bool] = []
+            while manager.current_step() < 2:
+                manager.start_quorum()
+                if not votes and (name, rank) in spoilers:
+                    manager.report_error(RuntimeError("a spoiled step"))
+                votes.append(manager.should_commit())
+            return votes
+
+    with ThreadPoolExecutor(4) as threads:
+        training = {(n, r): threads.submit(train, n, r) for n in "ab" for r in range(2)}
+        done, _ = wait(training.values(), timeout=40.0)  # that of the process groups is 60 s
+        assert len(done) == 4, [who for who, future in training.items() if not future.done()]
+    votes = [future.result() for future in training.values()]
+    assert all(v[0] is False and v[-2:] == [True, True] for v in votes)
 
 
 def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: LighthouseServer) -> None:

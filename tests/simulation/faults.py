@@ -270,7 +270,7 @@ class Faults:
         replica = self._replica(draws[0])
         if replica is None:
             return None
-        rank = replica.ranks[0]
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
         return rank.name if rank.state == RUNNING and rank.report_error() else None
 
     def _late_error(self, draws: Draws) -> str | None:

@@ -156,6 +156,12 @@ class _TellsEachRankItsOwnVote(ReplicaGroup):
         ]
 
 
+class _KeepsItsNoToItself(ReplicaGroup):
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        effects = super().rank_voted(group_rank, vote)
+        return [effect for effect in effects if not isinstance(effect, group_module.StepLostNotice)]
+
+
 class _JoinsOnceOnly(ReplicaGroup):
     def lighthouse_connected(self) -> list[Effect]:
         return []
@@ -270,6 +276,7 @@ MUTANTS = (
     _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
     _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
     _group("every rank its own verdict", _TellsEachRankItsOwnVote, "one verdict for all ranks"),
+    _group("keeps its no to itself", _KeepsItsNoToItself, "the first no releases the other ranks"),
     _group("joins once only", _JoinsOnceOnly, "the join is repeated after a reconnect"),
     _group("compares steps only", _ComparesStepsOnly, "the quorum of the commit in the version"),
     _group("speaks for its first rank", _SpeaksForItsFirstRank, "the state of all ranks in the join"),
@@ -290,27 +297,28 @@ CAUGHT_BY = {
     "reuses ids": 0,
     "forgets reported ids": 5,
     "forgets the majority": 1,
-    "ignores min_replicas": 0,
+    "ignores min_replicas": 2,
     "keeps the id after a failure": 3,
     "forgets rounds": 32,
-    "does not say it is over": 75,
+    "does not say it is over": 23,
     "does not warn of broken groups": 5,
-    "learns too late": 215,
+    "learns too late": 560,
     "keeps the dead": 0,
     "drops member_lost": 2,
     "one vote is enough": 0,
-    "every rank its own verdict": 0,
+    "every rank its own verdict": 1,
+    "keeps its no to itself": 569,
     "joins once only": 0,
     "compares steps only": 12,
     "speaks for its first rank": 40,
-    "survives its ranks": 1,
-    "applies late errors": 12,
+    "survives its ranks": 2,
+    "applies late errors": 2,
     "commits before healing": 0,
     "healing takes part": 0,
     "votes yes after an error": 0,
     "keeps the old commit quorum": 12,
-    "keeps its process group": 0,
-    "leaves quietly": 2,
+    "keeps its process group": 1,
+    "leaves quietly": 26,
     "hides broken groups": 5,
     "forgets the healed version": 0,
 }

@@ -344,6 +344,11 @@ class Rank(Process):
             self._abort(protocol.quorum_id)
         return True
 
+    def hear_step_lost(self, step: int) -> None:
+        """Another rank of the group has voted no."""
+        if step == self.protocol.step:
+            self.report_error()
+
     def _abort(self, quorum_id: int) -> None:
         """End what the process group does, unless a newer quorum is agreed."""
         if quorum_id < self.protocol.quorum_id:

@@ -23,6 +23,7 @@ from torchft_like.manager.group import (
     RankJoin,
     RankQuorum,
     RankVerdict,
+    StepLostNotice,
     Verdict,
 )
 
@@ -192,6 +193,9 @@ class Replica:
             elif isinstance(effect, LossNotice):
                 for number in range(len(self.ranks)):
                     self._tell(number, Rank.hear_lost, effect)
+            elif isinstance(effect, StepLostNotice):
+                for number in effect.group_ranks:
+                    self._tell(number, Rank.hear_step_lost, effect.step)
             elif isinstance(effect, GroupLeftNotice):
                 for number in effect.group_ranks:
                     self._tell(number, Rank.hear_group_lost)

@@ -90,6 +90,17 @@ class LossNotice:
 
 
 @dataclass(frozen=True)
+class StepLostNotice:
+    """Effect: tell the ranks that have not voted that the step will not be committed.
+
+    Each may wait for a rank of another group that waits for one of this group, which has given up.
+    """
+
+    group_ranks: tuple[int, ...]
+    step: int
+
+
+@dataclass(frozen=True)
 class GroupLeftNotice:
     """Effect: tell the ranks that have begun another step that theirs cannot be done without the others."""
 
@@ -104,7 +115,9 @@ class GroupLostNotice:
     reason: str
 
 
-Effect = GroupJoin | RankQuorum | RankVerdict | LossNotice | GroupLeftNotice | GroupLostNotice
+Effect = (
+    GroupJoin | RankQuorum | RankVerdict | LossNotice | StepLostNotice | GroupLeftNotice | GroupLostNotice
+)
 
 
 @dataclass
@@ -187,9 +200,10 @@ class ReplicaGroup:
         """A rank is done with a step: the verdict that it wants."""
         if self.lost_reason is not None:
             return [GroupLostNotice(self.lost_reason)]
+        was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
         if len(self._votes) < self.world_size:
-            return []
+            return [] if vote.committed or was_lost else [StepLostNotice(self._not_voted(), vote.step)]
         votes, self._votes = self._votes, {}
         same_step = len({vote.step for vote in votes.values()}) == 1
         committed = same_step and all(vote.committed for vote in votes.values())
@@ -197,6 +211,9 @@ class ReplicaGroup:
         return [
             RankVerdict(rank, Verdict(vote.step, committed, stop)) for rank, vote in sorted(votes.items())
         ]
+
+    def _not_voted(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank not in self._votes)
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """A rank has left between two steps, and with it the group."""

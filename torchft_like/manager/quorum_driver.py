@@ -14,7 +14,7 @@ from datetime import timedelta
 from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError
+from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError, StepLostError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
@@ -128,6 +128,12 @@ class QuorumDriver:
     def verdict(self, verdict: Verdict) -> None:
         if self.attempt is not None and verdict.step == self._protocol.step:
             self.attempt.decide(verdict)
+
+    def step_lost(self, step: int) -> None:
+        # The verdict comes after this, so it is meant for the present attempt at the step, not for another.
+        if self._protocol.in_step and step == self._protocol.step:
+            error = StepLostError(f"another rank of this replica group voted no on step {step}")
+            self._group.fail(self._protocol.quorum_id, error)
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)

@@ -37,6 +37,9 @@ class RankListener(Protocol):
     def verdict(self, verdict: Verdict) -> None:
         """The group's decision on a step."""
 
+    def step_lost(self, step: int) -> None:
+        """Another rank has voted no on the step that this rank has not voted on."""
+
     def member_lost(self, notice: LossNotice) -> None:
         """A member of the current quorum is gone."""
 
@@ -164,6 +167,8 @@ class SessionLink:
             case "vote":
                 vote = response.vote
                 self._listener.verdict(Verdict(vote.step, vote.should_commit, vote.stop))
+            case "step_lost":
+                self._listener.step_lost(response.step_lost.step)
             case "member_lost":
                 lost = response.member_lost
                 self._listener.member_lost(LossNotice(lost.quorum_id, lost.replica_id, lost.reason))

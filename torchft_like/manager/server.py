@@ -32,6 +32,7 @@ from torchft_like.manager.group import (
     RankQuorum,
     RankVerdict,
     ReplicaGroup,
+    StepLostNotice,
     Verdict,
 )
 from torchft_like.manager.lighthouse_link import LighthouseLink
@@ -224,6 +225,9 @@ class ManagerServer:
             case LossNotice():
                 for rank in list(self._ranks.values()):
                     rank.member_lost(effect)
+            case StepLostNotice(group_ranks, step):
+                for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
+                    rank.step_lost(step)
             case GroupLeftNotice(group_ranks, reason):
                 for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
                     rank.group_lost(reason)

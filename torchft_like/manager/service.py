@@ -223,6 +223,9 @@ class _SessionLine:
     def verdict(self, verdict: Verdict) -> None:
         self._put(pb.RankSessionResponse(vote=vote_response(verdict)))
 
+    def step_lost(self, step: int) -> None:
+        self._put(pb.RankSessionResponse(step_lost=pb.StepLost(step=step)))
+
     def member_lost(self, notice: LossNotice) -> None:
         self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
 
@@ -265,6 +268,9 @@ class _UnaryCall:
     def verdict(self, verdict: Verdict) -> None:
         if not self.verdict_given.done():
             self.verdict_given.set_result(verdict)
+
+    def step_lost(self, step: int) -> None:
+        """A unary caller cannot be told."""
 
     def member_lost(self, notice: LossNotice) -> None:
         """A unary caller cannot be told."""

@@ -16,6 +16,7 @@ from torchft_like.manager.group import (
     RankQuorum,
     RankVerdict,
     ReplicaGroup,
+    StepLostNotice,
     Verdict,
 )
 
@@ -88,6 +89,14 @@ def test_an_open_join_is_repeated_after_a_reconnect() -> None:
     assert group.lighthouse_connected() == [opened]
     group.quorum_formed(9, members("a"), 1)
     assert group.lighthouse_connected() == []
+
+
+def test_the_first_no_releases_those_who_have_not_voted() -> None:
+    group = ReplicaGroup("a", 4)
+    assert group.rank_voted(2, Verdict(4, True)) == []
+    assert group.rank_voted(1, Verdict(4, False)) == [StepLostNotice((0, 3), 4)]
+    assert group.rank_voted(0, Verdict(4, False)) == [], "they know"
+    assert kinds(group.rank_voted(3, Verdict(4, True))) == [RankVerdict] * 4
 
 
 def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
