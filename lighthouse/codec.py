@@ -101,5 +101,7 @@ def quorum_over(over: QuorumOver) -> bytes:
 def quorum_broken(broken: QuorumBroken) -> bytes:
     """A member gave its quorum up: for the others it is lost in this quorum."""
     reason = "its process group of this quorum broke, and it asks for the next quorum"
-    message = pb.MemberLost(quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason)
+    message = pb.MemberLost(
+        quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason, is_alive=True
+    )
     return pb.SessionResponse(member_lost=message).SerializeToString()

@@ -124,14 +124,16 @@ class JobConfig(_message.Message):
     def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class MemberLost(_message.Message):
-    __slots__ = ("quorum_id", "replica_id", "reason")
+    __slots__ = ("quorum_id", "replica_id", "reason", "is_alive")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_ALIVE_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     replica_id: str
     reason: str
-    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    is_alive: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
     __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "commit_quorum_id", "fingerprint", "broken_quorum_id")

@@ -128,7 +128,7 @@ class _KeepsTheDead(QuorumCore):
 
 
 class _DropsMemberLost(ReplicaGroup):
-    def member_lost(self, quorum_id: int, replica_id: str, reason: str) -> list[Effect]:
+    def member_lost(self, *_: Any) -> list[Effect]:
         return []
 
 

@@ -82,11 +82,12 @@ class RankVerdict:
 
 @dataclass(frozen=True)
 class LossNotice:
-    """Effect: tell every rank that a member of the current quorum is gone."""
+    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up."""
 
     quorum_id: int
     replica_id: str
     reason: str
+    is_alive: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,13 @@ class ReplicaGroup:
             ]
         return [*answers]
 
-    def member_lost(self, quorum_id: int, replica_id: str, reason: str) -> list[Effect]:
-        """The lighthouse says that a member of a quorum is gone."""
+    def member_lost(
+        self, quorum_id: int, replica_id: str, reason: str, is_alive: bool = False
+    ) -> list[Effect]:
+        """The lighthouse says that a member of a quorum is gone, or, alive, has given the quorum up."""
         if quorum_id != self.last_quorum_id:
             return []
-        return [LossNotice(quorum_id, replica_id, reason)]
+        return [LossNotice(quorum_id, replica_id, reason, is_alive)]
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """A rank is done with a step: the verdict that it wants."""

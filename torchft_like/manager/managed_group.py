@@ -97,13 +97,15 @@ class ManagedGroup:
         self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
 
     def member_lost(self, notice: LossNotice) -> None:
-        """A member is gone: nobody can finish a collective with it any more."""
-        reason = f"lost {notice.replica_id}: {notice.reason}"
+        """A member is gone, or gave the quorum up: nobody can finish a collective with it any more."""
+        verb = "given up by" if notice.is_alive else "lost"
+        reason = f"{verb} {notice.replica_id}: {notice.reason}"
         with self.lock:
             is_news = self._protocol.group_broke(notice.quorum_id)
             if is_news:
                 self._abort(notice.quorum_id, reason)
-        self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
+        if not notice.is_alive:
+            self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
         if is_news:
             self._emit("abort", quorum_id=notice.quorum_id, reason=reason)
 

@@ -171,7 +171,8 @@ class SessionLink:
                 self._listener.step_lost(response.step_lost.step)
             case "member_lost":
                 lost = response.member_lost
-                self._listener.member_lost(LossNotice(lost.quorum_id, lost.replica_id, lost.reason))
+                notice = LossNotice(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive)
+                self._listener.member_lost(notice)
             case "group_lost":
                 self._closing = True
                 self._listener.group_lost(response.group_lost.reason)

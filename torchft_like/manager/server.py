@@ -206,7 +206,7 @@ class ManagerServer:
         self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
 
     def member_lost(self, lost: pb.MemberLost) -> None:
-        self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason))
+        self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive))
 
     # ------------------------------------------------------------------- effects
 
