@@ -55,7 +55,7 @@ class Quorum:
         if self.is_over:
             raise ShutdownError("the Manager was shut down")
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> dist.Work:
+    def group_allreduce(self, tensor: torch.Tensor, operation: dist.ReduceOp) -> dist.Work:
         return self.process_group.allreduce([tensor])
 
     def errored(self) -> Exception | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
+from torch.futures import Future
 
 from torchft_like.futures import future_wait
 
-TensorFuture = torch.futures.Future[torch.Tensor]
 Report = Callable[[Exception], object]
 
 
@@ -31,7 +31,7 @@ class ManagedWork(Work):
         report: told of an error.
     """
 
-    _future: TensorFuture | None = None
+    _future: Future[Any] | None = None
 
     def __init__(
         self, work: Work | None, tensor: torch.Tensor, divide_by: int | None, report: Report
@@ -44,6 +44,11 @@ class ManagedWork(Work):
         if not tensor.is_cpu:
             self.get_future()  # whoever waits on another stream waits for the division, too
 
+    @classmethod
+    def finished(cls, tensor: torch.Tensor) -> Self:
+        """One that is done already."""
+        return cls(None, tensor, None, lambda _: None)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
 
@@ -51,7 +56,7 @@ class ManagedWork(Work):
             TimeoutError: not done within `timeout`.
         """
         if timeout:  # C++ passes zero for none
-            future_wait(self.get_future(), timeout)
+            self._wait_for(timeout)
         elif self._future is not None:
             self._future.wait()
         elif (work := self._work) is not None:
@@ -63,11 +68,11 @@ class ManagedWork(Work):
                 self._succeed()
         return True
 
-    def get_future(self) -> TensorFuture:
+    def get_future(self) -> Future[Any]:
         """Completes with the tensor."""
         if self._future is None:
             work = self._work
-            self._future = _completed(self._tensor) if work is None else work.get_future().then(self._finish)
+            self._future = self._completed() if work is None else work.get_future().then(self._finish)
         return self._future
 
     def is_completed(self) -> bool:
@@ -82,9 +87,22 @@ class ManagedWork(Work):
         """Errors have gone to the Manager."""
         return self.is_completed()
 
-    def _finish(self, done: torch.futures.Future[Any]) -> torch.Tensor:
-        self._settle(done.value)
+    def _outcome(self) -> Any:
+        """What the future carries."""
         return self._tensor
+
+    def _wait_for(self, timeout: timedelta) -> None:
+        future_wait(self.get_future(), timeout)
+
+    def _finish(self, done: Future[Any]) -> Any:
+        self._settle(done.value)
+        return self._outcome()
+
+    def _completed(self) -> Future[Any]:
+        tensor = self._tensor
+        future: Future[Any] = Future(devices=None if tensor.is_cpu else [tensor.device])
+        future.set_result(self._outcome())
+        return future
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
@@ -107,6 +125,38 @@ class ManagedWork(Work):
         self._work = None
 
 
+class ManagedGroupWork(ManagedWork):
+    """As a process group's: its future carries a list, and a wait that ends too early loses the step."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._outcome()
+
+    def exception(self) -> None:
+        """None: the Manager has it."""
+
+    def source_rank(self) -> int:
+        """Nobody."""
+        return -1
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def _outcome(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def _wait_for(self, timeout: timedelta) -> None:
+        try:
+            super()._wait_for(timeout)
+        except TimeoutError as error:
+            self._report(error)
+
+
 _dividing = threading.Lock()
 
 
@@ -115,17 +165,6 @@ def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOption
     kind = operation.op if type(operation) is ReduceOp else operation  # type: ignore[attr-defined] # the stub lacks it
     known = _REDUCTIONS.get(_number(kind))
     return known or (_options(operation), False)  # a sum that multiplies carries its factor
-
-
-def finished(tensor: torch.Tensor) -> ManagedWork:
-    """A Work that is done already."""
-    return ManagedWork(None, tensor, None, lambda _: None)
-
-
-def _completed(tensor: torch.Tensor) -> TensorFuture:
-    future: TensorFuture = torch.futures.Future(devices=None if tensor.is_cpu else [tensor.device])
-    future.set_result(tensor)
-    return future
 
 
 def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:

@@ -18,7 +18,6 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,7 +29,6 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
-    FaultToleranceError,
     MaxRetriesError,
     NotSupportedError,
     ProcessGroupAbortedError,
@@ -45,8 +43,9 @@ from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, finished, reduction
+from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork
 from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.process_group import ProcessGroup
@@ -145,6 +144,7 @@ class Manager:
         self._driver = QuorumDriver(
             config, self._protocol, self._group, self._state, self._transport, self._emit
         )
+        self._reducer = Reducer(self._protocol, self._group, self._driver)
         try:
             self._link, self._store = connect(config, self._driver, heartbeat_interval)
         except BaseException:
@@ -207,7 +207,7 @@ class Manager:
             QuorumTimeoutError: only with `use_async_quorum=False`, which waits here.
             GroupLostError: another rank of this replica group is gone.
         """
-        self._raise_if_over()
+        self._driver.raise_if_over()
         last = self._driver.attempt
         if last is None:
             # Whoever has joined is waited for in `configure`.
@@ -241,7 +241,7 @@ class Manager:
             QuorumTimeoutError: no quorum within `quorum_timeout`.
             GroupLostError: another rank of this replica group is gone.
         """
-        self._current_attempt().wait_configured(self._driver.why_no_quorum)
+        self._driver.current().wait_configured(self._driver.why_no_quorum)
 
     def allreduce(
         self,
@@ -260,26 +260,11 @@ class Manager:
         """
         if should_quantize:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
-        options, is_average = reduction(reduce_op)
-        if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
-            )
-        attempt, protocol = self._current_attempt(), self._protocol
-        if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
-            return finished(tensor)
-        if not protocol.is_participating:
-            tensor.zero_()
-        quorum_id = protocol.quorum_id
-        divide_by = protocol.num_participants if is_average else None
-        try:
-            work = self._group.pg.allreduce([tensor], options)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
-            self._group.fail(quorum_id, error)
-            return finished(tensor)
-        result = ManagedWork(work, tensor, divide_by, partial(self._group.fail, quorum_id))
-        attempt.pending_collectives.append(result)
-        return result
+        return self._reducer.start(tensor, reduce_op, ManagedWork)
+
+    def group_allreduce(self, tensor: torch.Tensor, operation: ReduceOp) -> ManagedGroupWork:
+        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group."""
+        return self._reducer.start(tensor, operation, ManagedGroupWork)
 
     def report_error(self, e: Exception) -> None:
         """The current step is spoilt: it will not be committed and peers are released."""
@@ -335,7 +320,7 @@ class Manager:
             GroupLostError: another rank of this replica group is gone.
         DivergenceError: this replica's state differs from its peers', and healing is no way out.
         """
-        attempt = self._current_attempt()
+        attempt = self._driver.current()
         attempt.wait_ready(self._driver.why_no_quorum)
         for work in attempt.pending_collectives:
             work.wait()
@@ -450,27 +435,8 @@ class Manager:
 
     # ---------------------------------------------------------------------- inside a step
 
-    def _current_attempt(self) -> Attempt:
-        self._raise_if_over()
-        if self._driver.attempt is None:
-            raise RuntimeError("no step has begun: call start_quorum (Optimizer.zero_grad) first")
-        return self._driver.attempt
-
-    def _raise_if_over(self) -> None:
-        if self._driver.fatal is not None:
-            raise self._driver.fatal.with_traceback(None)  # raised again and again: frames would pile up
-
     def _last_result(self) -> QuorumResult | None:
         return None if self._driver.attempt is None else self._driver.attempt.result
-
-    def _can_communicate(self, attempt: Attempt) -> bool:
-        """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""
-        try:
-            attempt.wait_configured(self._driver.why_no_quorum)
-        except FaultToleranceError as error:
-            attempt.fail(error)
-            return False
-        return not self._group.refuse()
 
     def _check_process_group(self) -> None:
         error = self._group.pg.errored()

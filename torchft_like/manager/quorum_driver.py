@@ -86,6 +86,23 @@ class QuorumDriver:
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending))
 
+    def current(self) -> Attempt:
+        """The attempt that has begun.
+
+        Raises:
+            RuntimeError: none has.
+            FaultToleranceError: this Manager cannot go on.
+        """
+        self.raise_if_over()
+        if self.attempt is None:
+            raise RuntimeError("no step has begun: call start_quorum (Optimizer.zero_grad) first")
+        return self.attempt
+
+    def raise_if_over(self) -> None:
+        """Raise what keeps this Manager from going on, if anything does."""
+        if self.fatal is not None:
+            raise self.fatal.with_traceback(None)  # raised again and again: frames would pile up
+
     def why_no_quorum(self) -> str:
         """For the message of a QuorumTimeoutError."""
         lighthouse = self._config.lighthouse

@@ -6,13 +6,11 @@ Its members are those of the Manager's current quorum, and what goes wrong is th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.distributed import AllreduceOptions
-from torch.futures import Future
+from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_like.errors import (
     GroupLostError,
@@ -22,8 +20,8 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.swallowing import Report, SwallowingGroup, skipped
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.joint_work import JointWork
+from torchft_like.process_group.swallowing import SwallowingGroup, skipped
 
 T = TypeVar("T")
 
@@ -42,8 +40,8 @@ class GroupManager(Protocol):
     def wait_quorum(self) -> None:
         """Until the group is configured for the current step."""
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Work:
-        """Reduce in place over the participants; never fails."""
+    def group_allreduce(self, tensor: torch.Tensor, operation: ReduceOp) -> Work:
+        """Reduce in place over the participants; never fails, and its future carries a list."""
 
     def num_participants(self) -> int:
         """How many contribute to the current step."""
@@ -138,13 +136,13 @@ class ManagedProcessGroup(SwallowingGroup):
             tensors, operation = call.outputs, call.reduce_op
         manager = self._manager
         try:
-            works = []
-            for tensor in tensors:
-                works.append(manager.allreduce(tensor, reduce_op=operation))  # noqa: PERF401 - slower
+            if len(tensors) == 1:
+                return manager.group_allreduce(tensors[0], operation)
+            works = [manager.group_allreduce(tensor, operation) for tensor in tensors]
         except UNAVAILABLE as error:
             manager.report_error(error)
             return skipped(collective.bind(args, kwargs), self)
-        return AllWork(works, list(tensors), manager.report_error)
+        return JointWork(works, lambda: list(tensors))
 
     def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing can come of a collective in this step, which then is lost."""
@@ -175,37 +173,3 @@ class ManagedProcessGroup(SwallowingGroup):
         except UNAVAILABLE as error:
             self._manager.report_error(error)
             return otherwise()
-
-
-class AllWork(DoneWork):
-    """Several works of a manager as one; they fail only by not being done in time."""
-
-    _error = None
-
-    def __init__(self, works: list[Work], result: list[Any], report: Report) -> None:
-        Work.__init__(self)
-        self._result = result
-        self._works = works
-        self._report = report
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, once all are over or `timeout` has passed, which loses the step."""
-        try:
-            for work in self._works:
-                work.wait() if timeout is None else work.wait(timeout)
-        except TimeoutError as error:
-            self._report(error)
-        return True
-
-    def get_future(self) -> Future[Any]:
-        """Completes with the output tensors, once all are over."""
-        futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda _: self._result)
-
-    def is_completed(self) -> bool:
-        """Whether all are over."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Whether all are over: errors have gone to the manager."""
-        return self.is_completed()

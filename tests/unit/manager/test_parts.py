@@ -17,7 +17,7 @@ from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
-from torchft_like.manager.managed_work import ManagedWork, finished
+from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 
@@ -128,11 +128,22 @@ class TestManagedWork:
         with pytest.raises(TimeoutError):
             ManagedWork(FutureWork(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
 
+    def test_a_wait_of_a_groups_work_that_ends_too_early_loses_the_step(self) -> None:
+        tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
+        result = ManagedGroupWork(work, tensor, None, errors.append)
+        assert not result.is_success()
+        assert result.wait(timedelta(milliseconds=10))
+        assert isinstance(errors[0], TimeoutError)
+        work.future.set_result([tensor])
+        assert result.wait()
+        assert result.is_success()
+        assert result.get_future().value() == result.result() == [tensor]
+
     def test_a_finished_work_is_done(self) -> None:
         tensor = torch.ones(1)
-        assert finished(tensor).is_completed()
-        assert finished(tensor).wait()
-        assert finished(tensor).get_future().value() is tensor
+        assert ManagedWork.finished(tensor).is_completed()
+        assert ManagedWork.finished(tensor).wait()
+        assert ManagedWork.finished(tensor).get_future().value() is tensor
 
 
 class TestStateRegistry:

@@ -100,7 +100,7 @@ class FakeManager:
         if self.trouble is not None:
             raise self.trouble
 
-    def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> Any:
+    def group_allreduce(self, tensor: Tensor, operation: Any) -> Any:
         self.wait_quorum()
         return DoneWork([tensor])
 

@@ -360,23 +360,6 @@ def test_a_manager_that_was_shut_down_is_a_mistake_of_the_caller() -> None:
             call()
 
 
-def test_a_managed_allreduce_that_takes_too_long_loses_the_step() -> None:
-    subject = Subject("managed")
-    pending = PendingWork()
-
-    def slow(timeout: timedelta | None = None) -> bool:
-        raise TimeoutError("not done in time")
-
-    pending.wait = slow  # type: ignore[method-assign]
-    subject.manager.allreduce = lambda tensor, *, reduce_op: pending  # type: ignore[method-assign]
-    work, _ = subject.call("allreduce")
-    assert not work.is_success()
-    assert work.wait(timedelta(milliseconds=1))
-    assert isinstance(subject.manager.error, TimeoutError)
-    pending.finish()
-    assert work.is_success()
-
-
 class Elastic(ProcessGroupDummy):
     """A group whose size is what it was last configured with."""
 

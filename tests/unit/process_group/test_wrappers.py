@@ -203,8 +203,8 @@ class FakeManager:
     def wait_quorum(self) -> None:
         self.quorums_waited_for += 1
 
-    def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> DoneWork:
-        self.reduced.append(reduce_op)
+    def group_allreduce(self, tensor: Tensor, operation: Any) -> DoneWork:
+        self.reduced.append(operation)
         return DoneWork([tensor.mul_(10)])
 
     def num_participants(self) -> int:

@@ -1,0 +1,68 @@
+"""One allreduce of a step: over the participants, never failing, followed up by the work that it returns."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch.distributed import ReduceOp
+
+from torchft_like.errors import FaultToleranceError
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.managed_group import ManagedGroup
+from torchft_like.manager.managed_work import ManagedWork, reduction
+from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.step import StepProtocol
+
+W = TypeVar("W", bound=ManagedWork)
+
+
+class Reducer:
+    """Issues the allreduces of a Manager. Every microsecond here is one more for each small gradient."""
+
+    def __init__(self, protocol: StepProtocol, group: ManagedGroup, driver: QuorumDriver) -> None:
+        self._protocol = protocol
+        self._group = group
+        self._driver = driver
+
+    def start(self, tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp, kind: type[W]) -> W:
+        """Begin one, in place; an error spoils the step, and is told to nobody else.
+
+        Args:
+            kind: of work to return.
+
+        Raises:
+            ValueError: an average of a tensor that is neither floating point nor complex.
+        """
+        options, is_average = reduction(operation)
+        if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
+            )
+        protocol, group, driver = self._protocol, self._group, self._driver
+        if (attempt := driver.attempt) is None or driver.fatal is not None:
+            attempt = driver.current()
+        if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
+            return kind.finished(tensor)
+        if not protocol.is_participating:
+            tensor.zero_()
+        quorum_id = protocol.quorum_id
+        divide_by = protocol.num_participants if is_average else None
+        try:
+            work = group.pg.allreduce([tensor], options)
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
+            group.fail(quorum_id, error)
+            return kind.finished(tensor)
+        result = kind(work, tensor, divide_by, partial(group.fail, quorum_id))
+        attempt.pending_collectives.append(result)
+        return result
+
+    def _can_communicate(self, attempt: Attempt) -> bool:
+        """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""
+        try:
+            attempt.wait_configured(self._driver.why_no_quorum)
+        except FaultToleranceError as error:
+            attempt.fail(error)
+            return False
+        return not self._group.refuse()
