@@ -162,8 +162,7 @@ _dividing = threading.Lock()
 
 def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOptions, bool]:
     """How a backend is asked for it, and whether its sum has to be divided to give an average."""
-    kind = operation.op if type(operation) is ReduceOp else operation  # type: ignore[attr-defined] # the stub lacks it
-    known = _REDUCTIONS.get(_number(kind))
+    known = _REDUCTIONS.get(hash(operation))
     return known or (_options(operation), False)  # a sum that multiplies carries its factor
 
 
@@ -173,11 +172,10 @@ def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
     return options
 
 
-_number: Callable[[Any], int] = int  # which the stub does not know torch's enums can become
-
-# Made once: an allreduce of four bytes takes less time than looking at torch's enums.
+# Made once, and by hash, which is the number of the operation: an allreduce of four bytes takes less time
+# than looking at torch's enums in any other way.
 _REDUCTIONS = {
-    _number(operation): (_options(operation), False)
+    hash(operation): (_options(operation), False)
     for operation in ReduceOp.RedOpType.__members__.values()
     if operation not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-} | {_number(ReduceOp.AVG): (_options(ReduceOp.SUM), True)}
+} | {hash(ReduceOp.AVG): (_options(ReduceOp.SUM), True)}

@@ -7,17 +7,19 @@ import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import Work
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed import ReduceOp, Work
 
 from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
-from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork
+from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, reduction
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 
@@ -144,6 +146,21 @@ class TestManagedWork:
         assert ManagedWork.finished(tensor).is_completed()
         assert ManagedWork.finished(tensor).wait()
         assert ManagedWork.finished(tensor).get_future().value() is tensor
+
+
+class TestReduction:
+    @pytest.mark.parametrize("spell", [lambda op: op, ReduceOp])
+    def test_every_operation_is_known_however_it_is_spelled(self, spell: Callable[[Any], Any]) -> None:
+        for operation in ReduceOp.RedOpType.__members__.values():
+            if operation != ReduceOp.PREMUL_SUM:
+                options, is_average = reduction(spell(operation))
+                assert is_average == (operation == ReduceOp.AVG)
+                assert options.reduceOp == ReduceOp(ReduceOp.SUM if is_average else operation)
+
+    def test_a_sum_that_multiplies_keeps_its_factor(self) -> None:
+        options, is_average = reduction(_make_nccl_premul_sum(0.25))
+        assert not is_average
+        assert options.reduceOp.__getstate__()[1] == 0.25  # type: ignore[index] # the stub knows object's
 
 
 class TestStateRegistry:
