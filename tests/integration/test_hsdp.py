@@ -39,7 +39,8 @@ def steps_that_match_the_replay(rank: Rank, survivor: Rank, way: str) -> int:
     """How many of the steps that `rank` wrote down were compared with plain training on the same data."""
     written = written_by(rank, way)
     matching = 0
-    for replayed in replay(survivor.commits(), "ab", way, written_by(survivor, way)):
+    commits = tuple(survivor.commits())
+    for replayed in replay(commits, "ab", way, written_by(survivor, way)):
         if (step := replayed.step) in written:
             torch.testing.assert_close(
                 written[step],
