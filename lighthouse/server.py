@@ -139,8 +139,9 @@ class Lighthouse:
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
         self._apply(self._core.call(member, self._loop.time()))
-        if len(calls) > _CALLS_PER_REPLICA_MAX:
-            _settle(next(iter(calls)), _TOO_MANY_CALLS)
+        waiting = [call for call in calls if not call.done()]  # one that was settled may yet have to wake up
+        if len(waiting) > _CALLS_PER_REPLICA_MAX:
+            _settle(waiting[0], _TOO_MANY_CALLS)
         try:
             result = await answer
         finally:
