@@ -5,6 +5,7 @@ What `lighthouse/server.py` does over gRPC, this does over the simulated network
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lighthouse.config import LighthouseConfig
@@ -147,31 +148,24 @@ class SimLighthouse(Process):
                 if world.story is not None:
                     where = f"of quorum {decision.quorum_id}, tells {len(decision.sessions)} sessions"
                     world.tell("lighthouse", "has lost", f"{decision.replica_id} {where}")
-                for number in decision.sessions:
-                    if (session := sessions.get(number)) is not None:
-                        replica = session.replica
-                        world.send_down(
-                            session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
-                        )
+                self._alarm(decision, decision.sessions)
             elif isinstance(decision, QuorumBroken):
                 world.tell("lighthouse", "says that it broke for", decision.replica_id)
-                for number in decision.sessions:
-                    if (session := sessions.get(number)) is not None:
-                        replica = session.replica
-                        world.send_down(
-                            session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
-                        )
+                self._alarm(decision, decision.sessions)
             elif isinstance(decision, QuorumOver):
-                if (session := sessions.get(decision.session)) is not None:
+                if decision.session in sessions:
                     world.tell("lighthouse", "says that it is over to", decision.replica_id)
-                    replica = session.replica
-                    world.send_down(
-                        session, replica.hear_lost, session, decision.quorum_id, decision.replica_id
-                    )
+                    self._alarm(decision, (decision.session,))
             elif (older := sessions.get(decision.session)) is not None:
                 world.tell("lighthouse", "ends the older session", older.number, "of", decision.replica_id)
                 self._end(older)
         self._arm()
+
+    def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if (session := self.sessions.get(number)) is not None:
+                hear = session.replica.hear_lost
+                self._world.send_down(session, hear, session, decision.quorum_id, decision.replica_id)
 
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
