@@ -23,18 +23,23 @@ __all__ = [
     "CoordinationError",
     "DivergenceError",
     "FaultToleranceError",
+    "GangError",
     "GroupLostError",
+    "InvalidOperationError",
     "MaxRetriesError",
     "MemberLostError",
     "NotSupportedError",
     "PeerLostError",
+    "PlainDataError",
     "ProcessGroupAbortedError",
     "ProcessGroupError",
     "ProcessGroupNotConfiguredError",
     "QuorumTimeoutError",
     "ShutdownError",
+    "StaleGangError",
     "StepLostError",
     "SubprocessLostError",
+    "TopologyError",
 ]
 
 
@@ -153,12 +158,32 @@ class PeerLostError(ProcessGroupError):
         return f"{_ranks(self.lost)} closed the connection; {_waiting(self.waiting)}"
 
 
+class GangError(FaultToleranceError):
+    """The members of a gang could not communicate; the cause says why."""
+
+
+class StaleGangError(GangError):
+    """A gang was used whose members have met anew since it was made; derive it again from its parent."""
+
+
+class TopologyError(FaultToleranceError, ValueError):
+    """The size of a gang does not factor as a topology wants it; says which sizes would do."""
+
+
+class InvalidOperationError(FaultToleranceError):
+    """What was asked for was done already, or comes too late."""
+
+
 class CheckpointError(FaultToleranceError):
     """State could not be sent or fetched; another source or a later quorum may succeed."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
     """State is of a type that cannot be transferred, or what arrived is corrupt."""
+
+
+class PlainDataError(ValueError):
+    """A value is none that travels, or what came is none; names the part, its type and what to pass."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from torchft_like.dtypes import DTYPE_OF, NAME_OF, is_numpy_number, numpy_dtype
 from torchft_like.errors import CheckpointFormatError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | None"
@@ -36,21 +37,6 @@ ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, "
     "torch.dtype, torch.device, plain dense tensors, numpy arrays and scalars of numbers"
 )
-
-# fmt: off
-_DTYPE_LIST = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-    torch.bool,
-    torch.complex128, torch.complex64, torch.complex32,
-)
-# fmt: on
-_DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_LIST}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
 
 def flatten_state(state: object) -> tuple[Json, list[torch.Tensor]]:
@@ -220,13 +206,13 @@ _ENCODERS: Mapping[type, Callable[..., Json]] = {
 
 
 def _dtype_name(dtype: torch.dtype, path: Path) -> str:
-    if dtype not in _NAMES:
+    if dtype not in NAME_OF:
         raise CheckpointFormatError(f"{_show(path)} has dtype {dtype}, which does not travel")
-    return _NAMES[dtype]
+    return NAME_OF[dtype]
 
 
 def _numpy_dtype_name(dtype: np.dtype, path: Path) -> str:
-    if not _NUMPY_DTYPE.fullmatch(dtype.str):
+    if not is_numpy_number(dtype.str):
         raise CheckpointFormatError(f"{_show(path)} has numpy dtype {dtype}; only numbers travel")
     return dtype.str
 
@@ -333,8 +319,8 @@ def _decode_size(_: _Unflattener, __: int, shape: list[object]) -> torch.Size:
 
 
 def _decode_dtype(_: _Unflattener, __: int, name: str) -> torch.dtype:
-    _require(name in _DTYPES, f"dtype {name!r:.80} is unknown")
-    return _DTYPES[name]
+    _require(name in DTYPE_OF, f"dtype {name!r:.80} is unknown")
+    return DTYPE_OF[name]
 
 
 def _decode_device(_: _Unflattener, __: int, name: str) -> torch.device:
@@ -410,12 +396,11 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(dim, 1) for dim in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _numpy_dtype(name: str) -> np.dtype:
-    _require(_NUMPY_DTYPE.fullmatch(name) is not None, f"numpy dtype {name!r:.80} is not of a number")
+def _numpy_dtype(code: str) -> np.dtype:
     try:
-        return np.dtype(name)
-    except TypeError as error:
-        raise _malformed(f"numpy dtype {name!r} is unknown") from error
+        return numpy_dtype(code)
+    except ValueError as error:
+        raise _malformed(str(error)) from error
 
 
 def _doubles(text: str, count: int) -> tuple[float, ...]:

@@ -1,0 +1,48 @@
+"""The types of the numbers that travel between processes: torch's by name, numpy's by its own code.
+
+Shared by everything that writes tensors or arrays down as bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+# The order is part of the wire format: what is new goes to the end.
+# fmt: off
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool,
+    torch.complex128, torch.complex64, torch.complex32,
+)
+# fmt: on
+NAME_OF: Mapping[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+DTYPE_OF: Mapping[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
+
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
+
+
+def is_numpy_number(code: str) -> bool:
+    """Whether the code (`<f4`) is that of a number, and so of no object, string, date or record."""
+    return _NUMPY_DTYPE.fullmatch(code) is not None
+
+
+def numpy_dtype(code: str) -> np.dtype:
+    """The dtype of a code.
+
+    Raises:
+        ValueError: it is not the code of a number, or numpy has none of that size.
+    """
+    if not is_numpy_number(code):
+        raise ValueError(f"numpy dtype {code!r:.80} is not of a number")
+    try:
+        return np.dtype(code)
+    except TypeError as error:
+        raise ValueError(f"numpy dtype {code!r} is unknown") from error

@@ -1,0 +1,298 @@
+"""A value from a structure and leaves."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchft_like.dtypes import DTYPES, numpy_dtype
+from torchft_like.errors import PlainDataError
+from torchft_like.plain_data.schema import (
+    ARRAY,
+    DEPTH_MAX,
+    DEVICES,
+    DIMENSIONS_MAX,
+    FLOAT,
+    HEAD,
+    INT,
+    LEAF_BYTES_MAX,
+    LEAVES_MAX,
+    LENGTH,
+    MAGIC,
+    SPEC,
+    Buffer,
+    TensorSpec,
+    frombuffer,
+    is_key,
+    name_of,
+)
+
+
+def tensor_specs(structure: bytes) -> list[TensorSpec]:
+    """What tensors belong to a structure, in their order.
+
+    Raises:
+        PlainDataError: these are not the bytes of a structure.
+    """
+    try:
+        return _read_specs(structure)[0]
+    except _FOREIGN as error:
+        raise _foreign(error) from error
+
+
+def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
+    """The value that `disassemble` took apart, on the memory of `tensors`, on whatever device they are.
+
+    Raises:
+        PlainDataError: these are not the bytes of a structure, or the tensors are not those it speaks of.
+    """
+    try:
+        specs, start = _read_specs(structure)
+        _require_same(specs, tensors)
+        return _read_value(structure, start, _Tensors(tensors))
+    except _FOREIGN as error:
+        raise _foreign(error) from error
+
+
+def assemble_copies(structure: bytes, leaves: Sequence[Buffer]) -> object:
+    """The value that `dissect` took apart, from the bytes of its leaves; shares no memory with them.
+
+    Raises:
+        PlainDataError: these are not the bytes of a structure, or the leaves are not those it speaks of.
+    """
+    try:
+        specs, start = _read_specs(structure)
+        if [spec.nbytes for spec in specs] != [len(leaf) for leaf in leaves]:
+            raise ValueError("the leaves are not as long as the structure says")
+        return _read_value(structure, start, _Copies(specs, leaves))
+    except _FOREIGN as error:
+        raise _foreign(error) from error
+
+
+# What reading foreign bytes may raise: turned into a PlainDataError at the door.
+_FOREIGN = (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError, OverflowError, RuntimeError)
+
+
+def _foreign(error: Exception) -> PlainDataError:
+    return PlainDataError(f"what came is no plain data ({error}): do both sides run the same version?")
+
+
+def _read_specs(structure: bytes) -> tuple[list[TensorSpec], int]:
+    """The specs, and where the value begins."""
+    if len(structure) < HEAD.size:
+        raise ValueError(f"it ends after {len(structure)} bytes")
+    magic, count = HEAD.unpack_from(structure)
+    if magic != MAGIC:
+        raise ValueError("it does not begin like it")
+    if count > min(LEAVES_MAX, len(structure) // SPEC.size):
+        raise ValueError(f"{count} tensors in {len(structure)} bytes")
+    at, specs, nbytes = HEAD.size, [], 0
+    for _ in range(count):
+        spec, at = _read_spec(structure, at)
+        nbytes += spec.nbytes
+        specs.append(spec)
+    if nbytes > LEAF_BYTES_MAX:
+        raise ValueError(f"it speaks of {nbytes} bytes of tensors")
+    return specs, at
+
+
+def _read_spec(structure: bytes, at: int) -> tuple[TensorSpec, int]:
+    dtype, device, dimensions = SPEC.unpack_from(structure, at)
+    shape, at = _read_shape(structure, at + SPEC.size, dimensions)
+    return TensorSpec(DTYPES[dtype], shape, DEVICES[device]), at
+
+
+def _read_shape(structure: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...], int]:
+    if dimensions > DIMENSIONS_MAX:
+        raise ValueError(f"a shape has {dimensions} dimensions")
+    shape = struct.unpack_from(f"<{dimensions}Q", structure, at)
+    if math.prod(max(size, 1) for size in shape) > LEAF_BYTES_MAX:
+        raise ValueError(f"a tensor has the shape {shape}")
+    return shape, at + 8 * dimensions
+
+
+def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
+    expected = [(spec.dtype, spec.shape) for spec in specs]
+    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    if expected != found:
+        raise ValueError(f"the structure speaks of the tensors {expected}, and these came: {found}")
+
+
+class _Leaves(Protocol):
+    """The leaves of a message by number, as memory that the value may keep."""
+
+    count: int
+
+    def tensor(self, index: int) -> Tensor: ...
+    def array_memory(self, index: int) -> Buffer: ...
+    def data(self, index: int) -> bytes: ...
+
+
+class _Tensors:
+    """Leaves that came as tensors, which the value takes over."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.count = len(tensors)
+        self._tensors = tensors
+
+    def tensor(self, index: int) -> Tensor:
+        return self._tensors[index]
+
+    def array_memory(self, index: int) -> Buffer:
+        if (tensor := self._tensors[index]).dtype is not torch.uint8:
+            raise ValueError("an array is not in a tensor of bytes")
+        return tensor.detach().cpu().contiguous().numpy().reshape(-1).data
+
+    def data(self, index: int) -> bytes:
+        return bytes(self.array_memory(index))
+
+
+class _Copies:
+    """Leaves that are somebody else's memory, each copied once."""
+
+    def __init__(self, specs: Sequence[TensorSpec], leaves: Sequence[Buffer]) -> None:
+        self.count = len(leaves)
+        self._specs = specs
+        self._leaves = leaves
+
+    def tensor(self, index: int) -> Tensor:
+        spec = self._specs[index]
+        return frombuffer(bytearray(self._leaves[index]), spec.dtype, spec.shape)
+
+    def array_memory(self, index: int) -> Buffer:
+        return bytearray(self._leaves[index])
+
+    def data(self, index: int) -> bytes:
+        return bytes(self._leaves[index])
+
+
+class _Cursor:
+    """How far the structure was read."""
+
+    __slots__ = ("at", "data", "leaf", "leaves")
+
+    def __init__(self, data: bytes, at: int, leaves: _Leaves) -> None:
+        self.data = data
+        self.at = at
+        self.leaves = leaves
+        self.leaf = 0
+
+    def take(self) -> bytes:
+        """As many bytes as the length at the cursor says."""
+        start = self.at + 5
+        end = start + LENGTH.unpack_from(self.data, self.at)[1]
+        if end > len(self.data):
+            raise ValueError("a length goes beyond the end")
+        self.at = end
+        return self.data[start:end]
+
+    def count(self) -> int:
+        """How many values follow; each takes a byte at least."""
+        count = int(LENGTH.unpack_from(self.data, self.at)[1])
+        self.at += 5
+        if count > len(self.data) - self.at:
+            raise ValueError("a count goes beyond the end")
+        return count
+
+    def next_leaf(self) -> int:
+        index = self.leaf
+        if index == self.leaves.count:
+            raise ValueError("a tensor is missing")
+        self.at += 1
+        self.leaf = index + 1
+        return index
+
+
+def _read_value(structure: bytes, start: int, leaves: _Leaves) -> object:
+    cursor = _Cursor(structure, start, leaves)
+    value = _READERS[structure[start]](cursor, 0)
+    if cursor.at != len(structure) or cursor.leaf != leaves.count:
+        raise ValueError("it goes on after its end")
+    return value
+
+
+def _read_none(cursor: _Cursor, _: int) -> None:
+    cursor.at += 1
+
+
+def _read_true(cursor: _Cursor, _: int) -> bool:
+    cursor.at += 1
+    return True
+
+
+def _read_false(cursor: _Cursor, _: int) -> bool:
+    cursor.at += 1
+    return False
+
+
+def _read_int(cursor: _Cursor, _: int) -> int:
+    value: int = INT.unpack_from(cursor.data, cursor.at)[1]
+    cursor.at += 9
+    return value
+
+
+def _read_float(cursor: _Cursor, _: int) -> float:
+    value: float = FLOAT.unpack_from(cursor.data, cursor.at)[1]
+    cursor.at += 9
+    return value
+
+
+def _read_list(cursor: _Cursor, depth: int) -> list[object]:
+    if depth == DEPTH_MAX:
+        raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
+    data, readers, depth = cursor.data, _READERS, depth + 1
+    return [readers[data[cursor.at]](cursor, depth) for _ in range(cursor.count())]
+
+
+def _read_dict(cursor: _Cursor, depth: int) -> dict[object, object]:
+    if depth == DEPTH_MAX:
+        raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
+    data, readers, depth = cursor.data, _READERS, depth + 1
+    found: dict[object, object] = {}
+    count = cursor.count()
+    for _ in range(count):
+        key = readers[data[cursor.at]](cursor, depth)
+        if type(key) is not str and not is_key(key):
+            raise ValueError(f"a key is a {name_of(key)}")
+        found[key] = readers[data[cursor.at]](cursor, depth)
+    if len(found) != count:
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _read_array(cursor: _Cursor, _: int) -> np.ndarray:
+    index = cursor.next_leaf()
+    length, dimensions, _unused = ARRAY.unpack_from(cursor.data, cursor.at)
+    start = cursor.at + ARRAY.size
+    dtype = numpy_dtype(cursor.data[start : start + length].decode("ascii"))
+    shape, cursor.at = _read_shape(cursor.data, start + length, dimensions)
+    memory = cursor.leaves.array_memory(index)
+    if math.prod(shape) * dtype.itemsize != len(memory):
+        raise ValueError("an array is not as large as its memory")
+    return np.ndarray(shape, dtype, memory)
+
+
+# By tag.
+_READERS: tuple[Callable[[_Cursor, int], object], ...] = (
+    _read_none,
+    _read_true,
+    _read_false,
+    _read_int,
+    lambda cursor, _: int.from_bytes(cursor.take(), "little", signed=True),
+    _read_float,
+    lambda cursor, _: cursor.take().decode("utf-8", "surrogatepass"),
+    lambda cursor, _: cursor.take(),
+    _read_list,
+    lambda cursor, depth: tuple(_read_list(cursor, depth)),
+    _read_dict,
+    lambda cursor, _: cursor.leaves.data(cursor.next_leaf()).decode("utf-8", "surrogatepass"),
+    lambda cursor, _: cursor.leaves.data(cursor.next_leaf()),
+    lambda cursor, _: cursor.leaves.tensor(cursor.next_leaf()),
+    _read_array,
+)
