@@ -12,11 +12,14 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
 from torchft_like.futures import future_wait
+from torchft_like.process_group.work import DoneWork, GroupWork, Issuer
 
 Report = Callable[[Exception], object]
 
+_SETTLED = DoneWork([])
 
-class ManagedWork(Work):
+
+class ManagedWork(GroupWork):
     """A collective of a step: never fails; after an error the tensor is undefined and the step lost.
 
     `work` is followed up (an average divided, an error reported) once, by whoever comes first: the
@@ -25,19 +28,26 @@ class ManagedWork(Work):
     there unless it was asked for.
 
     Args:
-        work: the collective of the backend; None if there is nothing to wait for.
+        work: the collective of the backend.
+        issuer: of the work, if it has one, see `Issued`.
         tensor: its result.
         divide_by: for an average, which the backend only added up.
         report: told of an error.
     """
 
-    _future: Future[Any] | None = None
+    _settled_future: Future[Any] | None = None
+    _is_issued = True
 
     def __init__(
-        self, work: Work | None, tensor: torch.Tensor, divide_by: int | None, report: Report
+        self, work: Work, issuer: Issuer | None, tensor: torch.Tensor, divide_by: int | None, report: Report
     ) -> None:
         Work.__init__(self)
         self._work = work
+        if issuer is not None:
+            self._issuer = issuer
+            issuer.operations.add(self)
+        else:
+            self._is_issued = False
         self._tensor = tensor
         self._divide_by = divide_by
         self._report = report
@@ -47,7 +57,7 @@ class ManagedWork(Work):
     @classmethod
     def finished(cls, tensor: torch.Tensor) -> Self:
         """One that is done already."""
-        return cls(None, tensor, None, lambda _: None)
+        return cls(_SETTLED, None, tensor, None, lambda _: None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
@@ -57,11 +67,11 @@ class ManagedWork(Work):
         """
         if timeout:  # C++ passes zero for none
             self._wait_for(timeout)
-        elif self._future is not None:
-            self._future.wait()
-        elif (work := self._work) is not None:
+        elif self._settled_future is not None:
+            self._settled_future.wait()
+        elif self._work is not _SETTLED:
             try:
-                work.wait()
+                GroupWork.wait(self) if self._is_issued else self._work.wait()
             except Exception as error:  # noqa: BLE001 - see `_settle`
                 self._fail(error)
             else:
@@ -70,18 +80,21 @@ class ManagedWork(Work):
 
     def get_future(self) -> Future[Any]:
         """Completes with the tensor."""
-        if self._future is None:
-            work = self._work
-            self._future = self._completed() if work is None else work.get_future().then(self._finish)
-        return self._future
+        if self._settled_future is None:
+            if self._work is _SETTLED:
+                self._settled_future = self._completed()
+            else:
+                future = GroupWork.get_future(self) if self._is_issued else self._work.get_future()
+                self._settled_future = future.then(self._finish)
+        return self._settled_future
 
     def is_completed(self) -> bool:
         """Whether the result is there."""
-        if self._future is not None:
-            return self._future.done()
-        if (work := self._work) is not None and work.is_completed():
-            self._settle(work.wait)
-        return self._work is None
+        if self._settled_future is not None:
+            return self._settled_future.done()
+        if self._work is not _SETTLED and self._work.is_completed():
+            self._settle(self._wait_for_work)
+        return self._work is _SETTLED
 
     def is_success(self) -> bool:
         """Errors have gone to the Manager."""
@@ -90,6 +103,9 @@ class ManagedWork(Work):
     def _outcome(self) -> Any:
         """What the future carries."""
         return self._tensor
+
+    def _wait_for_work(self) -> None:
+        GroupWork.wait(self) if self._is_issued else self._work.wait()
 
     def _wait_for(self, timeout: timedelta) -> None:
         future_wait(self.get_future(), timeout)
@@ -115,14 +131,14 @@ class ManagedWork(Work):
     def _succeed(self) -> None:
         if self._divide_by is not None:
             with _dividing:
-                if self._work is not None:
+                if self._work is not _SETTLED:
                     self._tensor.div_(self._divide_by)
-                    self._work = None
-        self._work = None
+                    self._work = _SETTLED
+        self._work = _SETTLED
 
     def _fail(self, error: Exception) -> None:
         self._report(error)
-        self._work = None
+        self._work = _SETTLED
 
 
 class ManagedGroupWork(ManagedWork):

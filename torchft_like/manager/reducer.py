@@ -50,11 +50,11 @@ class Reducer:
         quorum_id = protocol.quorum_id
         divide_by = protocol.num_participants if is_average else None
         try:
-            work = group.pg.allreduce([tensor], options)
+            work, issuer = group.pg.issue_allreduce([tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
             group.fail(quorum_id, error)
             return kind.finished(tensor)
-        result = kind(work, tensor, divide_by, partial(group.fail, quorum_id))
+        result = kind(work, issuer, tensor, divide_by, partial(group.fail, quorum_id))
         attempt.pending_collectives.append(result)
         return result
 

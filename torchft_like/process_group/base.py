@@ -16,12 +16,13 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
+from torchft_like.process_group.work import Issued
 
 
 class About(TypedDict, total=False):
@@ -114,6 +115,10 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """What the group is called in messages and registrations."""
         raise NotImplementedError
+
+    def issue_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Issued:
+        """`allreduce` for a caller who makes a handle of his own: one around another costs too much."""
+        return self.allreduce(tensors, options), None
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Carry out one collective; None only for those that block."""

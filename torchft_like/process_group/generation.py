@@ -34,7 +34,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork
+from torchft_like.process_group.work import ExplainedWork, GroupWork, Issued, PointToPointWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
 
@@ -179,18 +179,29 @@ class Generation:
         Raises:
             ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
         """
+        work = self._start(collective, args, kwargs)
+        return None if work is None else self.handle(collective, work)
+
+    def issue(self, collective: Collective, *args: Any) -> Issued:
+        """As `run`, for a caller who makes the handle."""
+        work = self._start(collective, args, {})
+        if isinstance(work, ExplainedWork):
+            work.explain = self.explain
+            return work, None
+        return work, self  # type: ignore[return-value] # those that block, and have none, are not issued
+
+    def _start(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if (methods := self._methods) is None:
             raise self._unusable()
         if (name := collective.name) not in methods:
             raise NotImplementedError(f"the backend has no {name}")
         try:
             # The bound method is in no variable: an error that somebody keeps must not keep the backend.
-            work = methods[name](*args, **kwargs)
+            return methods[name](*args, **kwargs)
         except RuntimeError as error:
             if self.abort_signal.reason is not None:
                 raise self._aborted() from error
             raise
-        return None if work is None else self.handle(collective, work)
 
     def handle(self, collective: Collective, work: Work) -> Work:
         """What the caller gets for a work of the backend."""

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
@@ -37,6 +37,14 @@ ISSUED_MIN = 128
 Explain = Callable[[Exception], Exception | None]
 
 
+class Operation(Protocol):
+    """What somebody holds and may wait for."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the backend is done with it."""
+
+
 class Operations:
     """Those of one generation of a group."""
 
@@ -44,11 +52,11 @@ class Operations:
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
         self._waiting = 0
-        self._issued: list[weakref.ref[Work]] = []
+        self._issued: list[weakref.ref[Operation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Operation) -> None:
         """From now on somebody who holds `work` may come and wait for it."""
         self._issued.append(weakref.ref(work))  # no lock: every operation comes here, and this is one step
         if len(self._issued) > self._issued_max:
@@ -138,10 +146,10 @@ class Operations:
             own.set_result(value)
 
 
-def _is_open(entry: weakref.ref[Work]) -> bool:
+def _is_open(entry: weakref.ref[Operation]) -> bool:
     """Whether somebody holds the work, and it is not done."""
     work = entry()
-    return work is not None and not work.is_completed()
+    return work is not None and not work.is_done
 
 
 def _is_over(work: Work, deadline: float) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import socket
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -28,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lighthouse.address import LOOPBACK, Address, local_host_towards
-from torchft_like.errors import AddressError, NotSupportedError
+from lighthouse.address import Address
+from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.served_store import own_host, serve_store
 from torchft_like.process_group.store import StoreAddress, parse_store_address
 
 
@@ -117,30 +117,11 @@ def _meeting_place(store: Store, rank: int, timeout: timedelta) -> Iterator[Stor
 
 @contextlib.contextmanager
 def _served_store(timeout: timedelta) -> Iterator[Address]:
-    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it brings gRPC, which nothing else here needs
-
-    listener = listen_tcp(Address(_own_host(), 0))
-    host, port = listener.getsockname()[:2]
-    server = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    server, address = serve_store(own_host(), timeout)
     try:
-        yield Address(host, port)
+        yield address
     finally:
         del server  # whoever keeps an error keeps this frame: let that not keep the server
-
-
-def _own_host() -> str:
-    """Where others reach this host, as Gloo decides it: the address of its name, if it has one."""
-    try:
-        return local_host_towards(socket.gethostname())
-    except AddressError:
-        return LOOPBACK
 
 
 def _server_of(store: Store) -> Address | None:

@@ -75,6 +75,11 @@ class GroupWork(Work):
     def _wait_for_backend(self, timeout: timedelta | None) -> bool:
         return self._issuer.operations.wait(self._work, timeout)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the backend is done with it."""
+        return self._work.is_completed()
+
     def get_future(self) -> Future[Any]:
         """Completes with the list of output tensors."""
         if self._future is None:
@@ -111,6 +116,10 @@ class GroupWork(Work):
     def block_current_stream(self) -> None:
         """Make the current stream wait, without the thread."""
         self._work.block_current_stream()
+
+
+# A work, and who issued it; nobody, where its every wait ends by itself and tells errors in the right words.
+Issued = tuple[Work, Issuer | None]
 
 
 class PointToPointWork(GroupWork):

@@ -13,16 +13,18 @@ from datetime import timedelta
 from typing import Any, Unpack
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
-from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.collectives import BY_NAME, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, parse_store_address
+from torchft_like.process_group.work import Issued
 
 SHUTDOWN_SECONDS = 10.0
+ALLREDUCE = BY_NAME["allreduce"]
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -213,6 +215,12 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         if (generation := self._generation) is None:
             generation = self._current()
         return generation.run(collective, args, kwargs)
+
+    def issue_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Issued:
+        """See ProcessGroup.issue_allreduce."""
+        if (generation := self._generation) is None:
+            generation = self._current()
+        return generation.issue(ALLREDUCE, tensors, options)
 
     def _current(self) -> Generation:
         if (generation := self._generation) is None:

@@ -89,7 +89,7 @@ class TestManagedWork:
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
         for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
             tensor, work = torch.full((3,), 6.0), FutureWork()
-            result = ManagedWork(work, tensor, 3, unexpected)
+            result = ManagedWork(work, None, tensor, 3, unexpected)
             assert not result.is_completed()
             work.future.set_result([tensor])
             assert ask(result) is not False
@@ -100,7 +100,7 @@ class TestManagedWork:
 
     def test_a_future_asked_for_before_the_result_is_there_carries_the_average(self) -> None:
         tensor, work = torch.full((3,), 6.0), FutureWork()
-        result = ManagedWork(work, tensor, 3, unexpected)
+        result = ManagedWork(work, None, tensor, 3, unexpected)
         future = result.get_future()
         work.future.set_result([tensor])
         assert future.wait().tolist() == [2.0, 2.0, 2.0]
@@ -112,7 +112,7 @@ class TestManagedWork:
         self, ask: Callable[[ManagedWork], object]
     ) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = ManagedWork(work, tensor, 2, errors.append)
+        result = ManagedWork(work, None, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
         ask(result)
         assert result.wait()
@@ -124,15 +124,15 @@ class TestManagedWork:
         work = FutureWork()
         work.get_future = unexpected  # type: ignore[method-assign,assignment]
         work.future.set_result([torch.ones(1)])
-        assert ManagedWork(work, torch.ones(1), 2, unexpected).wait()
+        assert ManagedWork(work, None, torch.ones(1), 2, unexpected).wait()
 
     def test_a_wait_can_be_bounded(self) -> None:
         with pytest.raises(TimeoutError):
-            ManagedWork(FutureWork(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
+            ManagedWork(FutureWork(), None, torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
 
     def test_a_wait_of_a_groups_work_that_ends_too_early_loses_the_step(self) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = ManagedGroupWork(work, tensor, None, errors.append)
+        result = ManagedGroupWork(work, None, tensor, None, errors.append)
         assert not result.is_success()
         assert result.wait(timedelta(milliseconds=10))
         assert isinstance(errors[0], TimeoutError)

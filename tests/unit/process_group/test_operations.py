@@ -32,6 +32,10 @@ class SlowWork(Work):
     def is_completed(self) -> bool:
         return self.done.is_set()
 
+    @property
+    def is_done(self) -> bool:
+        return self.is_completed()
+
 
 def future() -> torch.futures.Future[list[torch.Tensor]]:
     return torch.futures.Future()

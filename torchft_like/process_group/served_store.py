@@ -1,0 +1,48 @@
+"""A TCPStore of our own, for members to meet in, and the address at which they reach it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from lighthouse.address import LOOPBACK, Address, local_host_towards
+from torchft_like.errors import AddressError
+
+
+def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
+    """A store on a free port of `host`, served until the last reference to it is gone.
+
+    Raises:
+        BindError: `host` is not of this machine.
+    """
+    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it brings gRPC, which nothing else here needs
+
+    # A listener of ours sees the addresses of one family: about others torch's own asks the name server.
+    listener = listen_tcp(Address(host, 0))
+    port = listener.getsockname()[1]
+    server = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    return server, Address(host, port)
+
+
+def own_host(towards: Address | None = None) -> str:
+    """Where others reach this host.
+
+    Args:
+        towards: the interface that leads there is theirs, too; if not known, the address of the host's
+            name decides, as it does for Gloo.
+    """
+    try:
+        if towards is not None:
+            return local_host_towards(towards.host, towards.port)
+        return local_host_towards(socket.gethostname())
+    except AddressError:
+        return LOOPBACK
