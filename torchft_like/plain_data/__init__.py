@@ -16,7 +16,7 @@ of who sends what to whom.
 """
 
 from torchft_like.errors import PlainDataError
-from torchft_like.plain_data.reading import assemble, assemble_copies, tensor_specs
+from torchft_like.plain_data.reading import LeafSource, assemble, assemble_from, tensor_specs
 from torchft_like.plain_data.schema import ALLOWED, Buffer, Leaf, Message, TensorSpec
 from torchft_like.plain_data.writing import disassemble, dissect
 
@@ -24,11 +24,12 @@ __all__ = [
     "ALLOWED",
     "Buffer",
     "Leaf",
+    "LeafSource",
     "Message",
     "PlainDataError",
     "TensorSpec",
     "assemble",
-    "assemble_copies",
+    "assemble_from",
     "disassemble",
     "dissect",
     "tensor_specs",

@@ -28,10 +28,22 @@ from torchft_like.plain_data.schema import (
     SPEC,
     Buffer,
     TensorSpec,
-    frombuffer,
     is_key,
     name_of,
 )
+
+
+class LeafSource(Protocol):
+    """Where the leaves of a message come from, in their order; what it gives belongs to the value."""
+
+    def tensor(self, spec: TensorSpec, /) -> Tensor:
+        """The next leaf, which is a tensor."""
+
+    def memory(self, nbytes: int, /) -> Buffer:
+        """The next leaf, for an array: writable memory of this size."""
+
+    def data(self, nbytes: int, /) -> bytes:
+        """The next leaf, which is bytes."""
 
 
 def tensor_specs(structure: bytes) -> list[TensorSpec]:
@@ -55,22 +67,20 @@ def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
     try:
         specs, start = _read_specs(structure)
         _require_same(specs, tensors)
-        return _read_value(structure, start, _Tensors(tensors))
+        return _read_value(structure, start, specs, _Tensors(tensors))
     except _FOREIGN as error:
         raise _foreign(error) from error
 
 
-def assemble_copies(structure: bytes, leaves: Sequence[Buffer]) -> object:
-    """The value that `dissect` took apart, from the bytes of its leaves; shares no memory with them.
+def assemble_from(structure: bytes, leaves: LeafSource) -> object:
+    """The value that `dissect` took apart; its leaves are fetched while it is read, each once, in order.
 
     Raises:
-        PlainDataError: these are not the bytes of a structure, or the leaves are not those it speaks of.
+        PlainDataError: these are not the bytes of a structure.
     """
     try:
         specs, start = _read_specs(structure)
-        if [spec.nbytes for spec in specs] != [len(leaf) for leaf in leaves]:
-            raise ValueError("the leaves are not as long as the structure says")
-        return _read_value(structure, start, _Copies(specs, leaves))
+        return _read_value(structure, start, specs, leaves)
     except _FOREIGN as error:
         raise _foreign(error) from error
 
@@ -124,62 +134,34 @@ def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Non
         raise ValueError(f"the structure speaks of the tensors {expected}, and these came: {found}")
 
 
-class _Leaves(Protocol):
-    """The leaves of a message by number, as memory that the value may keep."""
-
-    count: int
-
-    def tensor(self, index: int) -> Tensor: ...
-    def array_memory(self, index: int) -> Buffer: ...
-    def data(self, index: int) -> bytes: ...
-
-
 class _Tensors:
     """Leaves that came as tensors, which the value takes over."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.count = len(tensors)
-        self._tensors = tensors
+        self._next = iter(tensors)
 
-    def tensor(self, index: int) -> Tensor:
-        return self._tensors[index]
+    def tensor(self, _: TensorSpec) -> Tensor:
+        return next(self._next)
 
-    def array_memory(self, index: int) -> Buffer:
-        if (tensor := self._tensors[index]).dtype is not torch.uint8:
+    def memory(self, _: int) -> Buffer:
+        tensor = next(self._next)
+        if tensor.dtype is not torch.uint8:
             raise ValueError("an array is not in a tensor of bytes")
         return tensor.detach().cpu().contiguous().numpy().reshape(-1).data
 
-    def data(self, index: int) -> bytes:
-        return bytes(self.array_memory(index))
-
-
-class _Copies:
-    """Leaves that are somebody else's memory, each copied once."""
-
-    def __init__(self, specs: Sequence[TensorSpec], leaves: Sequence[Buffer]) -> None:
-        self.count = len(leaves)
-        self._specs = specs
-        self._leaves = leaves
-
-    def tensor(self, index: int) -> Tensor:
-        spec = self._specs[index]
-        return frombuffer(bytearray(self._leaves[index]), spec.dtype, spec.shape)
-
-    def array_memory(self, index: int) -> Buffer:
-        return bytearray(self._leaves[index])
-
-    def data(self, index: int) -> bytes:
-        return bytes(self._leaves[index])
+    def data(self, nbytes: int) -> bytes:
+        return bytes(self.memory(nbytes))
 
 
 class _Cursor:
     """How far the structure was read."""
 
-    __slots__ = ("at", "data", "leaf", "leaves")
+    __slots__ = ("at", "data", "leaf", "leaves", "specs")
 
-    def __init__(self, data: bytes, at: int, leaves: _Leaves) -> None:
+    def __init__(self, data: bytes, at: int, specs: Sequence[TensorSpec], leaves: LeafSource) -> None:
         self.data = data
         self.at = at
+        self.specs = specs
         self.leaves = leaves
         self.leaf = 0
 
@@ -200,19 +182,19 @@ class _Cursor:
             raise ValueError("a count goes beyond the end")
         return count
 
-    def next_leaf(self) -> int:
+    def next_leaf(self) -> TensorSpec:
         index = self.leaf
-        if index == self.leaves.count:
+        if index == len(self.specs):
             raise ValueError("a tensor is missing")
         self.at += 1
         self.leaf = index + 1
-        return index
+        return self.specs[index]
 
 
-def _read_value(structure: bytes, start: int, leaves: _Leaves) -> object:
-    cursor = _Cursor(structure, start, leaves)
+def _read_value(structure: bytes, start: int, specs: Sequence[TensorSpec], leaves: LeafSource) -> object:
+    cursor = _Cursor(structure, start, specs, leaves)
     value = _READERS[structure[start]](cursor, 0)
-    if cursor.at != len(structure) or cursor.leaf != leaves.count:
+    if cursor.at != len(structure) or cursor.leaf != len(specs):
         raise ValueError("it goes on after its end")
     return value
 
@@ -267,15 +249,14 @@ def _read_dict(cursor: _Cursor, depth: int) -> dict[object, object]:
 
 
 def _read_array(cursor: _Cursor, _: int) -> np.ndarray:
-    index = cursor.next_leaf()
+    nbytes = cursor.next_leaf().nbytes
     length, dimensions, _unused = ARRAY.unpack_from(cursor.data, cursor.at)
     start = cursor.at + ARRAY.size
     dtype = numpy_dtype(cursor.data[start : start + length].decode("ascii"))
     shape, cursor.at = _read_shape(cursor.data, start + length, dimensions)
-    memory = cursor.leaves.array_memory(index)
-    if math.prod(shape) * dtype.itemsize != len(memory):
+    if math.prod(shape) * dtype.itemsize != nbytes:
         raise ValueError("an array is not as large as its memory")
-    return np.ndarray(shape, dtype, memory)
+    return np.ndarray(shape, dtype, cursor.leaves.memory(nbytes))
 
 
 # By tag.
@@ -291,8 +272,8 @@ _READERS: tuple[Callable[[_Cursor, int], object], ...] = (
     _read_list,
     lambda cursor, depth: tuple(_read_list(cursor, depth)),
     _read_dict,
-    lambda cursor, _: cursor.leaves.data(cursor.next_leaf()).decode("utf-8", "surrogatepass"),
-    lambda cursor, _: cursor.leaves.data(cursor.next_leaf()),
+    lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes).decode("utf-8", "surrogatepass"),
+    lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes),
     lambda cursor, _: cursor.leaves.tensor(cursor.next_leaf()),
     _read_array,
 )
