@@ -165,7 +165,8 @@ class Nursery:
         with self._changed:
             if (server := self._server) is None or not server.ask_end(pid):
                 return "its fork server has ended"
-            self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX)
+            if not self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX):
+                server.is_given_up = True  # nobody shall wait for its forks
             return server.ends.get(pid, "its fork server has ended or does not answer")
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -378,6 +379,27 @@ def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
         with pytest.raises(ProcessGroupNotConfiguredError, match="fork server"):
             party.configure([group])
         group.set_timeout(timedelta(seconds=LIMIT_S))
+        party.configure([group])
+        group.allreduce([torch.ones(3)]).wait()
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
+def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party) -> None:
+    """The spare is taken before it is seen to be dead: nobody can say how it ended."""
+    (group,) = party.meet(1, baby)
+    assert nursery.wait_for_spare(LIMIT_S)
+    pids = nursery.pids()
+    server, spare = psutil.Process(pids["server"]), psutil.Process(pids["spare"])
+    server.send_signal(signal.SIGSTOP)
+    try:
+        spare.send_signal(signal.SIGSTOP)
+        configured = party.aside(party.configure, [group])
+        while nursery.pids().get("spare") == spare.pid:
+            time.sleep(0.01)
+        spare.kill()
+        with pytest.raises(ProcessGroupNotConfiguredError, match="has ended or does not answer"):
+            configured.result(LIMIT_S)
         party.configure([group])
         group.allreduce([torch.ones(3)]).wait()
     finally:
