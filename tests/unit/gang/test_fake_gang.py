@@ -1,0 +1,129 @@
+"""FakeGang: as if every member held the caller's tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchft_like.errors import NotSupportedError, PlainDataError
+from torchft_like.gang import FakeGang, ReduceOperation
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gang() -> FakeGang:
+    return FakeGang(CPU, rank=2, size=4)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ReduceOperation.SUM, [8.0, 12.0]),
+        (ReduceOperation.PRODUCT, [16.0, 81.0]),
+        (ReduceOperation.MEAN, [2.0, 3.0]),
+        (ReduceOperation.MIN, [2.0, 3.0]),
+        (ReduceOperation.MAX, [2.0, 3.0]),
+    ],
+)
+def test_a_reduction_is_that_of_size_equal_tensors(
+    gang: FakeGang, op: ReduceOperation, expected: list[float]
+) -> None:
+    tensor = torch.tensor([2.0, 3.0])
+    gang.all_reduce(tensor, op)
+    assert tensor.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint16, torch.uint32, torch.int64, torch.bfloat16, torch.complex64]
+)
+def test_a_sum_multiplies_by_the_size_whatever_the_dtype(gang: FakeGang, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([3, 1]).to(dtype)
+    gang.all_reduce(tensor, ReduceOperation.SUM)
+    assert tensor.tolist() == [12, 4]
+
+
+def test_a_sum_of_bools_is_one(gang: FakeGang) -> None:
+    tensor = torch.tensor([True, False])
+    gang.all_reduce(tensor, ReduceOperation.SUM)
+    assert tensor.tolist() == [True, False]
+
+
+def test_a_tensor_with_gaps_is_reduced_in_its_place(gang: FakeGang) -> None:
+    whole = torch.ones(3, 2)
+    gang.all_reduce(whole[:, 0], ReduceOperation.SUM)
+    assert whole.tolist() == [[4.0, 1.0]] * 3
+
+
+def test_a_mean_of_integers_is_refused(gang: FakeGang) -> None:
+    with pytest.raises(ValueError, match="floating point"):
+        gang.all_reduce(torch.tensor([1]), ReduceOperation.MEAN)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3), (8, 3)])
+def test_a_gather_repeats_the_callers_tensor_in_either_shape(gang: FakeGang, shape: tuple[int, ...]) -> None:
+    source, output = torch.arange(6.0).view(2, 3), torch.zeros(shape)
+    gang.all_gather(output, source)
+    assert torch.equal(output.view(4, 2, 3), source.expand(4, 2, 3))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2, 3), (24,), (4, 3, 2), (1, 4, 2, 3)])
+def test_an_output_of_another_shape_is_refused(gang: FakeGang, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"not \(4, 2, 3\) or \(8, 3\)"):
+        gang.all_gather(torch.zeros(shape), torch.zeros(2, 3))
+
+
+def test_a_gather_into_a_list_needs_one_tensor_for_every_member(gang: FakeGang) -> None:
+    outputs = [torch.zeros(2) for _ in range(4)]
+    gang.all_gather_to_list(outputs, torch.ones(2))
+    assert all(output.tolist() == [1.0, 1.0] for output in outputs)
+    with pytest.raises(ValueError, match="3 tensors for a gang of 4"):
+        gang.all_gather_to_list(outputs[:3], torch.ones(2))
+    with pytest.raises(ValueError, match=r"output_tensors\[3\] has the shape \(1,\)"):
+        gang.all_gather_to_list([*outputs[:3], torch.zeros(1)], torch.ones(2))
+
+
+@pytest.mark.parametrize("source", [-1, 4])
+def test_a_source_that_is_no_member_is_refused(gang: FakeGang, source: int) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 4\)"):
+        gang.broadcast(torch.ones(1), source)
+    with pytest.raises(ValueError, match=r"\[0, 4\)"):
+        gang.broadcast_objects([1], source)
+
+
+def test_objects_that_a_real_gang_refuses_are_refused(gang: FakeGang) -> None:
+    gang.broadcast_objects([{"a": [1, torch.ones(1)]}], source_rank=2)
+    gang.broadcast_objects([object()], source_rank=0)  # another's: this one is only a place for it
+    with pytest.raises(PlainDataError):
+        gang.broadcast_objects([object()], source_rank=2)
+
+
+def test_a_part_has_the_ranks_in_the_order_in_which_they_are_given(gang: FakeGang) -> None:
+    part = gang.create_gang([3, 2, 0])
+    assert part is not None
+    assert (part.rank, part.size) == (1, 3)
+    inner = part.create_gang([1])
+    assert inner is not None
+    assert (inner.rank, inner.size) == (0, 1)
+    assert gang.create_gang([0, 1]) is None
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 4], [-1]])
+def test_ranks_that_make_no_gang_are_refused(gang: FakeGang, ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        gang.create_gang(ranks)
+
+
+def test_parts_have_no_member_in_common(gang: FakeGang) -> None:
+    with pytest.raises(ValueError, match=r"\[1\] are in more than one"):
+        gang.split([[0, 1], [1, 2]])
+
+
+def test_there_is_no_process_group(gang: FakeGang) -> None:
+    with pytest.raises(NotSupportedError, match="ProcessGroupGang"):
+        gang.as_process_group()
+
+
+def test_a_rank_outside_of_the_gang_is_refused() -> None:
+    with pytest.raises(ValueError, match="gang of 2"):
+        FakeGang(CPU, rank=2, size=2)

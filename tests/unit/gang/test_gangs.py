@@ -1,0 +1,155 @@
+"""Gangs: how they are made of a root, closed, and found by those who were not handed them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from torchft_like.errors import TopologyError
+from torchft_like.gang import (
+    FakeGang,
+    Gang,
+    Gangs,
+    ReduceOperation,
+    create_fake_gangs,
+    create_fsdp_gangs,
+    create_parallel_gangs,
+    maybe_get_current_gangs,
+)
+
+CPU = torch.device("cpu")
+
+
+def fake_root(rank: int = 0, size: int = 8) -> FakeGang:
+    return FakeGang(CPU, rank=rank, size=size)
+
+
+def places(*gangs: Gang) -> list[tuple[int, int]]:
+    return [(gang.rank, gang.size) for gang in gangs]
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_a_root_of_eight_with_tensor_parallelism_over_two(rank: int) -> None:
+    gangs = create_parallel_gangs(fake_root(rank), tp_size=2)
+    assert places(gangs.root, gangs.tp, gangs.dp) == [(rank, 8), (rank % 2, 2), (rank // 2, 4)]
+    assert places(gangs.rdp, gangs.sdp, gangs.pp) == [(rank // 2, 4), (0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_a_data_parallel_gang_of_eight_on_nodes_of_four(rank: int) -> None:
+    gangs = create_parallel_gangs(fake_root(rank))
+    assert create_fsdp_gangs(gangs, intra_node_size=4) is gangs
+    assert places(gangs.sdp, gangs.rdp) == [(rank % 4, 4), (rank // 4, 2)]
+
+
+def test_without_a_node_size_all_data_parallel_processes_share_the_model() -> None:
+    gangs = create_fsdp_gangs(create_parallel_gangs(fake_root(3), tp_size=2))
+    assert gangs.sdp is gangs.dp
+    assert places(gangs.rdp) == [(0, 1)]
+
+
+def test_a_part_that_is_the_whole_is_the_whole_gang() -> None:
+    root = fake_root(3)
+    assert create_parallel_gangs(root, tp_size=1).dp is root
+    assert create_parallel_gangs(root, tp_size=8).tp is root
+    gangs = create_parallel_gangs(root)
+    assert create_fsdp_gangs(gangs, 8).sdp is gangs.dp
+    assert create_fsdp_gangs(gangs, 1).rdp is gangs.dp
+
+
+def test_sizes_that_do_not_factor_are_refused() -> None:
+    with pytest.raises(TopologyError, match="tp_size 3"):
+        create_parallel_gangs(fake_root(), tp_size=3)
+    with pytest.raises(ValueError, match="intra_node_size 3"):
+        create_fsdp_gangs(create_parallel_gangs(fake_root()), 3)
+
+
+def test_fake_gangs_are_of_one_process() -> None:
+    gangs = create_fake_gangs(CPU)
+    tensor = torch.tensor([gangs.root.rank + 5.0])
+    gangs.dp.all_reduce(tensor, ReduceOperation.SUM)
+    assert tensor.item() == 5.0
+    assert places(gangs.root, gangs.dp, gangs.rdp, gangs.sdp, gangs.tp, gangs.pp) == [(0, 1)] * 6
+
+
+class Recording:
+    """Stands for a gang; notes when it is closed."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self._name, self._closed = name, closed
+
+    def close(self) -> None:
+        self._closed.append(self._name)
+
+
+def test_closing_closes_every_gang_once_and_the_root_last() -> None:
+    closed: list[str] = []
+    root, dp, tp, one = (Recording(name, closed) for name in ("root", "dp", "tp", "one"))
+    gangs = Gangs(root=root, dp=dp, rdp=dp, sdp=one, tp=tp, pp=one)  # type: ignore[arg-type]
+    gangs.close()
+    assert sorted(closed) == ["dp", "one", "root", "tp"]
+    assert closed[-1] == "root"
+
+
+def test_the_current_gangs_are_those_of_the_innermost_block() -> None:
+    outer, inner = create_fake_gangs(CPU), create_fake_gangs(CPU)
+    assert maybe_get_current_gangs() is None
+    with outer as entered:
+        assert entered is outer
+        assert maybe_get_current_gangs() is outer
+        with inner, inner:
+            assert maybe_get_current_gangs() is inner
+        assert maybe_get_current_gangs() is outer
+    assert maybe_get_current_gangs() is None
+
+
+def test_an_error_ends_the_block_as_well() -> None:
+    with pytest.raises(KeyError), create_fake_gangs(CPU):
+        raise KeyError
+    assert maybe_get_current_gangs() is None
+
+
+def test_every_thread_has_its_own_current_gangs() -> None:
+    with create_fake_gangs(CPU), ThreadPoolExecutor(1) as aside:
+
+        def look() -> tuple[Gangs | None, bool, Gangs | None]:
+            before, own = maybe_get_current_gangs(), create_fake_gangs(CPU)
+            with own:
+                during = maybe_get_current_gangs() is own
+            return before, during, maybe_get_current_gangs()
+
+        assert aside.submit(look).result() == (None, True, None)
+        assert asyncio.run(asyncio.to_thread(maybe_get_current_gangs)) is None
+
+
+def test_tasks_of_one_thread_do_not_see_each_others() -> None:
+    async def use() -> bool:
+        own = create_fake_gangs(CPU)
+        with own:
+            await asyncio.sleep(0)
+            return maybe_get_current_gangs() is own
+
+    async def both() -> list[bool]:
+        return list(await asyncio.gather(use(), use()))
+
+    assert asyncio.run(both()) == [True, True]
+
+
+def test_blocks_in_generators_may_end_out_of_order() -> None:
+    first, second = create_fake_gangs(CPU), create_fake_gangs(CPU)
+
+    def use(gangs: Gangs) -> Iterator[None]:
+        with gangs:
+            yield
+
+    uses = [use(first), use(second)]
+    for each in uses:
+        next(each)
+    assert list(uses[0]) == []
+    assert maybe_get_current_gangs() is second
+    assert list(uses[1]) == []
+    assert maybe_get_current_gangs() is None

@@ -1,0 +1,458 @@
+"""ProcessGroupGang over real Gloo groups, whose members are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit.gang.conftest import CPU, Crew, MakeCrew
+from tests.unit.process_group.conftest import Party
+from torchft_like.errors import CollectiveMismatchError, NotSupportedError, PlainDataError
+from torchft_like.gang import (
+    GangError,
+    Gangs,
+    ProcessGroupGang,
+    ReduceOperation,
+    StaleGangError,
+    all_sum,
+    broadcast_flag,
+    create_fsdp_gangs,
+    create_parallel_gangs,
+)
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+)
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+WHOLES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
+COMPLEX = [torch.complex64, torch.complex128]
+OTHERS = [torch.bool, torch.uint64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_sum_of_all_ranks(crew: MakeCrew, size: int) -> None:
+    def act(gang: ProcessGroupGang) -> tuple[int, int, float]:
+        tensor = torch.tensor([float(gang.rank)])
+        gang.all_reduce(tensor, ReduceOperation.SUM)
+        gang.barrier()
+        return gang.rank, gang.size, tensor.item()
+
+    assert crew(size).together(act) == [(rank, size, sum(range(size))) for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS + WHOLES + COMPLEX, ids=str)
+def test_reductions_are_those_of_torch(crew: MakeCrew, dtype: torch.dtype) -> None:
+    whole = torch.tensor([[1, 2], [3, 4], [5, 6]]).to(dtype)  # a row for each rank
+
+    def act(gang: ProcessGroupGang) -> dict[ReduceOperation, Any]:
+        found: dict[ReduceOperation, Any] = {}
+        for op in ReduceOperation:
+            tensor = whole[gang.rank].clone()
+            try:
+                gang.all_reduce(tensor, op)
+            except ValueError as error:
+                found[op] = error
+            else:
+                found[op] = tensor.tolist()
+        return found
+
+    for found in crew(3).together(act):
+        assert found[ReduceOperation.SUM] == [9, 12]
+        if dtype.is_complex:
+            assert isinstance(found[ReduceOperation.MAX], ValueError)
+        else:
+            assert found[ReduceOperation.PRODUCT] == [15, 48]
+            assert found[ReduceOperation.MIN] == [1, 2]
+            assert found[ReduceOperation.MAX] == [5, 6]
+        if dtype.is_floating_point or dtype.is_complex:
+            assert found[ReduceOperation.MEAN] == [3, 4]
+        else:
+            assert isinstance(found[ReduceOperation.MEAN], ValueError)
+
+
+def test_reductions_of_bools_are_or_and_and(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> dict[ReduceOperation, list[bool]]:
+        found = {}
+        for op in set(ReduceOperation) - {ReduceOperation.MEAN}:
+            tensor = torch.tensor([True, gang.rank == 0, False])
+            gang.all_reduce(tensor, op)
+            found[op] = tensor.tolist()
+        return found
+
+    for found in crew(2).together(act):
+        assert found[ReduceOperation.SUM] == found[ReduceOperation.MAX] == [True, True, False]
+        assert found[ReduceOperation.PRODUCT] == found[ReduceOperation.MIN] == [True, False, False]
+
+
+@pytest.mark.parametrize("dtype", FLOATS + WHOLES + COMPLEX + OTHERS, ids=str)
+def test_every_dtype_is_broadcast_and_gathered(crew: MakeCrew, dtype: torch.dtype) -> None:
+    rows = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+
+    def act(gang: ProcessGroupGang) -> list[Any]:
+        tensor = rows[gang.rank].clone()
+        stacked, joined = torch.zeros(2, 2, dtype=dtype), torch.zeros(4, dtype=dtype)
+        listed = [torch.zeros(2, dtype=dtype) for _ in range(2)]
+        gang.all_gather(stacked, tensor)
+        gang.all_gather(joined, tensor)
+        gang.all_gather_to_list(listed, tensor)
+        gang.broadcast(tensor, source_rank=1)
+        return [x.tolist() for x in (stacked, joined.view(2, 2), torch.stack(listed), tensor)]
+
+    expected = rows.tolist()
+    assert crew(2).together(act) == [[expected] * 3 + [expected[1]]] * 2
+
+
+def test_tensors_with_gaps_without_dimensions_and_without_elements(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[Any]:
+        whole = torch.full((2, 3), float(gang.rank))
+        column = whole[:, 1]
+        gang.all_reduce(column, ReduceOperation.SUM)
+        gang.broadcast(whole.t()[0], source_rank=2)
+        scalars, rows = torch.zeros(3), torch.zeros(3, 2)
+        gang.all_gather(scalars, torch.tensor(float(gang.rank)))
+        gang.all_gather(rows, whole[:, 2])
+        empty = torch.zeros(0, 3)
+        gang.all_reduce(empty, ReduceOperation.SUM)
+        gang.broadcast(empty)
+        gang.all_gather(torch.zeros(3, 0, 3), empty)
+        parameter = torch.nn.Parameter(torch.ones(2))
+        gang.all_reduce(parameter, ReduceOperation.SUM)
+        return [whole.tolist(), scalars.tolist(), rows.tolist(), parameter.tolist()]
+
+    found = crew(3).together(act)
+    for rank in range(3):
+        assert found[rank] == [
+            [[2.0, 3.0, float(rank)]] * 2,
+            [0.0, 1.0, 2.0],
+            [[0.0] * 2, [1.0] * 2, [2.0] * 2],
+            [3.0, 3.0],
+        ]
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> None:
+    gang = crew(2).gangs[0]  # the other one never calls: whatever is sent would hang
+    rows = torch.zeros(3, 2)
+    for act in (
+        lambda: gang.broadcast(rows, 2),
+        lambda: gang.broadcast(rows, -1),
+        lambda: gang.broadcast_objects([1], 2),
+        lambda: gang.all_gather(torch.zeros(5, 2), rows),
+        lambda: gang.all_gather(torch.zeros(6, 2, dtype=torch.int32), rows),
+        lambda: gang.all_gather(torch.zeros(2, 6).t(), rows),
+        lambda: gang.all_gather_to_list([rows], rows),
+        lambda: gang.all_reduce(rows.long(), ReduceOperation.MEAN),
+        lambda: gang.all_reduce(rows, "sum"),  # type: ignore[arg-type]
+        lambda: gang.all_reduce(rows.to_sparse(), ReduceOperation.SUM),
+        lambda: gang.all_reduce(rows.to("meta"), ReduceOperation.SUM),
+        lambda: gang.create_gang([0, 2]),
+        lambda: gang.create_gang([0, 0]),
+        lambda: broadcast_flag(gang, True, source_rank=2),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            act()
+
+
+def test_a_tensor_of_another_shape_on_one_member_is_an_error_on_all_and_the_gang_goes_on(
+    crew: MakeCrew,
+) -> None:
+    gangs = crew(3, lambda: ProcessGroupGloo(30, check_collectives=True))
+
+    def act(gang: ProcessGroupGang) -> None:
+        gang.all_reduce(torch.ones(2 + (gang.rank == 1)), ReduceOperation.SUM)
+
+    for error in gangs.outcomes(act):
+        assert isinstance(error, GangError)
+        assert isinstance(error.__cause__, CollectiveMismatchError)
+    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [3] * 3
+
+
+# ------------------------------------------------------------------------------- objects
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_objects_of_the_source_replace_those_of_the_others(crew: MakeCrew, size: int) -> None:
+    source = size - 1
+    sent = [
+        {"a": [1, 2.5, None, True, "text", b"bytes"], ("b", 3): (torch.arange(3), torch.zeros(0, 2))},
+        np.arange(4, dtype=np.int16).reshape(2, 2),
+        torch.tensor(True),
+        torch.arange(6.0).view(2, 3).t(),
+    ]
+
+    def act(gang: ProcessGroupGang) -> list[Any]:
+        objects: list[Any] = list(sent) if gang.rank == source else [None] * len(sent)
+        gang.broadcast_objects(objects, source)
+        return objects
+
+    for first, array, flag, turned in crew(size).together(act):
+        assert first["a"] == sent[0]["a"]  # type: ignore[index]
+        assert torch.equal(first["b", 3][0], torch.arange(3))
+        assert first["b", 3][1].shape == (0, 2)
+        assert array.tolist() == [[0, 1], [2, 3]]
+        assert array.dtype == np.int16
+        assert flag.item() is True
+        assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
+
+
+def test_lists_of_unequal_length_are_an_error_on_every_member(crew: MakeCrew) -> None:
+    gangs = crew(3)
+    found = gangs.outcomes(lambda gang: gang.broadcast_objects([0] * (1 + (gang.rank == 1))))
+    assert [str(error) for error in found] == [
+        "the members' lists differ in length: rank 0: 1, rank 1: 2, rank 2: 1"
+    ] * 3
+    assert all(isinstance(error, ValueError) for error in found)
+    assert gangs.together(lambda gang: broadcast_flag(gang, gang.rank == 2, 2)) == [True] * 3
+
+
+def test_sources_that_differ_are_an_error_on_every_member(crew: MakeCrew) -> None:
+    found = crew(2).outcomes(lambda gang: gang.broadcast_objects([0], source_rank=gang.rank))
+    assert all(isinstance(error, ValueError) for error in found)
+
+
+def test_an_object_that_cannot_be_sent_is_an_error_on_every_member(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    found = gangs.outcomes(lambda gang: gang.broadcast_objects([lambda: None]))
+    assert [type(error) for error in found] == [PlainDataError, GangError]
+    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def test_a_flag_is_that_of_the_source(crew: MakeCrew) -> None:
+    gangs = crew(3)
+    assert gangs.together(lambda gang: broadcast_flag(gang, gang.rank == 1, 1)) == [True] * 3
+    assert gangs.together(lambda gang: broadcast_flag(gang, gang.rank == 1)) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.5, 2.0, 3.0], torch.tensor(6.5)),
+        ([1, 2, 3], torch.tensor(6)),
+        ([1, 2.5, -3], torch.tensor(0.5)),
+        ([2**53 + 1, 2**53 + 1, -1], torch.tensor(2**54 + 1)),
+        ([-(2**62), -(2**62), 5], torch.tensor(-(2**63) + 5)),
+        ([float("inf"), 1, 2], torch.tensor(float("inf"))),
+    ],
+)
+def test_values_are_added_up_whatever_numbers_the_members_have(
+    crew: MakeCrew, values: list[float], expected: torch.Tensor
+) -> None:
+    for found in crew(3).together(lambda gang: all_sum(gang, values[gang.rank])):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def test_sums_of_what_is_no_number_or_too_large_are_refused(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    with pytest.raises(TypeError, match="not str"):
+        all_sum(gangs.gangs[0], "1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="64 bits"):
+        all_sum(gangs.gangs[0], 2**63)
+    assert all(isinstance(error, ValueError) for error in gangs.outcomes(lambda gang: all_sum(gang, 2**62)))
+
+
+# ----------------------------------------------------------------------------- sub-gangs
+
+
+def test_a_part_has_the_ranks_in_the_order_in_which_they_are_given(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[float] | None:
+        part = gang.create_gang([3, 0, 2])
+        if part is None:
+            return None
+        assert part.rank == [3, 0, 2].index(gang.rank)
+        gathered = torch.zeros(3)
+        part.all_gather(gathered, torch.tensor([float(gang.rank)]))
+        tensor = torch.tensor([float(gang.rank)])
+        part.broadcast(tensor, source_rank=0)
+        assert tensor.item() == 3.0
+        part.close()
+        return gathered.tolist()
+
+    assert crew(4).together(act) == [[3.0, 0.0, 2.0], None, [3.0, 0.0, 2.0], [3.0, 0.0, 2.0]]
+
+
+def test_parts_have_parts(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> Any:
+        half = gang.split([[1, 3], [2, 0]])
+        assert half is not None
+        one = half.create_gang([1])
+        with_itself = None if one is None else all_sum(one, gang.rank).item()
+        return all_sum(half, gang.rank).item(), with_itself
+
+    assert crew(4).together(act) == [(2, 0), (4, None), (2, None), (4, 3)]
+
+
+def test_a_part_inherits_class_timeout_and_options(party: Party, crew: MakeCrew) -> None:
+    gangs = crew(2, lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(17, check_collectives=False)))
+
+    def act(gang: ProcessGroupGang) -> bool:
+        part = gang.create_gang([1, 0])
+        assert part is not None
+        group = part.as_process_group()
+        assert isinstance(group, ErrorSwallowingProcessGroupWrapper)
+        inner = group._pg
+        assert isinstance(inner, ProcessGroupGloo)
+        return inner._timeout.total_seconds() == 17 and not inner._is_checking
+
+    assert gangs.together(act) == [True, True]
+
+
+def test_parts_of_a_baby_group_have_subprocesses_of_their_own(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> tuple[type, float]:
+        part = gang.create_gang([1, 0])
+        assert part is not None
+        total = all_sum(part, 1).item()
+        kind = type(part.as_process_group())
+        part.close()
+        return kind, total
+
+    assert crew(2, lambda: ProcessGroupBabyGloo(30)).together(act) == [(ProcessGroupBabyGloo, 2)] * 2
+
+
+def test_a_dummy_group_is_a_gang_of_one() -> None:
+    gang = ProcessGroupGang(ProcessGroupDummy(0, 1), CPU)
+    part = gang.create_gang([0])
+    assert part is not None
+    assert all_sum(part, 3).item() == 3
+
+
+def test_members_that_are_given_different_ranks_all_hear_of_it(crew: MakeCrew) -> None:
+    gangs = crew(3)
+    found = gangs.outcomes(lambda gang: gang.create_gang([0, 1 + (gang.rank == 2)]))
+    assert all(isinstance(error, ValueError) and "different ranks" in str(error) for error in found)
+    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [3] * 3
+
+
+def test_the_group_of_a_part_is_known_to_torch(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[int]:
+        part = gang.create_gang([2, 1])
+        if part is None:
+            return []
+        group = part.as_process_group()
+        ranks = dist.get_process_group_ranks(group)
+        assert dist.get_backend(group) == "torchft-gloo"
+        tensor = torch.tensor([gang.rank])
+        dist.broadcast(tensor, src=2, group=group)  # a rank of the job
+        assert tensor.item() == 2
+        part.close()
+        part.close()
+        with pytest.raises(GangError, match="closed"):
+            part.barrier()
+        return ranks
+
+    assert crew(3).together(act) == [[], [2, 1], [2, 1]]
+
+
+def test_parallel_gangs_over_four_processes(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> tuple[list[int], list[tuple[int, int]]]:
+        gangs = create_parallel_gangs(gang, tp_size=2)
+        sums = [int(all_sum(g, 10**gang.rank).item()) for g in (gangs.root, gangs.tp, gangs.dp)]
+        sizes = [(g.rank, g.size) for g in (gangs.rdp, gangs.sdp, gangs.pp)]
+        gangs.close()
+        return sums, sizes
+
+    assert crew(4).together(act) == [
+        ([1111, 11, 101], [(0, 2), (0, 1), (0, 1)]),
+        ([1111, 11, 1010], [(0, 2), (0, 1), (0, 1)]),
+        ([1111, 1100, 101], [(1, 2), (0, 1), (0, 1)]),
+        ([1111, 1100, 1010], [(1, 2), (0, 1), (0, 1)]),
+    ]
+
+
+def test_hybrid_sharding_over_four_processes(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[int]:
+        gangs: Gangs = create_fsdp_gangs(create_parallel_gangs(gang), intra_node_size=2)
+        found = [int(all_sum(g, 10**gang.rank).item()) for g in (gangs.sdp, gangs.rdp)]
+        gangs.close()
+        return found
+
+    assert crew(4).together(act) == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
+
+
+# -------------------------------------------------------------------------------- errors
+
+
+def abort(gangs: Crew, rank: int) -> None:
+    group: Any = gangs.gangs[rank].as_process_group()
+    group.abort("the test says so")
+
+
+def test_every_function_of_an_aborted_group_raises_a_gang_error_with_its_cause(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    abort(gangs, 0)
+    gang = gangs.gangs[0]
+    one, two = torch.ones(1), torch.ones(2)
+    for act in (
+        gang.barrier,
+        lambda: gang.all_reduce(one, ReduceOperation.SUM),
+        lambda: gang.all_gather(two, one),
+        lambda: gang.all_gather_to_list([one, one], one),
+        lambda: gang.broadcast(one),
+        lambda: gang.broadcast_objects([1]),
+        lambda: gang.create_gang([0, 1]),
+        lambda: all_sum(gang, 1),
+        lambda: broadcast_flag(gang, True),
+    ):
+        with pytest.raises(GangError, match="the test says so") as raised:
+            act()
+        assert raised.value.__cause__ is not None
+
+
+def test_errors_that_a_group_swallows_are_raised(crew: MakeCrew) -> None:
+    faulty = [FaultInjectingProcessGroup(ProcessGroupGloo(30)) for _ in range(2)]
+    groups = iter(faulty)
+    gangs = crew(2, lambda: ErrorSwallowingProcessGroupWrapper(next(groups)))
+    for group in faulty:
+        group.fail("allreduce", RuntimeError("planted"))
+
+    def act(gang: ProcessGroupGang) -> None:
+        gang.all_reduce(torch.ones(1), ReduceOperation.SUM)
+
+    for error in gangs.outcomes(act):
+        assert isinstance(error, GangError)
+        assert "planted" in str(error)
+    assert [group.injected for group in faulty] == [1, 1]
+    with pytest.raises(GangError, match="planted"):  # skipped, and so not reduced
+        gangs.gangs[0].barrier()
+
+
+def test_a_function_that_the_backend_lacks_is_not_supported(crew: MakeCrew) -> None:
+    group = FaultInjectingProcessGroup(ProcessGroupDummy(0, 1))
+    group.refuse("barrier", NotImplementedError("no barrier"))
+    with pytest.raises(NotSupportedError, match="no barrier"):
+        ProcessGroupGang(group, CPU).barrier()
+
+
+def test_a_part_ends_with_the_configuration_in_which_it_was_made(party: Party) -> None:
+    groups = party.meet(3)
+    gangs = [ProcessGroupGang(group, CPU) for group in groups]
+    parts = party.together(gangs, lambda _, gang: gang.split([[0, 1], [2]]))  # type: ignore[arg-type]
+    inner = party.together(parts[:2], lambda _, gang: gang.create_gang([1, 0]))
+    blocked = party.aside(inner[0].barrier)
+    party.configure(groups)
+    with pytest.raises(GangError, match="configured anew"):
+        blocked.result(60)
+    for part in (*parts, *inner):
+        assert part is not None
+        with pytest.raises(StaleGangError, match="derive it again"):
+            part.barrier()
+    assert party.together(gangs, lambda _, gang: all_sum(gang, 1).item()) == [3] * 3  # type: ignore[arg-type]
+
+
+def test_an_abort_of_the_whole_ends_the_making_of_a_part(party: Party) -> None:
+    groups = party.meet(2)
+    gangs = [ProcessGroupGang(group, CPU) for group in groups]
+    making = party.aside(gangs[0].create_gang, [0, 1])  # the other member does not come
+    groups[0].abort("the other one does not come")
+    with pytest.raises(GangError, match="does not come"):
+        making.result(60)

@@ -1,0 +1,71 @@
+"""Who is with whom: the tables of the documentation, and what holds for all sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchft_like.errors import TopologyError
+from torchft_like.gang.topology import (
+    Partition,
+    data_parallel_ranks,
+    replicated_ranks,
+    sharded_ranks,
+    tensor_parallel_ranks,
+)
+
+
+def test_eight_ranks_with_tensor_parallelism_over_two() -> None:
+    assert tensor_parallel_ranks(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert data_parallel_ranks(8, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_eight_data_parallel_ranks_on_nodes_of_four() -> None:
+    assert sharded_ranks(8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert replicated_ranks(8, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize("part", [0, -1, 3, 16])
+def test_a_part_that_does_not_divide_the_whole_is_refused_with_those_that_do(part: int) -> None:
+    for rule in (tensor_parallel_ranks, data_parallel_ranks, sharded_ranks, replicated_ranks):
+        with pytest.raises(TopologyError, match="take one of 1, 2, 4, 8"):
+            rule(8, part)
+
+
+@st.composite
+def whole_and_part(draw: st.DrawFn) -> tuple[int, int]:
+    part, parts = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    return part * parts, part
+
+
+def place(partition: Partition, rank: int) -> tuple[int, int]:
+    """Which part a rank is in, and where in it."""
+    return next((number, part.index(rank)) for number, part in enumerate(partition) if rank in part)
+
+
+@given(whole_and_part())
+def test_every_rank_is_in_exactly_one_part_of_each_kind(sizes: tuple[int, int]) -> None:
+    size, part = sizes
+    for rule in (tensor_parallel_ranks, data_parallel_ranks, sharded_ranks, replicated_ranks):
+        ranks = [rank for ranks in rule(size, part) for rank in ranks]
+        assert sorted(ranks) == list(range(size))
+        assert all(ranks == sorted(ranks) for ranks in rule(size, part))
+
+
+@given(whole_and_part())
+def test_the_two_kinds_cross_in_exactly_one_rank(sizes: tuple[int, int]) -> None:
+    size, part = sizes
+    for near, far in (
+        (tensor_parallel_ranks(size, part), data_parallel_ranks(size, part)),
+        (sharded_ranks(size, part), replicated_ranks(size, part)),
+    ):
+        assert all(len(set(a) & set(b)) == 1 for a in near for b in far)
+
+
+@given(whole_and_part())
+def test_a_ranks_place_in_one_kind_is_its_part_of_the_other(sizes: tuple[int, int]) -> None:
+    size, part = sizes
+    near, far = tensor_parallel_ranks(size, part), data_parallel_ranks(size, part)
+    for rank in range(size):
+        assert place(near, rank) == tuple(reversed(place(far, rank)))

@@ -1,0 +1,29 @@
+"""Gangs: synchronous collectives over a set of processes, real or simulated, and topologies of them."""
+
+from torchft_like.errors import GangError, StaleGangError, TopologyError
+from torchft_like.gang.base import Gang, ReduceOperation
+from torchft_like.gang.current import maybe_get_current_gangs
+from torchft_like.gang.fake import FakeGang
+from torchft_like.gang.gangs import Gangs, create_fake_gangs, create_fsdp_gangs, create_parallel_gangs
+from torchft_like.gang.helpers import all_sum, broadcast_flag
+from torchft_like.gang.managed import ElasticGangs, ManagedGang
+from torchft_like.gang.process_group_gang import ProcessGroupGang
+
+__all__ = [
+    "ElasticGangs",
+    "FakeGang",
+    "Gang",
+    "GangError",
+    "Gangs",
+    "ManagedGang",
+    "ProcessGroupGang",
+    "ReduceOperation",
+    "StaleGangError",
+    "TopologyError",
+    "all_sum",
+    "broadcast_flag",
+    "create_fake_gangs",
+    "create_fsdp_gangs",
+    "create_parallel_gangs",
+    "maybe_get_current_gangs",
+]

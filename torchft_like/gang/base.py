@@ -1,0 +1,153 @@
+"""What a gang is: a set of processes that call the same functions in the same order.
+
+Every function is synchronous: it returns when the caller's tensors hold the result, on a CUDA device
+when the current stream will see it. The interface says nothing of how processes reach each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ReduceOperation(Enum):
+    """How `all_reduce` makes one tensor of many. Of bools, SUM and MAX are "or", PRODUCT and MIN "and"."""
+
+    SUM = 1
+    MEAN = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+
+
+class Gang(ABC):
+    """A set of processes that work collectively.
+
+    Ranks, in arguments and in `rank`, are those of this gang. Wrong arguments are a ValueError before
+    anything is sent; what fails on the way is a GangError, whose cause says why.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The caller's place, `0 <= rank < size`."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where tensors are that the gang makes itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the gang has made for itself. Safe to call again."""
+
+    @abstractmethod
+    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
+        """The gang of some of the processes; None where the caller is not one of them.
+
+        Every member of this gang calls it, with the same ranks.
+
+        Args:
+            ranks: unique, within `[0, size)`; their order is the order of ranks in the new gang.
+
+        Raises:
+            ValueError: `ranks` is empty, has duplicates or is out of range, or differs between callers.
+            GangError: the members could not meet.
+        """
+
+    def split(self, partition: Sequence[Sequence[int]]) -> Gang | None:
+        """Several gangs at once: the one of `partition` that has the caller in it, None if none has.
+
+        Every member of this gang calls it, with the same partition.
+
+        Raises:
+            ValueError: as for `create_gang`, or a rank is in two of them.
+            GangError: the members could not meet.
+        """
+        found: Gang | None = None
+        for ranks in partition:
+            found = self.create_gang(ranks) or found
+        return found
+
+    @abstractmethod
+    def as_process_group(self) -> dist.ProcessGroup:
+        """The group for functions of torch that take one.
+
+        Raises:
+            NotSupportedError: there is none behind a simulated gang.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every member has called it.
+
+        Raises:
+            GangError: the members could not communicate.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
+        """Replace `tensor`, of the same shape and dtype on all members, by the reduction of all of them.
+
+        Raises:
+            ValueError: the operation is not defined for the dtype (a MEAN of integers).
+            GangError: the members could not communicate; `tensor` is undefined.
+        """
+
+    @abstractmethod
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        """Fill `output_tensor` with the input tensors of all members, in the order of their ranks.
+
+        Args:
+            output_tensor: contiguous, `[size, *input_tensor.shape]` or, for inputs of one or more
+                dimensions, `[size * input_tensor.shape[0], *input_tensor.shape[1:]]`.
+            input_tensor: of the same shape and dtype on all members.
+
+        Raises:
+            ValueError: the output has another shape, dtype or device, or is not contiguous.
+            GangError: the members could not communicate; the output is undefined.
+        """
+
+    @abstractmethod
+    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
+        """As `all_gather`, into one tensor of the input's shape for each member.
+
+        Raises:
+            ValueError: the list has not `size` tensors, or one has another shape, dtype or device.
+            GangError: the members could not communicate; the outputs are undefined.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
+        """Replace `tensor`, of the same shape and dtype on all members, by that of `source_rank`.
+
+        Raises:
+            ValueError: `source_rank` is not within `[0, size)`.
+            GangError: the members could not communicate; `tensor` is undefined.
+        """
+
+    @abstractmethod
+    def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
+        """Replace the items of `objects` by those of `source_rank`.
+
+        Args:
+            objects: of the same length on all members. What is sent is plain data, see
+                `torchft_like.plain_data`: None, bool, int, float, str, bytes, list, tuple, dict, tensors
+                and numpy arrays.
+            source_rank: who sends.
+
+        Raises:
+            ValueError: `source_rank` is not within `[0, size)`; or, on every member, the lengths or the
+                sources differ between members. PlainDataError: an object is of another type.
+            GangError: the members could not communicate, or the source could not send.
+        """

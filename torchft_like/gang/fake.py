@@ -1,0 +1,126 @@
+"""A gang of one process that behaves as if all the others held the same tensors.
+
+For tests, for scripts that run alone, and for topologies: `create_parallel_gangs` over a fake root
+shows who would be with whom. It checks what it is given as a real gang does, so that a script which
+runs on a fake gang does not fail on a real one for its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn, final
+
+import torch
+from torch import Tensor
+
+from torchft_like import plain_data
+from torchft_like.errors import NotSupportedError
+from torchft_like.gang.arguments import (
+    check_gather,
+    check_gather_list,
+    check_partition,
+    check_reduction,
+    check_source,
+)
+from torchft_like.gang.base import Gang, ReduceOperation
+from torchft_like.gang.tensors import dense, effective, reducible
+
+
+@final
+class FakeGang(Gang):
+    """Collectives without communication: each has the result of `size` members with the caller's tensors.
+
+    A SUM multiplies by `size`, a PRODUCT is a power, MEAN, MIN and MAX change nothing.
+
+    Args:
+        device: where a script's tensors are.
+        rank, size: what the gang says that it is.
+
+    Raises:
+        ValueError: `rank` is not within `[0, size)`.
+    """
+
+    def __init__(self, device: torch.device, *, rank: int = 0, size: int = 1) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not within a gang of {size}")
+        self._device = torch.device(device)
+        self._rank = rank
+        self._size = size
+
+    @property
+    def rank(self) -> int:
+        """See Gang.rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """See Gang.size."""
+        return self._size
+
+    @property
+    def device(self) -> torch.device:
+        """See Gang.device."""
+        return self._device
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
+        """See Gang.create_gang."""
+        return self.split([ranks])
+
+    def split(self, partition: Sequence[Sequence[int]]) -> FakeGang | None:
+        """See Gang.split."""
+        for ranks in check_partition(partition, self._size):
+            if self._rank in ranks:
+                return FakeGang(self._device, rank=ranks.index(self._rank), size=len(ranks))
+        return None
+
+    def as_process_group(self) -> NoReturn:
+        """There is none.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError("a FakeGang has no process group: use a ProcessGroupGang")
+
+    def barrier(self) -> None:
+        """See Gang.barrier."""
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
+        """See Gang.all_reduce."""
+        check_reduction(tensor, op)
+        with dense(tensor, writes=True) as without_gaps, reducible(without_gaps) as numbers:
+            match effective(op, tensor):
+                case ReduceOperation.SUM:
+                    numbers.mul_(self._size)
+                case ReduceOperation.PRODUCT:
+                    numbers.pow_(self._size)
+                case _:
+                    pass
+
+    @torch.no_grad()
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        """See Gang.all_gather."""
+        check_gather(output_tensor, input_tensor, self._size)
+        output_tensor.detach().view(self._size, *input_tensor.shape).copy_(input_tensor)
+
+    @torch.no_grad()
+    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
+        """See Gang.all_gather_to_list."""
+        check_gather_list(output_tensors, input_tensor, self._size)
+        for output in output_tensors:
+            output.detach().copy_(input_tensor)
+
+    def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
+        """See Gang.broadcast."""
+        check_source(source_rank, self._size)
+
+    def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
+        """See Gang.broadcast_objects."""
+        if check_source(source_rank, self._size) == self._rank:
+            plain_data.disassemble(list(objects))
+
+    def __repr__(self) -> str:
+        return f"<FakeGang: rank {self._rank} of {self._size} on {self._device}>"

@@ -1,0 +1,187 @@
+"""A gang whose members are those of a Manager's quorum, and gangs of it that are derived anew.
+
+The Manager decides who is in; a trainer calls `start_quorum` and `should_commit` as it always does. In
+between a gang's functions raise GangError where a managed group would keep an error to itself, and the
+step of such an error is lost: it cannot be committed by a script that goes on.
+
+INVARIANT: a gang made of this one belongs to one quorum. It ends, wherever its members wait, when that
+quorum's group is aborted or configured anew, and says so from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchft_like.errors import GangError
+from torchft_like.gang.arguments import check_partition
+from torchft_like.gang.base import Gang
+from torchft_like.gang.gangs import Gangs
+from torchft_like.gang.group_gang import GroupGang
+from torchft_like.gang.meeting import Meeting
+from torchft_like.gang.process_group_gang import ProcessGroupGang
+from torchft_like.process_group import ManagedProcessGroup
+from torchft_like.process_group.managed import GroupManager
+
+
+class GangManager(GroupManager, Protocol):
+    """What a managed gang needs of a Manager."""
+
+    def replica_rank(self) -> int | None:
+        """This replica group's rank among all members of the quorum."""
+
+    def replica_world_size(self) -> int:
+        """How many members the quorum has."""
+
+
+@final
+class ManagedGang(GroupGang):
+    """The members of the current quorum, healing ones included: one rank of every replica group.
+
+    Usable from the first `start_quorum` on. A reduction counts the participants, so a replica that heals
+    in this step adds zero and MEAN divides by the others; what shares tensors out by rank (all_gather)
+    makes no sense in such a step and raises GangError. So do all functions of sub-gangs in it. With
+    `Manager(use_async_quorum=False)` replicas heal before the step, and there is no such step.
+
+    After a GangError go on to the next `start_quorum`: the gang then has the members of that quorum.
+
+    Args:
+        manager: of this rank.
+        device: where the tensors are; asked of the manager's group if left out.
+    """
+
+    def __init__(self, manager: GangManager, device: torch.device | None = None) -> None:
+        group = ManagedProcessGroup(manager)
+        super().__init__(device or group._device_types[0])
+        self._manager = manager
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """The caller's place in the quorum; waits for it.
+
+        Raises:
+            GangError: there is no quorum.
+        """
+        self._wait_quorum()
+        rank = self._manager.replica_rank()
+        if rank is None:
+            raise GangError("the manager has no quorum yet: call start_quorum first")
+        return rank
+
+    @property
+    def size(self) -> int:
+        """How many members the quorum has; waits for it.
+
+        Raises:
+            GangError: there is no quorum.
+        """
+        self._wait_quorum()
+        return self._manager.replica_world_size()
+
+    @property
+    def epoch(self) -> int:
+        """Changes with every configuration of the manager's group; waits for the quorum."""
+        self._wait_quorum()
+        return self._manager.process_group.epoch
+
+    def close(self) -> None:
+        """Nothing: the group is the Manager's."""
+
+    def as_process_group(self) -> dist.ProcessGroup:
+        """A ManagedProcessGroup, whose collectives do not raise."""
+        return self._group
+
+    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+        """See Gang.create_gang. The gang is of the current quorum; `ElasticGangs` has the next ones, too."""
+        return self.split([ranks])
+
+    def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
+        """See Gang.split; the gang is of the current quorum."""
+        parts = check_partition(partition, self.size)
+        with self._communicating("create_gang"):
+            whole = self._manager.process_group
+            part = Meeting(whole, self._device, parts).hold(lambda record: self.exchange(whole, record))
+        if part is None:
+            return None
+        return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)
+
+    def _check_nobody_heals(self) -> None:
+        if not (healing := self._manager.healing_ranks()):
+            return
+        error = GangError(
+            f"ranks {sorted(healing)} of the quorum fetch the others' state in this step: sub-gangs work "
+            "from the next one on, or at once with Manager(use_async_quorum=False)"
+        )
+        self._manager.report_error(error)
+        raise error
+
+    def _usable_group(self) -> dist.ProcessGroup:
+        self._wait_quorum()
+        return self._group
+
+    def _wait_quorum(self) -> None:
+        try:
+            self._manager.wait_quorum()
+        except Exception as error:
+            raise GangError(f"there is no quorum: {error}") from error
+
+    def _has_average(self, tensor: Tensor) -> bool:
+        return True  # of the participants, whom the manager counts
+
+    def _hidden_error(self) -> Exception | None:
+        return self._manager.errored()
+
+    def _explained(self, what: str, error: Exception) -> GangError:
+        explained = super()._explained(what, error)
+        self._manager.report_error(explained)
+        return explained
+
+    def __repr__(self) -> str:
+        return f"<ManagedGang over {self._manager!r} on {self._device}>"
+
+
+class ElasticGangs:
+    """The gangs of a job whose size changes: one rule, applied to every quorum.
+
+        gangs = ElasticGangs(ManagedGang(manager), lambda root: create_parallel_gangs(root, tp_size=2))
+        ...
+        manager.start_quorum()
+        gangs.current().tp.all_reduce(...)
+
+    Args:
+        root: the gang of the quorum.
+        rule: makes gangs of it; all members have the same one.
+    """
+
+    def __init__(self, root: ManagedGang, rule: Callable[[Gang], Gangs]) -> None:
+        self._root = root
+        self._rule = rule
+        self._epoch: int | None = None
+        self._gangs: Gangs | None = None
+
+    def current(self) -> Gangs:
+        """The gangs of the current quorum, derived where it is another than at the last call.
+
+        Every member calls it, after `start_quorum` and before its first use of them.
+
+        Raises:
+            TopologyError: the size of the quorum does not factor; the same on every member, and before
+                anything is sent. Another quorum may have another size.
+            GangError: the members could not meet.
+        """
+        epoch = self._root.epoch
+        if self._gangs is None or self._epoch != epoch:
+            self.close()
+            self._gangs, self._epoch = self._rule(self._root), epoch
+        return self._gangs
+
+    def close(self) -> None:
+        """Give the present gangs back. Safe to call again."""
+        gangs, self._gangs = self._gangs, None
+        if gangs is not None:
+            gangs.close()

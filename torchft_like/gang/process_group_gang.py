@@ -1,0 +1,197 @@
+"""A gang over a process group of torch, or of ours.
+
+A gang over a group of ours follows it: when the group is configured anew the gang has the new size.
+Its sub-gangs do not: each is of the configuration in which it was made, and ends with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchft_like.errors import GangError, InvalidOperationError, NotSupportedError, StaleGangError
+from torchft_like.gang.arguments import check_partition
+from torchft_like.gang.group_gang import GroupGang
+from torchft_like.gang.likeness import swallowers
+from torchft_like.gang.meeting import Meeting, Part
+from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ManagedProcessGroup
+
+DEFAULT_TIMEOUT = timedelta(minutes=15)
+_BACKENDS = {"cpu": "torchft-gloo", "cuda": "torchft-nccl"}
+
+_registrations = itertools.count()
+
+
+@final
+class ProcessGroupGang(GroupGang):
+    """The members of a process group.
+
+    Args:
+        pg: any that `torch.distributed` takes: its own, ours, wrapped or not. It stays the caller's:
+            `close` leaves it alone.
+        device: where the group's tensors are.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(device)
+        self._pg = pg
+        self._swallowers = swallowers(pg)
+        self._part: Part | None = None
+        self._tell: Callable[[Exception], object] = lambda _: None
+        self._check: Callable[[], object] = lambda: None
+        self._owns_default_group = False
+        self._is_closed = False
+
+    @classmethod
+    def create_default_process_group(
+        cls,
+        device: torch.device,
+        *,
+        timeout: timedelta | None = None,
+        high_priority: bool = False,
+        backend: str | None = None,
+    ) -> Self:
+        """Start torch's default process group, as torchrun or the environment describes it, as a gang.
+
+        Args:
+            device: cpu or cuda.
+            timeout: the limit of each operation; 15 minutes if left out.
+            high_priority: run on streams of high priority, if the backend has such: torch's own nccl.
+            backend: as torch names them. Left out: torchft-gloo or torchft-nccl, which can be aborted.
+
+        Raises:
+            ValueError: the device is neither cpu nor cuda.
+            NotSupportedError: this torch has no torch.distributed.
+            InvalidOperationError: there is a default process group already.
+            GangError: the members did not meet.
+        """
+        device = torch.device(device)
+        if device.type not in _BACKENDS:
+            raise ValueError(f"a gang is of cpu or cuda devices, not {device.type}")
+        if not dist.is_available():
+            raise NotSupportedError("this torch was built without torch.distributed")
+        if dist.is_initialized():
+            raise InvalidOperationError(
+                "there is a default group already: wrap it, ProcessGroupGang(dist.group.WORLD, device)"
+            )
+        name = backend or _BACKENDS[device.type]
+        try:
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)
+            dist.init_process_group(name, timeout=timeout or DEFAULT_TIMEOUT, **_options(name, high_priority))
+        except Exception as error:
+            raise GangError(f"the default process group could not be started over {name}: {error}") from error
+        world = dist.group.WORLD
+        if world is None:
+            raise GangError("torch has no default process group after init_process_group")
+        gang = cls(world, device)
+        gang._owns_default_group = True
+        return gang
+
+    @property
+    def rank(self) -> int:
+        """See Gang.rank."""
+        return self._pg.rank()
+
+    @property
+    def size(self) -> int:
+        """See Gang.size."""
+        return self._pg.size()
+
+    def as_process_group(self) -> dist.ProcessGroup:
+        """The group; functions of torch that look groups up by name know those that a gang has made."""
+        if self._part is not None and self._part.group._name is None:
+            self._part.group.register(f"gang-{next(_registrations)}")
+        return self._pg
+
+    def close(self) -> None:
+        """Give back the group if the gang has made it, and with it its sub-gangs. Safe to call again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if (part := self._part) is not None:
+            part.bond.untie()
+            part.group.unregister()
+            part.group.shutdown()
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+        """See Gang.create_gang.
+
+        The new gang is over a group of the same class, with its timeout and options; over one of ours, if
+        this one is torch's. It ends with the configuration of this gang's group in which it was made.
+        """
+        return self.split([ranks])
+
+    def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
+        """See Gang.split."""
+        parts = check_partition(partition, self.size)
+        with self._communicating("create_gang") as group:
+            part = Meeting(group, self._device, parts).hold(lambda record: self.exchange(group, record))
+        return None if part is None else ProcessGroupGang.over(part, self._device, self._tell, self._check)
+
+    @classmethod
+    def over(
+        cls,
+        part: Part,
+        device: torch.device,
+        tell: Callable[[Exception], object],
+        check: Callable[[], object],
+    ) -> Self:
+        """The gang of a part that has met.
+
+        Args:
+            tell: who hears of its errors.
+            check: raises if the members cannot communicate now.
+        """
+        gang = cls(part.group, device)
+        gang._part, gang._tell, gang._check = part, tell, check
+        return gang
+
+    def _usable_group(self) -> dist.ProcessGroup:
+        if self._is_closed:
+            raise GangError(f"{self!r} was closed")
+        if self._part is not None and (reason := self._part.bond.broken) is not None:
+            raise StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
+        self._check()
+        return self._pg
+
+    def _has_average(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda or any(isinstance(group, ManagedProcessGroup) for group in self._swallowers)
+
+    def _hidden_error(self) -> Exception | None:
+        for group in self._swallowers:
+            known = (
+                group.error() if isinstance(group, ErrorSwallowingProcessGroupWrapper) else group.errored()
+            )
+            if known is not None:
+                return known
+        return None
+
+    def _explained(self, what: str, error: Exception) -> GangError:
+        if self._part is not None and (reason := self._part.bond.broken) is not None:
+            return StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
+        explained = super()._explained(what, error)
+        self._tell(explained)
+        return explained
+
+    def __repr__(self) -> str:
+        try:
+            place = f"rank {self.rank} of {self.size}"
+        except RuntimeError:
+            place = "not configured"
+        return f"<{type(self).__name__}: {place} on {self._device}>"
+
+
+def _options(backend: str, high_priority: bool) -> dict[str, Any]:
+    if not high_priority or backend != "nccl":
+        return {}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return {"pg_options": options}

@@ -1,0 +1,84 @@
+"""Tensors as a backend can move and reduce them.
+
+Gloo moves the memory of a tensor that has gaps, gaps included, without an error; and it ends the group
+over a dtype that it does not know. So what a backend is given here has no gaps, and one of the dtypes
+that all of them know. It knows tensors only, no groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchft_like.errors import NotSupportedError
+from torchft_like.gang.base import ReduceOperation
+
+_KNOWN = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # by bytes: bits are copied
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+@contextlib.contextmanager
+def dense(tensor: Tensor, *, writes: bool) -> Iterator[Tensor]:
+    """In the block, the tensor without gaps; what the block leaves in it is in `tensor` afterwards.
+
+    Raises:
+        ValueError: it is sparse, or has no memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(f"a gang takes dense tensors, not {tensor.layout} on {tensor.device}")
+    original = tensor.detach()
+    without_gaps = original.contiguous()
+    yield without_gaps
+    if writes and without_gaps is not original:
+        original.copy_(without_gaps)
+
+
+def as_moved(tensor: Tensor) -> Tensor:
+    """The same memory, of a dtype that every backend can copy."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.dtype in _KNOWN else tensor.view(_CARRIERS[tensor.itemsize])
+
+
+@contextlib.contextmanager
+def reducible(tensor: Tensor) -> Iterator[Tensor]:
+    """In the block, the tensor in a dtype that every backend can add up; and back.
+
+    Raises:
+        NotSupportedError: there is none.
+    """
+    if tensor.is_complex():
+        yield torch.view_as_real(tensor)
+    elif tensor.dtype is torch.bool:
+        yield tensor.view(torch.uint8)
+    elif tensor.dtype in _WIDER:
+        wide = tensor.to(_WIDER[tensor.dtype])
+        yield wide
+        tensor.copy_(wide)
+    elif tensor.dtype in _KNOWN:
+        yield tensor
+    else:
+        raise NotSupportedError(f"{tensor.dtype} tensors cannot be reduced: convert to another dtype")
+
+
+def effective(op: ReduceOperation, tensor: Tensor) -> ReduceOperation:
+    """What is asked of a backend: bools are numbers to it, of which a sum may be neither 0 nor 1."""
+    if tensor.dtype is not torch.bool:
+        return op
+    is_or = op in (ReduceOperation.SUM, ReduceOperation.MAX)
+    return ReduceOperation.MAX if is_or else ReduceOperation.MIN

@@ -1,0 +1,63 @@
+"""Who is with whom: the rank lists of parallel gangs. Numbers in, numbers out."""
+
+from __future__ import annotations
+
+from torchft_like.errors import TopologyError
+
+Partition = list[list[int]]
+
+
+def tensor_parallel_ranks(size: int, tp_size: int) -> Partition:
+    """Neighbours are together: 8 by 2 is 01 23 45 67.
+
+    Raises:
+        TopologyError: `tp_size` does not divide `size`.
+    """
+    _check_divides("tp_size", tp_size, size, "the root gang")
+    return _neighbours(size, tp_size)
+
+
+def data_parallel_ranks(size: int, tp_size: int) -> Partition:
+    """Those with the same place among their neighbours are together: 8 by 2 is 0246 1357.
+
+    Raises:
+        TopologyError: `tp_size` does not divide `size`.
+    """
+    _check_divides("tp_size", tp_size, size, "the root gang")
+    return _counterparts(size, tp_size)
+
+
+def sharded_ranks(size: int, intra_node_size: int) -> Partition:
+    """Of a data parallel gang, those of one node: 8 by 4 is 0123 4567.
+
+    Raises:
+        TopologyError: `intra_node_size` does not divide `size`.
+    """
+    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang")
+    return _neighbours(size, intra_node_size)
+
+
+def replicated_ranks(size: int, intra_node_size: int) -> Partition:
+    """Of a data parallel gang, those that have the same place in their nodes: 8 by 4 is 04 15 26 37.
+
+    Raises:
+        TopologyError: `intra_node_size` does not divide `size`.
+    """
+    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang")
+    return _counterparts(size, intra_node_size)
+
+
+def _neighbours(size: int, width: int) -> Partition:
+    return [list(range(start, start + width)) for start in range(0, size, width)]
+
+
+def _counterparts(size: int, width: int) -> Partition:
+    return [list(range(start, size, width)) for start in range(width)]
+
+
+def _check_divides(name: str, part: int, size: int, whole: str) -> None:
+    if part < 1 or size % part:
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise TopologyError(
+            f"{name} {part} does not divide {whole}, whose size is {size}: take one of {divisors}"
+        )
