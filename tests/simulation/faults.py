@@ -7,12 +7,14 @@ out, which is how a failure is made small, leaves the others as they were.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from tests.simulation.checker import RunOverError
 from tests.simulation.replica import Replica
-from tests.simulation.scenario import EVENT_KINDS
+from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
 
 if TYPE_CHECKING:
@@ -26,15 +28,18 @@ class Faults:
 
     Args:
         only: the numbers of the faults that are to happen; all of them where it is None.
+        injections: stop after so many, instead of after `FAULTS_MIN` that were felt.
     """
 
-    def __init__(self, simulation: Simulation, only: Collection[int] | None) -> None:
+    def __init__(self, simulation: Simulation, only: Collection[int] | None, injections: int | None) -> None:
         self._simulation = simulation
         self._world = world = simulation.world
         scenario = world.scenario
         self._draw = random.Random(scenario.seed * 2).random
         self._gap = scenario.gap_s
         self._only = only
+        self._injected_max = math.inf if injections is None else injections
+        self._felt_max = FAULTS_MIN if injections is None else math.inf
         self._kinds: list[tuple[str, Callable[[Draws], str | None]]] = [
             (kind, getattr(self, f"_{kind}")) for kind in EVENT_KINDS if kind in scenario.kinds
         ]
@@ -43,10 +48,12 @@ class Faults:
         self.count = 0
 
     def next(self) -> None:
-        """One fault happens now, and the next one a little later."""
+        """One fault happens now, and the next one a little later; the run stops when there were enough."""
         draw, world = self._draw, self._world
         if self._is_over:
             return
+        if world.faults >= self._felt_max or self.count >= self._injected_max:
+            raise RunOverError
         gap, which, draws = draw(), draw(), (draw(), draw(), draw())
         # In bursts: most faults come close together, some after a pause in which steps are committed.
         world.after(self._gap * (0.2 + 12 * gap**6), world.nobody, self.next)

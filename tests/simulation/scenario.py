@@ -103,7 +103,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         replicas=count,
         ranks=ranks,
         min_replicas=majority if flip() < 0.6 else 1 + int(flip() * 2),
-        kinds=frozenset(kinds or ["delay"]),
+        kinds=frozenset(kinds if any(kind != "heal_break" for kind in kinds) else [*kinds, "delay"]),
         gap_s=compute_s * haste * 0.25 * 8 ** flip(),
         latency_s=0.0002 * 5 ** flip(),
         delay_rate=0.2 + 0.4 * flip(),

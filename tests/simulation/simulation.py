@@ -7,6 +7,7 @@ time. No timeout of any operation is simulated, so nothing may depend on one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from tests.simulation.cores import Cores
 from tests.simulation.faults import Faults
 from tests.simulation.lighthouse import SimLighthouse
 from tests.simulation.replica import Replica
-from tests.simulation.scenario import FAULTS_MIN, Scenario
+from tests.simulation.scenario import Scenario
 from tests.simulation.world import DEAD, Process, World
 
 QUIET_COMMITS = 2
@@ -62,19 +63,18 @@ class Simulation:
     ) -> None:
         self.world = world = World(scenario, cores, story=story)
         world.launcher = self
-        self._injections = injections
         self._incarnations = [0] * scenario.replicas
         self._is_quiet = False
         world.lighthouse = SimLighthouse(world)
         for slot in range(scenario.replicas):
             world.after(scenario.compute_s * world.random(), world.nobody, self._start, slot)
-        self._faults = Faults(self, only)
+        self._faults = Faults(self, only, injections)
         world.after(scenario.compute_s * 4, world.nobody, self._faults.next)
 
     def run(self) -> Outcome:
         """From birth to the verdict."""
         world, scenario = self.world, self.world.scenario
-        self._suffer()
+        world.run(math.inf, EVENTS_MAX)
         if world.checker.violation is None:
             self._rest()
             world.run(world.now + self._patience_s(), EVENTS_MAX)
@@ -95,16 +95,6 @@ class Simulation:
         """Ample for noticing, reconnecting, a grace, a restart, and some steps one after the other."""
         scenario = self.world.scenario
         return 20 * scenario.keepalive_s + 200 * scenario.compute_s + 20 * scenario.delay_s + 2
-
-    def _suffer(self) -> None:
-        world, faults = self.world, self._faults
-        slice_s = world.scenario.gap_s * 4
-        while world.checker.violation is None and world.events < EVENTS_MAX:
-            if self._injections is None and world.faults >= FAULTS_MIN:
-                break
-            if self._injections is not None and faults.count >= self._injections:
-                break
-            world.run(world.now + slice_s, EVENTS_MAX)
 
     def _rest(self) -> None:
         world = self.world
