@@ -79,6 +79,10 @@ class Gang(ABC):
             found = self.create_gang(ranks) or found
         return found
 
+    def of_all(self) -> Gang:
+        """A gang of all members in which every one counts: this one, unless it does without some."""
+        return self
+
     @abstractmethod
     def as_process_group(self) -> dist.ProcessGroup:
         """The group for functions of torch that take one.

@@ -29,9 +29,8 @@ class Bond:
     """
 
     def __init__(self, whole: dist.ProcessGroup) -> None:
-        inner = innermost(whole)
-        generation = inner._generation if isinstance(inner, ReconfigurableProcessGroup) else None
-        self._signal = AbortSignal() if generation is None else generation.abort_signal
+        self._whole = whole
+        self._signal = _signal_of(whole) or AbortSignal()
         self._configuring = threading.Event()
         self._done = threading.Event()
         self._part: ProcessGroup | None = None
@@ -40,6 +39,11 @@ class Bond:
     def broken(self) -> str | None:
         """Why the configuration has ended; None while it has not."""
         return self._signal.reason
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the whole has not been configured anew since, aborted or not."""
+        return _signal_of(self._whole) in (None, self._signal)
 
     @contextlib.contextmanager
     def tying(self, part: ProcessGroup) -> Iterator[None]:
@@ -84,6 +88,12 @@ class Bond:
 
     def _reason(self) -> str:
         return f"the group that it is a part of has ended: {self._signal.reason}"
+
+
+def _signal_of(whole: dist.ProcessGroup) -> AbortSignal | None:
+    inner = innermost(whole)
+    generation = inner._generation if isinstance(inner, ReconfigurableProcessGroup) else None
+    return None if generation is None else generation.abort_signal
 
 
 def check_whole(bond: Bond) -> None:

@@ -65,7 +65,7 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
     tp_ranks = topology.tensor_parallel_ranks(root_gang.size, tp_size)
     dp_ranks = topology.data_parallel_ranks(root_gang.size, tp_size)
     alone = FakeGang(root_gang.device)
-    tp = _part(root_gang, tp_ranks, alone)
+    tp = root_gang.of_all() if tp_size == root_gang.size else _part(root_gang, tp_ranks, alone)
     try:
         dp = _part(root_gang, dp_ranks, alone)
     except BaseException:

@@ -110,6 +110,10 @@ class ManagedGang(GroupGang):
             return None
         return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)
 
+    def of_all(self) -> Gang:
+        """See Gang.of_all: of the current quorum, and unusable while a member heals."""
+        return self.split([range(self.size)]) or self
+
     def _check_nobody_heals(self) -> None:
         if not (healing := self._manager.healing_ranks()):
             return

@@ -159,7 +159,9 @@ class ProcessGroupGang(GroupGang):
         if self._is_closed:
             raise GangError(f"{self!r} was closed")
         if self._part is not None and (reason := self._part.bond.broken) is not None:
-            raise StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
+            stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
+            self._tell(stale)
+            raise stale
         self._check()
         return self._pg
 
@@ -177,7 +179,10 @@ class ProcessGroupGang(GroupGang):
 
     def _explained(self, what: str, error: Exception) -> GangError:
         if self._part is not None and (reason := self._part.bond.broken) is not None:
-            return StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
+            stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
+            if self._part.bond.is_latest:  # else it is no news of the configuration that there is now
+                self._tell(stale)
+            return stale
         explained = super()._explained(what, error)
         self._tell(explained)
         return explained

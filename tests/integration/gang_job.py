@@ -1,0 +1,148 @@
+"""What test_gang asks of its ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from torchft_like import ProcessGroupGloo
+from torchft_like.gang import (
+    Gang,
+    ProcessGroupGang,
+    ReduceOperation,
+    all_sum,
+    create_fsdp_gangs,
+    create_parallel_gangs,
+)
+
+Here = SimpleNamespace
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------------- fixed members
+
+
+def start_default_gang(here: Here, rank: int, port: int, world_size: int, backend: str | None) -> int:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the test serves it
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    here.gang = ProcessGroupGang.create_default_process_group(CPU, backend=backend)
+    return int(here.gang.size)
+
+
+def start_again(here: Here, rank: int) -> str:
+    try:
+        ProcessGroupGang.create_default_process_group(CPU)
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return type(error).__name__
+    return "started"
+
+
+def use_everything(here: Here, rank: int) -> dict[str, Any]:
+    """Every function of the gang and of gangs made of it."""
+    gang: Gang = here.gang
+    gangs = create_fsdp_gangs(create_parallel_gangs(gang, tp_size=2))
+    turned = gang.create_gang(list(reversed(range(gang.size))))
+    assert turned is not None
+    gathered = torch.zeros(turned.size, dtype=torch.int64)
+    turned.all_gather(gathered, torch.tensor([rank]))
+    objects: list[Any] = [{"rank": rank, "values": torch.arange(rank)}]
+    gangs.dp.broadcast_objects(objects, source_rank=1)
+    mean = torch.full((2, 2), float(rank)).t()
+    gang.all_reduce(mean, ReduceOperation.MEAN)
+    gang.barrier()
+    return {
+        "tp": all_sum(gangs.tp, 10**rank).item(),
+        "dp": all_sum(gangs.dp, 10**rank).item(),
+        "turned": gathered.tolist(),
+        "object": objects[0]["rank"],
+        "mean": sorted(set(mean.flatten().tolist())),
+    }
+
+
+def train_over_parts(here: Here, rank: int) -> list[float]:
+    """DDP over one part, FSDP over another: gradients and parameters as torch leaves them."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the other tests need not load it
+
+    gangs = create_parallel_gangs(here.gang, tp_size=2)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=gangs.dp.as_process_group())
+    ddp(torch.full((1, 2), float(rank))).sum().backward()
+    gradient = ddp.module.weight.grad
+    mesh = DeviceMesh.from_group(gangs.tp.as_process_group(), "cpu")
+    sharded = nn.Linear(2, 4, bias=False)
+    fully_shard(sharded, mesh=mesh)
+    sharded(torch.full((1, 2), float(rank))).sum().backward()
+    whole = sharded.weight.grad.full_tensor()  # type: ignore[union-attr]
+    gangs.tp.close()
+    gangs.dp.close()
+    return [*gradient[0].tolist(), *whole[0].tolist()]
+
+
+def close(here: Here, rank: int) -> bool:
+    here.gang.close()
+    return dist.is_initialized()
+
+
+# --------------------------------------------------------------------- a member is killed
+
+CALLS: dict[str, Callable[[Gang], object]] = {
+    "barrier": lambda gang: gang.barrier(),
+    "all_reduce": lambda gang: gang.all_reduce(torch.ones(1 << 16), ReduceOperation.SUM),
+    "all_gather": lambda gang: gang.all_gather(torch.empty(gang.size, 4), torch.ones(4)),
+    "all_gather_to_list": lambda gang: gang.all_gather_to_list(
+        [torch.empty(4) for _ in range(gang.size)], torch.ones(4)
+    ),
+    "broadcast": lambda gang: gang.broadcast(torch.ones(1 << 16), source_rank=1),
+    "broadcast_objects": lambda gang: gang.broadcast_objects([None], source_rank=1),
+    "create_gang": lambda gang: gang.create_gang(range(gang.size)),
+    "all_sum": lambda gang: all_sum(gang, 1.0),
+}
+
+
+def configure(here: Here, rank: int, address: str, world_size: int) -> None:
+    torch.set_num_threads(1)
+    group = ProcessGroupGloo(300)
+    group.configure(address, rank, world_size)
+    here.group = group
+    here.gang = ProcessGroupGang(group, CPU)
+    all_sum(here.gang, 1)
+
+
+def begin(here: Here, rank: int, call: str) -> None:
+    """Call a function of the gang, aside; `outcome` tells what became of it."""
+    here.ended, here.outcome = threading.Event(), "no error"
+    here.began = threading.Event()
+    gang = getattr(here, "part", None) or here.gang
+
+    def run() -> None:
+        here.began.set()
+        try:
+            CALLS[call](gang)
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            here.outcome = type(error).__name__
+            here.cause = error.__cause__
+        here.ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    here.began.wait()
+
+
+def outcome(here: Here, rank: int) -> tuple[str, bool]:
+    """The class of the error that what was begun ended with, and whether it has a cause."""
+    if not here.ended.wait(50):
+        return "still blocked", False
+    return here.outcome, getattr(here, "cause", None) is not None

@@ -1,0 +1,87 @@
+"""What test_managed_gang asks of its replicas, beside `begin` and `outcome` of gang_job."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.gang import ElasticGangs, ManagedGang, ReduceOperation, all_sum, create_parallel_gangs
+
+Here = SimpleNamespace
+
+
+def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bool = False) -> None:
+    """A replica group of one rank, whose state is one number."""
+    torch.set_num_threads(1)
+    here.state = torch.zeros(1)
+    here.manager = Manager(
+        pg=ProcessGroupGloo(300),
+        load_state_dict=lambda state: here.state.copy_(state["number"]),
+        state_dict=lambda: {"number": here.state},
+        min_replica_size=1,
+        use_async_quorum=use_async_quorum,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        replica_id=name,
+        hostname="127.0.0.1",
+        timeout=300.0,
+        init_sync=False,
+    )
+    here.gang = ManagedGang(here.manager)
+    here.gangs = ElasticGangs(here.gang, lambda root: create_parallel_gangs(root, tp_size=2))
+
+
+def step(here: Here, rank: int, number: float) -> dict[str, Any]:
+    """One step: the sum of the members' numbers goes to the state; what the gangs of the quorum gave."""
+    here.manager.start_quorum()
+    found: dict[str, Any] = {}
+    try:
+        total = torch.tensor([number])
+        here.gang.all_reduce(total, ReduceOperation.SUM)
+        gangs = here.gangs.current()
+        found["tp"], found["dp"] = (int(all_sum(g, number).item()) for g in (gangs.tp, gangs.dp))
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        found["error"] = type(error).__name__
+    found["size"], found["rank"] = here.gang.size, here.gang.rank
+    found["committed"] = here.manager.should_commit()
+    if found["committed"]:
+        here.state += total
+        found["state"] = here.state.item()
+    return found
+
+
+def step_until(here: Here, rank: int, number: float, size: int) -> dict[str, Any]:
+    """Steps until one is committed by a quorum of `size`: that one, and the errors before it."""
+    errors: set[str | None] = set()
+    while True:
+        found = step(here, rank, number)
+        if found["committed"] and found["size"] == size and "error" not in found:
+            return {**found, "errors": errors}
+        errors.add(found.get("error"))
+
+
+def open_step(here: Here, rank: int) -> int:
+    """Begin a step; `begin` is called in it."""
+    here.manager.start_quorum()
+    here.part = None
+    return int(here.gang.size)
+
+
+def open_part(here: Here, rank: int) -> int:
+    """Begin a step and derive the gangs; `begin` is called on the tensor parallel one."""
+    here.manager.start_quorum()
+    here.part = here.gangs.current().tp
+    return int(here.part.rank)
+
+
+def close_step(here: Here, rank: int) -> bool:
+    here.part = None
+    return bool(here.manager.should_commit())
+
+
+def leave(here: Here, rank: int) -> None:
+    here.manager.shutdown()

@@ -1,0 +1,47 @@
+"""Gangs of real processes with fixed members: over torch's default group, and when one is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration import gang_job
+from tests.integration.gloo_member import serve_store
+from tests.integration.ranks import Ranks, running
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_gang_over_the_default_group_does_everything(backend: str | None) -> None:
+    store = serve_store()
+    with running(4) as ranks:
+        assert ranks.ask(gang_job.start_default_gang, store.port, 4, backend) == [4] * 4
+        assert ranks.ask(gang_job.start_again) == ["InvalidOperationError"] * 4
+        assert ranks.ask(gang_job.use_everything) == [
+            {
+                "tp": 11 if rank < 2 else 1100,
+                "dp": 101 if rank % 2 == 0 else 1010,
+                "turned": [3, 2, 1, 0],
+                "object": 2 + rank % 2,
+                "mean": [1.5],
+            }
+            for rank in range(4)
+        ]
+        trained = ranks.ask(gang_job.train_over_parts)
+        assert [found[:2] for found in trained] == [[1.0, 1.0], [2.0, 2.0]] * 2
+        assert [found[2:] for found in trained] == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
+        assert ranks.ask(gang_job.close) == [False] * 4
+
+
+def test_a_member_killed_inside_each_kind_of_call_is_a_gang_error_on_the_others() -> None:
+    store = serve_store()
+    with running(2) as survivors:
+        for number, call in enumerate(gang_job.CALLS):
+            with running(1) as victim:
+                ranks = Ranks([*survivors, *victim])
+                ranks.ask(gang_job.configure, f"127.0.0.1:{store.port}/{number}", 3)
+                for rank in (0, 2):  # 1 does not come, so these wait
+                    ranks[rank].ask(gang_job.begin, rank, call)
+                ranks[2].kill()
+                ranks[1].ask(gang_job.begin, 1, call)
+                assert survivors.ask(gang_job.outcome) == [("GangError", True)] * 2, call
