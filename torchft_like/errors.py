@@ -24,6 +24,7 @@ __all__ = [
     "DivergenceError",
     "FaultToleranceError",
     "GangError",
+    "GroupCoordinatorError",
     "GroupLostError",
     "InvalidOperationError",
     "MaxRetriesError",
@@ -34,10 +35,18 @@ __all__ = [
     "ProcessGroupAbortedError",
     "ProcessGroupError",
     "ProcessGroupNotConfiguredError",
+    "QueueClosedError",
+    "QueueCorruptError",
+    "QueueError",
+    "QueueMemoryError",
+    "QueueReadersLostError",
+    "QueueTimeoutError",
+    "QueueWriterLostError",
     "QuorumTimeoutError",
     "ShutdownError",
     "StaleGangError",
     "StepLostError",
+    "StillUnderWayError",
     "SubprocessLostError",
     "TopologyError",
 ]
@@ -172,6 +181,74 @@ class TopologyError(FaultToleranceError, ValueError):
 
 class InvalidOperationError(FaultToleranceError):
     """What was asked for was done already, or comes too late."""
+
+
+class GroupCoordinatorError(FaultToleranceError):
+    """The members of a group coordinator could not communicate, or it is of no more use; see the cause."""
+
+
+class StillUnderWayError(GroupCoordinatorError, TimeoutError):
+    """A wait for an asynchronous operation ended before the operation did: wait again, or give the group up."""
+
+
+class QueueError(FaultToleranceError):
+    """A message queue cannot do what was asked of it."""
+
+
+class QueueClosedError(QueueError):
+    """The queue was shut down; a reader gets this once it has read everything that was written."""
+
+
+class QueueWriterLostError(QueueError):
+    """The writer died, or let go of this reader, without shutting the queue down: make a new queue."""
+
+
+class QueueReadersLostError(QueueError):
+    """Every reader of the queue is gone: nobody would get the message."""
+
+
+class QueueCorruptError(QueueError):
+    """What is in the queue is none of what its writer writes; this reader has left it."""
+
+
+class QueueTimeoutError(QueueError, TimeoutError):
+    """Nothing was written, or nothing read, in time; the call can be repeated, and nothing is lost.
+
+    Attributes:
+        seconds: how long the caller waited.
+        ranks: the readers that it waited for; the writer is nobody's rank.
+    """
+
+    def __init__(self, seconds: float, what: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.args = seconds, what, ranks  # given to OSError they would be an errno and a file
+        self.seconds = seconds
+        self.what = what
+        self.ranks = tuple(ranks)
+
+    def __str__(self) -> str:
+        return f"timed out after {self.seconds:g} s: {self.what}"
+
+
+class QueueMemoryError(QueueError, MemoryError):
+    """The machine, or this control group, has not enough memory free.
+
+    Attributes:
+        needed, available: bytes.
+    """
+
+    def __init__(self, purpose: str, needed: int, available: int) -> None:
+        super().__init__(purpose, needed, available)
+        self.purpose = purpose
+        self.needed = needed
+        self.available = available
+
+    def __str__(self) -> str:
+        missing = max(self.needed - self.available, 0)
+        return (
+            f"{self.purpose} needs {self.needed} bytes of shared memory and {self.available} are available: "
+            f"{missing} are missing. Free memory, raise the limit, or ask for less (max_chunks, max_chunk_bytes)"
+        )
 
 
 class CheckpointError(FaultToleranceError):

@@ -1,0 +1,8 @@
+"""One writer, many readers: messages through shared memory, and through a socket to other machines.
+
+docs/message-queue.md says how it works and what it survives.
+"""
+
+from torchft_like.message_queue.queue import MessageQueue
+
+__all__ = ["MessageQueue"]

@@ -1,0 +1,199 @@
+"""The local readers as the writer sees them: how far each is, who sleeps, who is gone.
+
+Each has a page of shared memory for its words and a connection for waking it. A reader that dies closes
+the connection, which the writer notices when it next looks or waits; from then on nobody waits for it.
+
+INVARIANT: what a reader writes into its page can only harm itself. A number that makes no sense gets it
+evicted, and the page is its own file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from torchft_like.message_queue.fence import full_fence
+from torchft_like.message_queue.handshake import Arrival, Lobby, welcome
+from torchft_like.message_queue.memory import map_to_write, reserve, seal_size
+from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING, Geometry
+
+FILES_UNREAD_MAX = 8
+WAKE = b"!"
+LEAVE = b"."
+FILE = struct.Struct("<cQ")  # travels with the descriptor of a message of its own file
+FILE_TAG = b"f"
+
+_logger = logging.getLogger(__name__)
+
+
+class _Member:
+    """One reader, from before it joins until it is gone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.connection: socket.socket | None = None
+        self.rung = 0
+        self.descriptor = reserve(PAGE_BYTES, f"the page of reader {rank}")
+        self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+        seal_size(self.descriptor)
+        self.words = memoryview(self._memory).cast("Q")
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.words.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+class Audience:
+    """All local readers; for the thread that holds the writer's lock."""
+
+    def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:
+        self.lobby = Lobby(ranks, token)
+        self.lost: list[int] = []
+        self._geometry = geometry
+        self._ring_descriptor = ring_descriptor
+        self._members: dict[int, _Member] = {}
+        try:
+            for rank in ranks:
+                self._members[rank] = _Member(rank)
+        except BaseException:
+            self.close()
+            raise
+        self._free_until = geometry.slots  # slots before this number are known to be free
+        self._files: deque[int] = deque()  # the end of each message of its own file that may be unread
+
+    @property
+    def ranks(self) -> list[int]:
+        """The readers that are there."""
+        return [member.rank for member in self._members.values() if member.connection is not None]
+
+    @property
+    def missing(self) -> list[int]:
+        """The readers that have not joined yet."""
+        return [member.rank for member in self._members.values() if member.connection is None]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there, nor will come."""
+        return not self._members
+
+    def descriptors(self) -> list[int]:
+        """Readable when `attend` has something to do."""
+        connections = [member.connection for member in self._members.values()]
+        return [self.lobby.fileno(), *(end.fileno() for end in connections if end is not None)]
+
+    def has_room(self, until: int, published: int) -> bool:
+        """Whether every reader is done with what lies in the slots that end before `until`."""
+        if until <= self._free_until:
+            return True
+        self._free_until = self._slowest(published) + self._geometry.slots
+        return until <= self._free_until
+
+    def may_send_file(self, published: int) -> bool:
+        """Whether everybody can be handed another file; few are unread at any time."""
+        if self.missing:
+            return False
+        slowest = self._slowest(published)
+        while self._files and self._files[0] <= slowest:
+            self._files.popleft()
+        return len(self._files) < FILES_UNREAD_MAX
+
+    def laggards(self, until: int) -> list[int]:
+        """Those for whom `has_room` is False."""
+        return [
+            member.rank
+            for member in self._members.values()
+            if until > member.words[CONSUMED] + self._geometry.slots
+        ]
+
+    def send_file(self, descriptor: int, number: int, end: int) -> None:
+        """Hand the file of message `number` to everybody."""
+        self._files.append(end)
+        for member in list(self._members.values()):
+            if member.connection is None:
+                continue
+            try:
+                note = FILE.pack(FILE_TAG, number)
+                socket.send_fds(member.connection, [note], [descriptor], socket.MSG_DONTWAIT)
+            except OSError as error:
+                self._evict(member, f"it takes no file ({error.strerror})")
+
+    def wake(self) -> None:
+        """Wake those who sleep; each once per sleep."""
+        full_fence()
+        for member in self._members.values():
+            sleep = member.words[SLEEPING]
+            if sleep and sleep != member.rung:
+                self._ring(member, sleep)
+
+    def attend(self) -> None:
+        """Let readers in, and take note of those who left. Waits for nothing."""
+        for arrival in self.lobby.admit():
+            self._join(arrival)
+        for member in list(self._members.values()):
+            if member.connection is not None:
+                self._listen(member)
+
+    def close(self) -> None:
+        """Let go of everybody."""
+        self.lobby.close()
+        for member in self._members.values():
+            member.close()
+        self._members.clear()
+
+    def _slowest(self, published: int) -> int:
+        while True:
+            slowest, culprit = published, None
+            for member in self._members.values():
+                number = member.words[CONSUMED]
+                slowest = min(slowest, number)
+                if not published - self._geometry.slots <= number <= published:
+                    culprit = member
+            if culprit is None:
+                return slowest
+            self._evict(culprit, "its memory holds an impossible number")
+
+    def _join(self, arrival: Arrival) -> None:
+        member = self._members[arrival.rank]
+        member.connection = arrival.connection
+        try:
+            welcome(arrival.connection, [self._ring_descriptor, member.descriptor])
+        except OSError as error:
+            self._evict(member, f"it is gone ({error.strerror})")
+
+    def _listen(self, member: _Member) -> None:
+        if member.connection is None:
+            return
+        try:
+            while data := member.connection.recv(16, socket.MSG_DONTWAIT):
+                if data == LEAVE:
+                    self._remove(member)
+                    return
+            self._evict(member, "its connection ended")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._evict(member, f"its connection failed ({error.strerror})")
+
+    def _ring(self, member: _Member, sleep: int) -> None:
+        member.rung = sleep
+        if member.connection is None:
+            return
+        with contextlib.suppress(OSError):  # full: it has plenty to wake up to; ended: `attend` sees it
+            member.connection.send(WAKE, socket.MSG_DONTWAIT)
+
+    def _evict(self, member: _Member, reason: str) -> None:
+        self._remove(member)
+        self.lost.append(member.rank)
+        _logger.warning("the message queue goes on without reader %d: %s", member.rank, reason)
+
+    def _remove(self, member: _Member) -> None:
+        del self._members[member.rank]
+        member.close()

@@ -1,0 +1,49 @@
+"""Memory fences for two processes that share memory, from Python, which has none.
+
+Two orders matter between processes:
+
+* `before_publishing` and `after_seeing`: a message is written before its number is, and read after it.
+* `full_fence`: "I sleep" is written before the last look at the number, and the number before the look
+  at who sleeps. Each side writes one word, then reads the other's: were the write to wait in a buffer
+  while the read goes ahead, both could miss each other, and a sleeper would not be woken.
+
+What serves as a fence is a lock that is free: taking it is an atomic read-modify-write with acquire
+semantics, giving it back one with release semantics. On x86 each is a full fence, and stores and loads
+keep their order anyway, so that the first two need nothing. Elsewhere an acquire and a release let a
+store before them sink in and a load after them rise in; a release that an acquire follows lets nothing
+through (C11 with RCsc atomics, which AArch64's are), so two rounds make a full fence.
+
+A single aligned 64-bit word of a `memoryview` of format Q is loaded and stored by one instruction. What
+an interpreter does between two statements is far more than a compiler would dare to reorder.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+
+_lock = threading.Lock()
+_acquire, _release = _lock.acquire, _lock.release
+
+
+def _one_round() -> None:
+    _acquire()
+    _release()
+
+
+def _two_rounds() -> None:
+    _acquire()
+    _release()
+    _acquire()
+    _release()
+
+
+def _nothing() -> None:
+    """The processor keeps this order by itself."""
+
+
+_is_x86 = platform.machine() in ("x86_64", "AMD64", "i686")
+
+full_fence = _one_round if _is_x86 else _two_rounds
+before_publishing = _nothing if _is_x86 else _two_rounds
+after_seeing = _nothing if _is_x86 else _two_rounds

@@ -1,0 +1,185 @@
+"""How a local reader gets at the shared memory: it connects to the writer, which hands over descriptors.
+
+The writer listens in the abstract namespace of Unix sockets, where names are no files and go away with
+their process. A caller is let in once, when the kernel says that it is the same user, it knows the token
+of the handle, and its rank is expected and not there yet. Nobody can hold the writer up: it never waits
+for a caller, and callers who say nothing are limited in number and time.
+
+The connection stays: its end tells each side of the other's death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torchft_like.errors import QueueError, QueueWriterLostError
+from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+
+CALLERS_MAX = 64
+HELLO_S_MAX = 5.0
+
+_HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
+_MAGIC = b"tfq1"
+_WELCOME, _REFUSED = b"+", b"-"
+_CREDENTIALS = struct.Struct("iII")
+_REFUSAL_BYTES_MAX = 512
+
+
+class Arrival(NamedTuple):
+    """A reader that was let in."""
+
+    rank: int
+    connection: socket.socket
+
+
+class Lobby:
+    """The writer's door. Nothing in it waits."""
+
+    def __init__(self, ranks: Sequence[int], token: bytes) -> None:
+        self.name = f"torchft-queue-{secrets.token_hex(16)}"
+        self.expected = set(ranks)
+        self._token = token
+        self._ranks = frozenset(ranks)
+        self._callers: dict[int, tuple[socket.socket, float]] = {}
+        self._events = select.epoll()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(CALLERS_MAX)
+        self._events.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when `admit` has something to do."""
+        return self._events.fileno()
+
+    def admit(self) -> Iterator[Arrival]:
+        """Those who are let in now."""
+        for descriptor, _ in self._events.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+        self._drop_silent()
+        for descriptor, _ in self._events.poll(0):
+            if descriptor in self._callers:
+                yield from self._hear(descriptor)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for caller, _ in self._callers.values():
+            caller.close()
+        self._callers.clear()
+        self._listener.close()
+        self._events.close()
+
+    def _accept(self) -> None:
+        while len(self._callers) < CALLERS_MAX:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:  # nobody more, or gone again already
+                return
+            if _user_of(caller) != os.getuid():
+                caller.close()
+                continue
+            caller.setblocking(False)
+            self._callers[caller.fileno()] = caller, time.monotonic() + HELLO_S_MAX
+            self._events.register(caller, select.EPOLLIN)
+
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
+        for descriptor, (caller, deadline) in list(self._callers.items()):
+            if now > deadline:
+                del self._callers[descriptor]
+                caller.close()
+
+    def _hear(self, descriptor: int) -> Iterator[Arrival]:
+        caller, _ = self._callers.pop(descriptor)
+        self._events.unregister(caller)
+        try:
+            hello = caller.recv(_HELLO.size + 1)
+        except OSError:
+            hello = b""
+        if len(hello) != _HELLO.size:
+            caller.close()
+            return
+        magic, token, rank = _HELLO.unpack(hello)
+        problem = self._problem(magic, token, rank)
+        if problem is None:
+            self.expected.discard(rank)
+            yield Arrival(rank, caller)
+            return
+        with contextlib.suppress(OSError):
+            caller.send(_REFUSED + problem.encode())
+        caller.close()
+
+    def _problem(self, magic: bytes, token: bytes, rank: int) -> str | None:
+        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
+            return "the token is not that of this queue"
+        if rank in self.expected:
+            return None
+        if rank in self._ranks:
+            return f"reader {rank} has joined already"
+        return f"rank {rank} is no local reader; they are {sorted(self._ranks)}"
+
+
+def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """Hand the shared memory to a reader that was let in."""
+    socket.send_fds(connection, [_WELCOME], list(descriptors))
+
+
+def call(handle: QueueHandle, rank: int) -> socket.socket:
+    """Knock at the writer's door.
+
+    Raises:
+        QueueWriterLostError: there is no writer.
+        QueueError: somebody else sits behind that door.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(f"\0{handle.name}")
+        if _user_of(connection) != os.getuid():
+            raise QueueError("another user's process has the writer's name")
+        connection.send(_HELLO.pack(_MAGIC, handle.token, rank))
+    except OSError as error:
+        connection.close()
+        raise QueueWriterLostError(
+            f"reader {rank} finds no writer ({error.strerror}): is it alive, and on this machine?"
+        ) from error
+    except QueueError:
+        connection.close()
+        raise
+    return connection
+
+
+def hear_welcome(connection: socket.socket) -> list[int]:
+    """The descriptors of the shared memory, once the connection is readable.
+
+    Raises:
+        QueueWriterLostError: the writer is gone.
+        QueueError: it does not let this reader in; says why.
+    """
+    try:
+        data, descriptors, _, _ = socket.recv_fds(connection, _REFUSAL_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise QueueWriterLostError("the writer went away before it let this reader in") from error
+    if not data:
+        raise QueueWriterLostError("the writer went away, or was shut down, before it let this reader in")
+    if data[:1] == _REFUSED:
+        raise QueueError(f"the writer refuses this reader: {data[1:].decode(errors='replace')}")
+    if len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise QueueError("the shared memory did not arrive: is the limit of open files reached?")
+    return descriptors
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)

@@ -1,0 +1,159 @@
+"""Messages as bytes: the leaves of plain data on their way into shared memory and out of it.
+
+Each byte is copied once on either side. What a reader gets shares no memory with the queue.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchft_like.errors import QueueCorruptError
+from torchft_like.message_queue.memory import reserve
+from torchft_like.message_queue.ring import PIECE_BYTES, Bytes, Record, RingReader
+from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
+
+FILE_RECORD = struct.Struct("<QQQ")  # number of the message, bytes of its structure, bytes of all of it
+
+
+def bytes_of(leaf: Leaf) -> Bytes:
+    """The memory of a leaf, not a copy; a CUDA tensor comes to the CPU."""
+    if isinstance(leaf, bytes):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.reshape(-1).view(np.uint8).data
+    if not leaf.numel():
+        return b""
+    return leaf.cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
+    """The descriptor of a file in memory with all parts, one after the other.
+
+    Raises:
+        QueueMemoryError: there is no room for it.
+    """
+    descriptor = reserve(nbytes, f"a message of {nbytes} bytes, more than the ring holds,")
+    try:
+        at = 0
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                written = os.pwrite(descriptor, left, at)
+                at += written
+                left = left[written:]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Source:
+    """The leaves of one message, in their order.
+
+    Args:
+        nbytes: of all leaves together.
+        fill: fills memory with the next bytes.
+    """
+
+    def __init__(self, nbytes: int, fill: Callable[[memoryview], None]) -> None:
+        self.left = nbytes
+        self._fill = fill
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        """The next leaf, which is a tensor."""
+        if not (nbytes := spec.nbytes):
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        self._claim(nbytes)
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        self._fill(raw.numpy().data)
+        return raw.view(spec.dtype).view(spec.shape)
+
+    def memory(self, nbytes: int) -> memoryview:
+        """The next leaf, for an array."""
+        self._claim(nbytes)
+        raw = np.empty(nbytes, np.uint8).data
+        self._fill(raw)
+        return raw
+
+    def data(self, nbytes: int) -> bytes:
+        """The next leaf, which is bytes."""
+        self._claim(nbytes)
+        if not nbytes:
+            return b""
+        whole = io.BytesIO()  # gives its memory away as bytes without a copy
+        whole.seek(nbytes - 1)
+        whole.write(b"\0")
+        with whole.getbuffer() as raw:
+            self._fill(raw)
+        return whole.getvalue()
+
+    def _claim(self, nbytes: int) -> None:
+        if nbytes > self.left:
+            raise ValueError(f"a leaf of {nbytes} bytes where {self.left} are left")
+        self.left -= nbytes
+
+
+def assembled(structure: bytes, source: Source) -> object:
+    """The message.
+
+    Raises:
+        PlainDataError, QueueCorruptError: it is none.
+    """
+    value = assemble_from(structure, source)
+    if source.left:
+        raise QueueCorruptError(f"{source.left} bytes of a message belong to nothing")
+    return value
+
+
+def reading_ring(
+    ring: RingReader, record: Record, streamed: Callable[[int], None]
+) -> Callable[[memoryview], None]:
+    """Fills memory with the bytes of a message's leaves.
+
+    Args:
+        streamed: waits until STREAMED has a value.
+    """
+    place, offset = ring.place_of(record), record.structure_bytes
+
+    def fill(memory: memoryview) -> None:
+        nonlocal offset
+        step = PIECE_BYTES if record.is_long else max(len(memory), 1)
+        for begin in range(0, len(memory), step):
+            end = min(begin + step, len(memory))
+            if record.is_long:
+                streamed(record.start + offset + end - begin)
+            for segment in ring.segments(place + offset, end - begin):
+                memory[begin : begin + len(segment)] = segment
+                begin += len(segment)  # noqa: PLW2901
+                offset += len(segment)
+
+    return fill
+
+
+def reading_file(descriptor: int, nbytes: int) -> Callable[[memoryview], None]:
+    """Fills memory with the bytes of a file; reads, and maps nothing, so that no peer can pull it away.
+
+    Raises:
+        QueueCorruptError: it is not of this size.
+    """
+    if os.fstat(descriptor).st_size != nbytes:
+        raise QueueCorruptError("the file of a message has another size than the message")
+    offset = 0
+
+    def fill(memory: memoryview) -> None:
+        nonlocal offset
+        while memory:
+            read = os.preadv(descriptor, [memory], offset)
+            if not read:
+                raise QueueCorruptError("the file of a message ends too early")
+            offset += read
+            memory = memory[read:]
+
+    return fill

@@ -1,0 +1,274 @@
+"""The end of a queue for a reader on the writer's machine.
+
+It reads where the writer wrote, and frees the slots when it has its own copy. A call that times out has
+freed nothing, and the next one starts the message anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+
+from torchft_like.errors import (
+    PlainDataError,
+    QueueClosedError,
+    QueueCorruptError,
+    QueueTimeoutError,
+    QueueWriterLostError,
+)
+from torchft_like.message_queue.audience import FILE, FILE_TAG, LEAVE, WAKE
+from torchft_like.message_queue.fence import before_publishing, full_fence
+from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.handshake import call, hear_welcome
+from torchft_like.message_queue.leaves import FILE_RECORD, Source, assembled, reading_file, reading_ring
+from torchft_like.message_queue.memory import map_received
+from torchft_like.message_queue.patience import RECHECK_S, Patience
+from torchft_like.message_queue.ring import (
+    CLOSED,
+    CONSUMED,
+    IN_FILE,
+    PAGE_BYTES,
+    PUBLISHED,
+    SLEEPING,
+    STREAMED,
+    Record,
+    RingReader,
+)
+
+
+class LocalReader:
+    """See MessageQueue."""
+
+    def __init__(self, handle: QueueHandle, rank: int) -> None:
+        self._handle = handle
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._is_closing = False
+        self._is_closed = False
+        self._writer_is_gone = False
+        self._patience = Patience()
+        self._sleeps = 0
+        self._rung = 0
+        self._files: dict[int, int] = {}
+        self._ring: RingReader | None = None
+        self._memory: list[mmap.mmap] = []
+        self._connection = call(handle, rank)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events = select.poll()
+        self._events.register(self._stop, select.POLLIN)
+        self._events.register(self._connection, select.POLLIN)
+
+    def wait_until_ready(self, deadline: float, seconds: float) -> None:
+        """Until the writer has let this reader in."""
+        with self._lock:
+            self._require_open()
+            self._joined(deadline, seconds)
+
+    def dequeue(self, deadline: float, seconds: float) -> object:
+        """The next message."""
+        with self._lock:
+            self._require_open()
+            ring = self._ring or self._joined(deadline, seconds)
+            if ring.words[PUBLISHED] <= ring.consumed:
+                self._wait(ring, PUBLISHED, ring.consumed + 1, deadline, seconds)
+            try:
+                record = ring.next_record()
+                value = self._read(ring, record, deadline, seconds)
+            except (PlainDataError, QueueCorruptError) as error:
+                self._leave()
+                raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
+            self._free(ring, record)
+            return value
+
+    def shutdown(self) -> None:
+        """Leave; the writer does not count on this reader any more."""
+        with self._ending:
+            if self._is_closed:
+                return
+            self._is_closing = True
+            os.eventfd_write(self._stop, 1)
+            with self._lock:
+                self._is_closed = True
+                self._leave()
+                self._release()
+
+    def forget(self) -> None:
+        """In a fork: let go of everything, and say nothing to the writer."""
+        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
+        self._is_closing = self._is_closed = True
+        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
+            self._release()
+
+    def _leave(self) -> None:
+        self._is_closing = True
+        with contextlib.suppress(OSError):  # the writer is gone already
+            self._connection.send(LEAVE, socket.MSG_DONTWAIT)
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _release(self) -> None:
+        self._connection.close()
+        os.close(self._stop)
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        if self._ring is not None:
+            self._ring.release()
+            self._words.release()
+        for memory in self._memory:
+            memory.close()
+
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise QueueClosedError(f"reader {self._rank} has left the queue")
+
+    # ------------------------------------------------------------------------------- joining
+
+    def _joined(self, deadline: float, seconds: float) -> RingReader:
+        if self._ring is not None:
+            return self._ring
+        self._poll(
+            deadline, seconds, "the writer did not let this reader in: it has to call wait_until_ready"
+        )
+        geometry = self._handle.geometry
+        ring_descriptor, page_descriptor = hear_welcome(self._connection)
+        try:
+            page = map_received(page_descriptor, PAGE_BYTES, writable=True)
+            self._memory.append(page)
+            memory = map_received(ring_descriptor, geometry.memory_bytes, writable=False)
+            self._memory.append(memory)
+        finally:
+            os.close(ring_descriptor)
+            os.close(page_descriptor)
+        self._words = memoryview(page).cast("Q")
+        self._ring = RingReader(memoryview(memory), geometry)
+        return self._ring
+
+    def _poll(self, deadline: float, seconds: float, what: str) -> None:
+        """Until the connection has something to say."""
+        ready: set[int] = set()
+        while self._connection.fileno() not in ready:
+            self._require_open()
+            if (now := time.monotonic()) >= deadline:
+                raise QueueTimeoutError(seconds, what)
+            ready = {descriptor for descriptor, _ in self._events.poll(min(deadline - now, 3600) * 1000)}
+
+    # ------------------------------------------------------------------------------- reading
+
+    def _read(self, ring: RingReader, record: Record, deadline: float, seconds: float) -> object:
+        def streamed(nbytes: int) -> None:
+            if ring.words[STREAMED] < nbytes:
+                self._wait(ring, STREAMED, nbytes, deadline, seconds)
+
+        if record.is_long:
+            streamed(record.start + record.structure_bytes)
+        structure = ring.read(ring.place_of(record), record.structure_bytes)
+        if record.kind == IN_FILE:
+            return self._read_file(structure)
+        source = Source(record.nbytes - record.structure_bytes, reading_ring(ring, record, streamed))
+        return assembled(structure, source)
+
+    def _read_file(self, note: bytes) -> object:
+        if len(note) != FILE_RECORD.size:
+            raise QueueCorruptError("a message in a file has no record of it")
+        number, structure_bytes, nbytes = FILE_RECORD.unpack(note)
+        descriptor = self._file(number)
+        try:
+            fill = reading_file(descriptor, nbytes)
+            if structure_bytes > nbytes:
+                raise QueueCorruptError("the structure of a message is longer than the message")
+            structure = bytearray(structure_bytes)
+            fill(memoryview(structure))
+            return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
+        finally:
+            os.close(descriptor)
+
+    def _file(self, number: int) -> int:
+        """The file of a message, which was sent before the message was told of."""
+        while number not in self._files and self._hear():
+            pass
+        for older in [known for known in self._files if known < number]:
+            os.close(self._files.pop(older))
+        if number not in self._files:
+            raise QueueCorruptError(
+                "the file of a message did not arrive: is the limit of open files reached?"
+            )
+        return self._files.pop(number)
+
+    def _free(self, ring: RingReader, record: Record) -> None:
+        ring.consumed += record.slots
+        before_publishing()
+        self._words[CONSUMED] = ring.consumed
+        full_fence()
+        sleep = ring.words[SLEEPING]
+        if sleep and sleep != self._rung:
+            self._rung = sleep
+            with contextlib.suppress(OSError):  # full: plenty to wake up to; ended: the next wait sees it
+                self._connection.send(WAKE, socket.MSG_DONTWAIT)
+
+    # ------------------------------------------------------------------------------- waiting
+
+    def _wait(self, ring: RingReader, word: int, value: int, deadline: float, seconds: float) -> None:
+        """Until a word of the writer has a value."""
+        words, started = ring.words, time.monotonic()
+        spin_until = min(started + self._patience.spin_s(), deadline)
+        while words[word] < value:
+            if (now := time.monotonic()) < spin_until:
+                os.sched_yield()
+                continue
+            self._require_writer(ring, word, value)
+            if now >= deadline:
+                raise QueueTimeoutError(seconds, "the writer wrote nothing")
+            self._sleep(ring, word, value, min(deadline - now, RECHECK_S))
+            self._require_open()
+        self._patience.learn(time.monotonic() - started)
+
+    def _require_writer(self, ring: RingReader, word: int, value: int) -> None:
+        """Raise if what is awaited will never come."""
+        words = ring.words
+        is_closed = words[CLOSED]
+        if not (is_closed or self._writer_is_gone):
+            return
+        full_fence()
+        if words[word] >= value:  # it was the last
+            return
+        if is_closed:
+            raise QueueClosedError("the writer has shut the queue down, and everything was read")
+        raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
+
+    def _sleep(self, ring: RingReader, word: int, value: int, seconds: float) -> None:
+        words = ring.words
+        self._sleeps += 1
+        self._words[SLEEPING] = self._sleeps
+        full_fence()
+        try:
+            if words[word] < value:
+                ready = self._events.poll(seconds * 1000)
+                if any(descriptor == self._connection.fileno() for descriptor, _ in ready):
+                    self._hear()
+        finally:
+            self._words[SLEEPING] = 0
+
+    def _hear(self) -> bool:
+        """One word from the writer; whether there was one."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._connection, FILE.size + 1, 2, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, descriptors = b"", []
+        if len(data) == FILE.size and data[:1] == FILE_TAG and len(descriptors) == 1:
+            _, number = FILE.unpack(data)
+            self._files[number] = descriptors[0]
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._writer_is_gone |= not data
+        return bool(data)

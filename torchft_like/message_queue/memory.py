@@ -1,0 +1,125 @@
+"""Memory for processes to share: files without a name, reserved in full before anybody uses them.
+
+A file in memory belongs to those who have it open: whoever is killed, and whenever, the system takes
+it back when the last of them is gone. What is mapped is sealed before it is handed out: it can neither
+shrink, which would kill who touches it, nor be written to by those who got it to read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchft_like.errors import QueueError, QueueMemoryError
+
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module of Python 3.11 lacks it
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60
+
+
+def reserve(nbytes: int, purpose: str) -> int:
+    """The descriptor of a new file in memory, every byte of it there and zero.
+
+    Raises:
+        QueueMemoryError: the machine, or the limit of this control group, has no room; says how much is
+            missing.
+    """
+    available = available_bytes()
+    if nbytes > available:
+        raise QueueMemoryError(purpose, nbytes, available)
+    descriptor = os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise QueueMemoryError(purpose, nbytes, available) from error
+    return descriptor
+
+
+def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:
+    """All of the file, to read and write."""
+    return mmap.mmap(descriptor, nbytes)
+
+
+def seal(descriptor: int) -> None:
+    """Fix the size; who maps it from now on may only read."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        seal_size(descriptor)  # a kernel that does not know the second seal
+
+
+def seal_size(descriptor: int) -> None:
+    """Fix the size."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+
+
+def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+    """All of a file that another process made.
+
+    Raises:
+        QueueError: it is not of this size, or could change its size later, which would kill this process.
+    """
+    if os.fstat(descriptor).st_size != nbytes:
+        raise QueueError(f"the writer's memory is not {nbytes} bytes: do all run the same version?")
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+        raise QueueError("the writer's memory could shrink while it is read: do all run the same version?")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return mmap.mmap(descriptor, nbytes, prot=protection)
+
+
+def available_bytes() -> int:
+    """What this process may still take: the machine's memory, and the limits of its control groups.
+
+    Files in memory need no room in /dev/shm. They count as memory of who first touches them.
+    """
+    return min([_of_machine(Path("/proc/meminfo").read_text()), *_of_groups()])
+
+
+def _of_machine(meminfo: str) -> int:
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _NO_LIMIT
+
+
+def _of_groups() -> Iterator[int]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no control groups, no limit
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _of_ancestors(_CGROUPS, path, ("memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _of_ancestors(_CGROUPS / "memory", path, names)
+
+
+def _of_ancestors(root: Path, path: str, names: tuple[str, str]) -> Iterator[int]:
+    """What the group and each group around it leave; what can be dropped at any time counts as free."""
+    folder = root / path.strip("/")
+    while folder.is_relative_to(root):
+        try:
+            limit, used = (folder.joinpath(name).read_text().strip() for name in names)
+            if limit != "max":
+                yield int(limit) - int(used) + _droppable(folder.joinpath("memory.stat").read_text())
+        except (OSError, ValueError):  # the root has no limit, and a container does not see its ancestors
+            pass
+        folder = folder.parent
+
+
+def _droppable(stat: str) -> int:
+    for line in stat.splitlines():
+        if line.startswith(("inactive_file ", "total_inactive_file ")):
+            return int(line.split()[1])
+    return 0

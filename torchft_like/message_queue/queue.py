@@ -1,0 +1,264 @@
+"""MessageQueue: one writer, any number of readers, each of which gets every message."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from torchft_like.errors import NotSupportedError
+from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.local_reader import LocalReader
+from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
+from torchft_like.message_queue.writer import Writer
+
+MAX_CHUNK_BYTES = 1024 * 1024
+MAX_CHUNKS = 16
+_LINE_BYTES = 64
+
+
+class MessageQueue:
+    """A queue with one writer and many readers, each of which gets every message, in order.
+
+    The process that makes it writes. It hands `export_handle()` to the readers, over whatever channel
+    they have, and they call `create_from_handle`. Then everybody calls `wait_until_ready`.
+
+    What travels is plain data (torchft_like.plain_data): None, bool, int, float, str, bytes, list, tuple,
+    dict, tensors and arrays of numbers. Nothing is pickled. Tensors arrive on the CPU.
+
+    One thread at a time writes, and one per reader reads; others wait for it. `shutdown` may be called
+    from any thread and ends whatever the queue waits in. In a fork, a queue of the parent is closed.
+
+    Args:
+        n_readers: how many will read.
+        n_local_readers: how many of them run on this machine and read shared memory; the others connect
+            to a port of this machine.
+        local_reader_ranks: the ranks of the local readers; 0 to n_local_readers - 1 unless given. Every
+            other rank is a remote reader.
+        max_chunk_bytes, max_chunks: size and number of the ring's slots, and so the shared memory that
+            the queue takes. A message takes as many slots as it needs; one that is longer than the whole
+            ring travels as a file in memory of its own. A remote reader may be `max_chunks` messages
+            behind.
+        remote_host: the address of this machine at which remote readers reach it.
+
+    Raises:
+        ValueError: the numbers make no sense.
+        QueueMemoryError: there is not enough memory for the ring; says how much is missing.
+    """
+
+    def __init__(
+        self,
+        n_readers: int,
+        n_local_readers: int,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        *,
+        local_reader_ranks: Sequence[int] | None = None,
+        remote_host: str = "127.0.0.1",
+    ) -> None:
+        ranks = _local_ranks(n_readers, n_local_readers, local_reader_ranks)
+        geometry = _geometry(max_chunk_bytes, max_chunks)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        n_remote = n_readers - n_local_readers
+        remote = None
+        if n_remote:
+            from torchft_like.message_queue.remote_audience import RemoteAudience  # noqa: PLC0415 - zmq
+
+            remote = RemoteAudience(remote_host, n_remote, max_chunks, token, ranks)
+        try:
+            writer = Writer(geometry, ranks, token, remote)
+        except BaseException:
+            if remote is not None:
+                remote.close(linger=False)
+            raise
+        handle = QueueHandle(writer.name, token, geometry, ranks, n_remote, remote.handle if remote else None)
+        self._become(writer, handle, None)
+
+    @classmethod
+    def create_from_handle(cls, handle: object, rank: int) -> Self:
+        """A reader's end.
+
+        Args:
+            handle: what the writer's `export_handle` returned.
+            rank: of this reader; no other has it.
+
+        Raises:
+            ValueError: the handle is none, or the rank is not one of its readers.
+            QueueWriterLostError: the writer is gone.
+        """
+        known = QueueHandle.from_plain(handle)
+        reader: _Reader
+        if rank in known.local_ranks:
+            reader = LocalReader(known, rank)
+        else:
+            from torchft_like.message_queue.remote_reader import RemoteReader  # noqa: PLC0415 - zmq
+
+            reader = RemoteReader(known, rank)
+        queue = cls.__new__(cls)
+        queue._become(reader, known, rank)
+        return queue
+
+    def _become(self, end: Writer | _Reader, handle: QueueHandle, rank: int | None) -> None:
+        self._end = end
+        self._handle = handle
+        self._rank = rank
+        # Also at the end of the interpreter: a writer that exits in peace has not died.
+        self._finalizer = weakref.finalize(self, end.shutdown)
+        _ends.add(end)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this is the writer's end."""
+        return isinstance(self._end, Writer)
+
+    def export_handle(self) -> dict[str, object]:
+        """What readers need, as plain data. Who has it can read the queue."""
+        return self._handle.to_plain()
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every reader has joined; for a reader, until it has.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            QueueTimeoutError: somebody has not come; says who.
+            QueueWriterLostError, QueueClosedError: the writer is gone.
+            QueueError: the writer refuses this reader; says why.
+        """
+        deadline, seconds = _deadline(timeout)
+        self._end.wait_until_ready(deadline, seconds)
+
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Write a message. Local readers can read it when this returns, whatever happens to this process.
+
+        Args:
+            obj: plain data. May be changed as soon as the call returns.
+            timeout: seconds to wait for room; None waits for ever.
+
+        Raises:
+            PlainDataError: the object is of a type that does not travel; names the part.
+            QueueTimeoutError: there was no room; names the readers that are behind. Nothing was written.
+            QueueReadersLostError: nobody is left to read it.
+            QueueMemoryError: it is longer than the ring, and there is no memory for its file.
+            QueueClosedError: the queue was shut down.
+        """
+        deadline, seconds = _deadline(timeout)
+        self._writer().enqueue(obj, deadline, seconds)
+
+    def dequeue(self, timeout: float | None = None) -> object:
+        """Read the next message; the object shares no memory with the queue.
+
+        Args:
+            timeout: seconds to wait for it; None waits for ever.
+
+        Raises:
+            QueueTimeoutError: nothing was written in time.
+            QueueClosedError: after the last message, the writer having shut the queue down; or this
+                reader has left.
+            QueueWriterLostError: after the last message, the writer having died.
+            QueueCorruptError: what is there was not written by a writer. The reader has left the queue.
+        """
+        if isinstance(self._end, Writer):
+            raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
+        deadline, seconds = _deadline(timeout)
+        return self._end.dequeue(deadline, seconds)
+
+    def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
+        """Called by everybody: the writer writes `obj`, everybody returns it."""
+        if isinstance(self._end, Writer):
+            self.enqueue(obj, timeout)
+            return obj
+        return self.dequeue(timeout)
+
+    @property
+    def readers(self) -> list[int]:
+        """At the writer: the ranks of the readers that are there now."""
+        return self._writer().readers()
+
+    @property
+    def lost_readers(self) -> list[int]:
+        """At the writer: the ranks of the readers that died, and that it goes on without."""
+        return self._writer().lost_readers()
+
+    def shutdown(self) -> None:
+        """Close this end; may be repeated, and wakes whoever waits in it.
+
+        A writer's readers still read what was written, and then get QueueClosedError. It waits up to five
+        seconds for remote readers to have read it; local ones need no waiting for.
+        """
+        self._finalizer.detach()
+        self._end.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        geometry = self._handle.geometry
+        end = "writer" if self._rank is None else f"reader {self._rank}"
+        others = f"{len(self._handle.local_ranks)} local + {self._handle.n_remote} remote readers"
+        return f"<MessageQueue {end} | {others} | {geometry.slots} x {geometry.slot_bytes} bytes>"
+
+    def _writer(self) -> Writer:
+        if isinstance(self._end, Writer):
+            return self._end
+        raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
+
+
+def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    if not 0 <= n_local <= n_readers:
+        raise ValueError(f"{n_local} of {n_readers} readers cannot be local")
+    found = tuple(range(n_local)) if ranks is None else tuple(ranks)
+    if len(found) != n_local or len(set(found)) != n_local or any(rank < 0 for rank in found):
+        raise ValueError(f"local_reader_ranks={list(found)} are not {n_local} distinct ranks")
+    return found
+
+
+def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
+    if max_chunk_bytes < SLOT_BYTES_MIN or max_chunks < 1:
+        raise ValueError(
+            f"max_chunk_bytes={max_chunk_bytes} must be {SLOT_BYTES_MIN} or more, "
+            f"and max_chunks={max_chunks} 1 or more"
+        )
+    return Geometry(max_chunks, -(-max_chunk_bytes // _LINE_BYTES) * _LINE_BYTES)
+
+
+def _deadline(timeout: float | None) -> tuple[float, float]:
+    """When it ends, on the monotonic clock, and the seconds until then."""
+    if timeout is None:
+        return math.inf, math.inf
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout} must be 0 or more seconds, or None")
+    return time.monotonic() + timeout, timeout
+
+
+class _Reader(Protocol):
+    """The end of a queue for a reader, wherever it is."""
+
+    def wait_until_ready(self, deadline: float, seconds: float) -> None: ...
+    def dequeue(self, deadline: float, seconds: float) -> object: ...
+    def shutdown(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+_ends: weakref.WeakSet[Writer | _Reader] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a fork: what was inherited is the parent's. A copy of a connection would hide the parent's death."""
+    for end in list(_ends):
+        end.forget()
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

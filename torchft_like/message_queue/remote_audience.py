@@ -1,0 +1,218 @@
+"""The readers on other machines as the writer sees them: a connection each, and how far each is.
+
+ZeroMQ moves the bytes and finds connections that end or fall silent. Whoever does not know the writer's
+public key, which is in the handle, does not get as far as saying anything (CURVE: encrypted, too); who
+does says the handle's token and a rank.
+
+A message waits in the writer's process until the reader's system has it, and a reader confirms what was
+read: no more than `window` messages are unconfirmed, so a slow reader holds the writer up as it does in
+shared memory, and its memory is bounded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import struct
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from torchft_like.message_queue.handle import RemoteHandle
+from torchft_like.message_queue.ring import Bytes
+
+HELLO = struct.Struct("<c32sI")
+NUMBERED = struct.Struct("<cQ")
+TAG_HELLO, TAG_WELCOME, TAG_REFUSED, TAG_DATA, TAG_READ, TAG_CLOSED, TAG_LEAVE, TAG_PROBE = (
+    b"H", b"W", b"R", b"D", b"A", b"C", b"L", b"P",
+)  # fmt: skip
+
+SILENCE_S = 10.0  # after which a connection counts as ended
+LINGER_S = 5.0
+_SMALL_BYTES_MAX = 1024  # of what readers say
+_PROBE_S = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class _Reader:
+    """One that has joined."""
+
+    def __init__(self, rank: int, read: int) -> None:
+        self.rank = rank
+        self.read = read
+
+
+class RemoteAudience:
+    """All remote readers; for the thread that holds the writer's lock.
+
+    Args:
+        host: the address of this machine at which they reach it.
+        n_readers: how many will join; any rank that is not local.
+        window: how many messages a reader may be behind.
+        token: what they must know.
+    """
+
+    def __init__(
+        self, host: str, n_readers: int, window: int, token: bytes, local_ranks: Sequence[int]
+    ) -> None:
+        self.n_readers = n_readers
+        self.lost: list[int] = []
+        self._window = window
+        self._token = token
+        self._taken = set(local_ranks)
+        self._joined = 0
+        self._sent = 0
+        self._probe_until = 0.0
+        self._readers: dict[bytes, _Reader] = {}
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        public, secret = zmq.curve_keypair()
+        configure(self._router)
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.MAXMSGSIZE, _SMALL_BYTES_MAX)
+        self._router.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            port = self._router.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
+        except zmq.ZMQError:
+            self._context.destroy(0)
+            raise
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.handle = RemoteHandle(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", public)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The readers that are there."""
+        return [reader.rank for reader in self._readers.values()]
+
+    @property
+    def n_missing(self) -> int:
+        """How many have not joined yet."""
+        return self.n_readers - self._joined
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there, nor will come."""
+        return not self._readers and not self.n_missing
+
+    def has_room(self) -> bool:
+        """Whether everybody may be sent another message."""
+        return not self.n_missing and not self.laggards()
+
+    def laggards(self) -> list[int]:
+        """Those who have not read what they were sent long ago."""
+        return [reader.rank for reader in self._readers.values() if self._sent - reader.read >= self._window]
+
+    def descriptors(self) -> list[int]:
+        """Readable when `attend` may have something to do."""
+        return [int(self._router.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
+
+    def attend(self) -> None:
+        """Hear what readers say, and find those who are gone. Waits for nothing."""
+        while True:
+            try:
+                identity, *body = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(body) == 1:
+                self._hear(identity, body[0])
+        if has_event(self._monitor):
+            self._probe_until = time.monotonic() + _PROBE_S  # the event is ahead of what it tells of
+        if time.monotonic() < self._probe_until:
+            for identity in list(self._readers):
+                self._tell(identity, [TAG_PROBE])
+
+    def send(self, parts: Sequence[Bytes]) -> None:
+        """Send a message to everybody; the caller knows that there is room."""
+        if not self._readers:
+            return
+        message = [NUMBERED.pack(TAG_DATA, self._sent), *(bytes(part) for part in parts)]
+        self._sent += 1
+        for identity in list(self._readers):
+            self._tell(identity, message)
+
+    def close(self, *, linger: bool = True) -> None:
+        """Tell everybody that this was all, and wait a little until they have read it."""
+        if linger:
+            self._say_goodbye()
+        self._router.disable_monitor()
+        self._monitor.close(0)
+        self._router.close(0)
+        self._context.term()
+
+    def _say_goodbye(self) -> None:
+        # What a reader has said and nobody heard would make the system throw away, at the end of the
+        # connection, what is still on its way to the reader: so wait until it has all.
+        deadline = time.monotonic() + LINGER_S
+        for identity in list(self._readers):
+            self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
+        self.attend()
+        while self._readers and (left := deadline - time.monotonic()) > 0:
+            self._router.poll(int(min(left, 0.1) * 1000) + 1)
+            self.attend()
+        for reader in self._readers.values():
+            _logger.warning("remote reader %d had not read all when the queue was shut down", reader.rank)
+
+    def _hear(self, identity: bytes, body: bytes) -> None:
+        reader = self._readers.get(identity)
+        tag = body[:1]
+        if reader is None:
+            if tag == TAG_HELLO and len(body) == HELLO.size:
+                self._welcome(identity, body)
+        elif tag == TAG_READ and len(body) == NUMBERED.size:
+            _, read = NUMBERED.unpack(body)
+            if reader.read <= read <= self._sent:
+                reader.read = read
+            else:
+                self._evict(identity, "it has read what was never written")
+        elif tag == TAG_LEAVE:
+            del self._readers[identity]
+
+    def _welcome(self, identity: bytes, hello: bytes) -> None:
+        _, token, rank = HELLO.unpack(hello)
+        if not hmac.compare_digest(token, self._token):
+            return
+        if rank in self._taken or not self.n_missing:
+            problem = f"rank {rank} has joined already, or is no remote reader"
+            self._tell(identity, [TAG_REFUSED + problem.encode()])
+            return
+        self._taken.add(rank)
+        self._joined += 1
+        self._readers[identity] = _Reader(rank, self._sent)
+        self._tell(identity, [NUMBERED.pack(TAG_WELCOME, self._sent)])
+
+    def _tell(self, identity: bytes, message: Sequence[bytes]) -> None:
+        try:
+            self._router.send_multipart([identity, *message], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            self._evict(identity, str(error))
+
+    def _evict(self, identity: bytes, reason: str) -> None:
+        reader = self._readers.pop(identity, None)
+        if reader is not None:
+            self.lost.append(reader.rank)
+            _logger.warning("the message queue goes on without remote reader %d: %s", reader.rank, reason)
+
+
+def configure(socket: zmq.Socket[bytes]) -> None:
+    """What holds at both ends. The window bounds how much waits; nothing may be dropped."""
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S * 1000 / 4))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(SILENCE_S * 1000))
+
+
+def has_event(monitor: zmq.Socket[bytes]) -> bool:
+    """Whether anything happened to a connection; forgets what it was."""
+    found = False
+    while True:
+        try:
+            monitor.recv_multipart(zmq.NOBLOCK)
+            found = True
+        except zmq.Again:
+            return found

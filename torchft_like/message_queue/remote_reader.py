@@ -1,0 +1,200 @@
+"""The end of a queue for a reader on another machine than the writer.
+
+Messages come whole and in order over one connection, each with its number: one that is missing is an
+error, never a gap. There is no second connection: when the first ends, so does the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+import zmq
+
+from torchft_like.errors import (
+    PlainDataError,
+    QueueClosedError,
+    QueueCorruptError,
+    QueueError,
+    QueueTimeoutError,
+    QueueWriterLostError,
+)
+from torchft_like.message_queue.handle import QueueHandle, RemoteHandle
+from torchft_like.message_queue.leaves import Source, assembled
+from torchft_like.message_queue.remote_audience import (
+    HELLO,
+    NUMBERED,
+    TAG_CLOSED,
+    TAG_DATA,
+    TAG_HELLO,
+    TAG_LEAVE,
+    TAG_PROBE,
+    TAG_READ,
+    TAG_REFUSED,
+    TAG_WELCOME,
+    configure,
+    has_event,
+)
+
+PART_BYTES_MAX = 2**34  # a frame that claims more ends the connection
+_ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class RemoteReader:
+    """See MessageQueue."""
+
+    def __init__(self, handle: QueueHandle, rank: int) -> None:
+        if handle.remote is None:
+            raise ValueError(
+                f"rank {rank} is no local reader ({list(handle.local_ranks)} are), and no remote one is due"
+            )
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._is_closing = False
+        self._is_closed = False
+        self._writer_is_gone = False
+        self._number: int | None = None  # of the next message
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._monitor = self._dealer.get_monitor_socket(_ENDS)
+        self._connect(handle.remote)
+        self._dealer.send(HELLO.pack(TAG_HELLO, handle.token, rank))
+        self._events = zmq.Poller()
+        for watched in (self._dealer, self._monitor, self._stop):
+            self._events.register(watched, zmq.POLLIN)
+
+    def wait_until_ready(self, deadline: float, seconds: float) -> None:
+        """Until the writer has let this reader in."""
+        with self._lock:
+            self._require_open()
+            self._join(deadline, seconds)
+
+    def dequeue(self, deadline: float, seconds: float) -> object:
+        """The next message."""
+        with self._lock:
+            self._require_open()
+            if self._number is None:
+                self._join(deadline, seconds)
+            parts = self._receive(deadline, seconds, "the writer wrote nothing")
+            try:
+                return self._read(parts)
+            except (PlainDataError, QueueCorruptError) as error:
+                self._is_closing = True
+                self._leave()
+                raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
+
+    def shutdown(self) -> None:
+        """Leave; the writer does not count on this reader any more."""
+        with self._ending:
+            if self._is_closed:
+                return
+            self._is_closing = True
+            os.eventfd_write(self._stop, 1)
+            with self._lock:
+                self._is_closed = True
+                self._leave()
+                self._release()
+
+    def forget(self) -> None:
+        """In a fork: the connection is the parent's, and its threads do not exist here."""
+        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
+        self._is_closing = self._is_closed = True
+
+    def _connect(self, remote: RemoteHandle) -> None:
+        public, secret = zmq.curve_keypair()
+        configure(self._dealer)
+        self._dealer.setsockopt(zmq.CURVE_SERVERKEY, remote.server_key)
+        self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
+        self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
+        self._dealer.connect(remote.address)
+
+    def _join(self, deadline: float, seconds: float) -> None:
+        if self._number is not None:
+            return
+        what = "the writer did not let this reader in: it has to call wait_until_ready"
+        (answer,) = self._receive(deadline, seconds, what)
+        if answer[:1] == TAG_REFUSED:
+            raise QueueError(f"the writer refuses this reader: {answer[1:].decode(errors='replace')}")
+        if answer[:1] != TAG_WELCOME or len(answer) != NUMBERED.size:
+            raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
+        self._number = NUMBERED.unpack(answer)[1]
+
+    def _receive(self, deadline: float, seconds: float, what: str) -> list[bytes]:
+        while True:
+            try:
+                if (parts := self._dealer.recv_multipart(zmq.NOBLOCK)) != [TAG_PROBE]:
+                    return parts
+                continue
+            except zmq.Again:
+                pass
+            if self._writer_is_gone:
+                raise QueueWriterLostError("the connection to the writer ended, and all that came was read")
+            if (now := time.monotonic()) >= deadline:
+                raise QueueTimeoutError(seconds, what)
+            self._events.poll(int(min(deadline - now, 3600) * 1000) + 1)
+            self._writer_is_gone |= has_event(self._monitor)
+            self._require_open()
+
+    def _read(self, parts: list[bytes]) -> object:
+        if len(parts[0]) != NUMBERED.size:
+            raise QueueCorruptError("a message has no number")
+        tag, number = NUMBERED.unpack(parts[0])
+        if number != self._number:
+            raise QueueCorruptError(f"message {number} came where {self._number} was due")
+        if tag == TAG_CLOSED:
+            self._is_closing = True
+            self._leave()
+            raise QueueClosedError("the writer has shut the queue down, and everything was read")
+        if tag != TAG_DATA or len(parts) < 2:
+            raise QueueCorruptError("what came is no message")
+        leaves = parts[2:]
+        value = assembled(parts[1], Source(sum(map(len, leaves)), _Parts(leaves).fill))
+        self._number = number + 1
+        self._tell(NUMBERED.pack(TAG_READ, self._number))
+        return value
+
+    def _tell(self, data: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # no connection any more: the next wait sees it
+            self._dealer.send(data, zmq.NOBLOCK)
+
+    def _leave(self) -> None:
+        self._tell(TAG_LEAVE)
+
+    def _release(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(1000)
+        self._context.term()
+        os.close(self._stop)
+
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise QueueClosedError(f"reader {self._rank} has left the queue, or the writer has shut it down")
+
+
+class _Parts:
+    """Leaves that came one by one."""
+
+    def __init__(self, leaves: list[bytes]) -> None:
+        self._leaves = iter(leaves)
+
+    def fill(self, memory: memoryview) -> None:
+        leaf = next(self._leaves, b"")
+        while not leaf:  # an empty one is never asked for
+            leaf = next(self._leaves)
+        if len(leaf) != len(memory):
+            raise QueueCorruptError("a leaf of a message has another length than the message says")
+        memory[:] = leaf

@@ -1,0 +1,207 @@
+"""The ring: a number of equal slots in shared memory, and how messages lie in it.
+
+A message is a record, which says how long it is, and its bytes; it takes as many slots as it needs, one
+after the other, round the end where it must. One writer fills slots, every reader reads all of them, and
+a slot is filled again once all readers are done with it.
+
+    header page      the writer's words, each on a cache line of its own
+    slots            count x slot_bytes
+    a reader's page  the reader's words, in a file of its own: it cannot reach anything else
+
+The words are 64 bits, only ever grow (but SLEEPING), and have one writer each:
+
+    PUBLISHED   (writer)  number of the first slot that holds nothing yet
+    STREAMED    (writer)  bytes of long messages written so far, all of them together
+    SLEEPING    (either)  0 while awake, otherwise the number of the sleep
+    CLOSED      (writer)  1 once nothing will follow
+    CONSUMED    (reader)  number of the first slot that it still needs
+
+INVARIANTS
+* The writer touches no slot unless CONSUMED of every reader is beyond its last message.
+* A short message is complete before PUBLISHED tells of it. A long one is told of at once, and STREAMED
+  tells how far it is: readers copy its first part while the writer copies the next.
+* A reader takes nothing for granted: each number is checked against the ring before it is used.
+
+This module knows nothing of sockets, waiting, or of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torchft_like.errors import QueueCorruptError
+from torchft_like.message_queue.fence import after_seeing, before_publishing
+
+PAGE_BYTES = 4096
+SLOT_BYTES_MIN = 256
+PIECE_BYTES = 128 * 1024
+
+# Words by index; a cache line is 8 of them.
+PUBLISHED, STREAMED, SLEEPING, CLOSED = 0, 8, 16, 24
+CONSUMED = 0
+
+INLINE, IN_FILE = 1, 2
+
+_RECORD = struct.Struct("<QQQIII")
+RECORD_BYTES = 64
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Geometry(NamedTuple):
+    """How large a ring is."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the whole file."""
+        return PAGE_BYTES + self.slots * self.slot_bytes
+
+    @property
+    def message_bytes_max(self) -> int:
+        """What fits when the ring is empty."""
+        return self.slots * self.slot_bytes - RECORD_BYTES
+
+    def slots_for(self, nbytes: int) -> int:
+        """How many a message of so many bytes takes."""
+        return -(-(nbytes + RECORD_BYTES) // self.slot_bytes)
+
+
+class Record(NamedTuple):
+    """What is known of a message before its bytes are read.
+
+    Of a long message, n bytes are there once STREAMED is `start` + n.
+    """
+
+    number: int
+    start: int
+    nbytes: int
+    structure_bytes: int
+    slots: int
+    kind: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it was told of before it was complete."""
+        return self.nbytes > PIECE_BYTES
+
+
+class RingWriter:
+    """The writer's view of the ring. One thread at a time."""
+
+    def __init__(self, memory: memoryview, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.published = 0
+        self.words = memory[:PAGE_BYTES].cast("Q")
+        self._area = memory[PAGE_BYTES:]
+        self._streamed = 0
+
+    def write(self, kind: int, parts: Sequence[Bytes], nbytes: int, tell: Callable[[], None]) -> None:
+        """Write a message; the caller knows that its slots are free.
+
+        Args:
+            parts: the structure first; `nbytes` together.
+            tell: called whenever there is something new to read.
+        """
+        slots = self.geometry.slots_for(nbytes)
+        start = self.published % self.geometry.slots * self.geometry.slot_bytes
+        record = (self.published, self._streamed, nbytes, len(parts[0]), slots, kind)
+        _RECORD.pack_into(self._area, start, *record)
+        if nbytes <= PIECE_BYTES:
+            self._copy(parts, start + RECORD_BYTES)
+            self._publish(slots)
+        else:
+            self._publish(slots)
+            self._stream(parts, start + RECORD_BYTES, tell)
+        tell()
+
+    def _publish(self, slots: int) -> None:
+        self.published += slots
+        before_publishing()
+        self.words[PUBLISHED] = self.published
+
+    def _stream(self, parts: Sequence[Bytes], at: int, tell: Callable[[], None]) -> None:
+        for part in parts:
+            memory = memoryview(part)
+            for begin in range(0, len(memory), PIECE_BYTES):
+                piece = memory[begin : begin + PIECE_BYTES]
+                at = self._put(at, piece)
+                self._streamed += len(piece)
+                before_publishing()
+                self.words[STREAMED] = self._streamed
+                tell()
+
+    def _copy(self, parts: Sequence[Bytes], at: int) -> None:
+        for part in parts:
+            at = self._put(at, part)
+
+    def _put(self, at: int, data: Bytes) -> int:
+        area, end = self._area, at + len(data)
+        if end <= len(area):
+            area[at:end] = data
+            return end
+        if at >= len(area):
+            return self._put(at - len(area), data)
+        room = len(area) - at
+        area[at:] = data[:room]
+        area[: len(data) - room] = data[room:]
+        return len(data) - room
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.words.release()
+        self._area.release()
+
+
+class RingReader:
+    """A reader's view of the ring. One thread at a time."""
+
+    def __init__(self, memory: memoryview, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.consumed = 0
+        self.words = memory[:PAGE_BYTES].cast("Q")
+        self.area = memory[PAGE_BYTES:]
+
+    def next_record(self) -> Record:
+        """The next message, which PUBLISHED tells of.
+
+        Raises:
+            QueueCorruptError: the memory does not hold what a writer writes.
+        """
+        after_seeing()
+        slots, slot_bytes = self.geometry
+        number, start, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(
+            self.area, self.consumed % slots * slot_bytes
+        )
+        ahead = self.words[PUBLISHED] - self.consumed
+        if number != self.consumed or not taken <= ahead <= slots or kind not in (INLINE, IN_FILE):
+            raise QueueCorruptError(f"slot {self.consumed} of the ring holds no message")
+        if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
+            raise QueueCorruptError(f"the message in slot {self.consumed} has an impossible length")
+        return Record(number, start, nbytes, structure_bytes, taken, kind)
+
+    def place_of(self, record: Record) -> int:
+        """Where its bytes begin."""
+        return record.number % self.geometry.slots * self.geometry.slot_bytes + RECORD_BYTES
+
+    def segments(self, at: int, nbytes: int) -> list[memoryview]:
+        """The memory of so many bytes from a place on; two pieces where the ring goes round."""
+        after_seeing()
+        size = len(self.area)
+        at %= size
+        if at + nbytes <= size:
+            return [self.area[at : at + nbytes]]
+        return [self.area[at:], self.area[: at + nbytes - size]]
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """A copy of so many bytes from a place on."""
+        return b"".join(self.segments(at, nbytes))
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.words.release()
+        self.area.release()

@@ -1,0 +1,227 @@
+"""The writing end of a queue.
+
+One message at a time: it waits until every reader has room for it, and only then touches the ring, so
+that a call that times out has written nothing. Whoever waits sleeps in one place, where a reader's word,
+a reader's death, a newcomer and `shutdown` all end the sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torchft_like.errors import QueueClosedError, QueueReadersLostError, QueueTimeoutError
+from torchft_like.message_queue.audience import Audience
+from torchft_like.message_queue.fence import full_fence
+from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
+from torchft_like.message_queue.memory import map_to_write, reserve, seal
+from torchft_like.message_queue.patience import RECHECK_S, Patience
+from torchft_like.message_queue.ring import CLOSED, IN_FILE, INLINE, SLEEPING, Bytes, Geometry, RingWriter
+from torchft_like.plain_data import dissect
+
+if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
+    from torchft_like.message_queue.remote_audience import RemoteAudience
+
+
+class Writer:
+    """See MessageQueue. Takes over `remote`."""
+
+    def __init__(
+        self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteAudience | None
+    ) -> None:
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._is_closing = False
+        self._is_closed = False
+        self._is_ready = False
+        self._patience = Patience()
+        self._sleeps = 0
+        self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
+        purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
+        self._descriptor = reserve(geometry.memory_bytes, purpose)
+        self._memory = map_to_write(self._descriptor, geometry.memory_bytes)
+        seal(self._descriptor)
+        self._ring = RingWriter(memoryview(self._memory), geometry)
+        self._local = Audience(geometry, self._descriptor, local_ranks, token)
+        self._remote = remote
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    @property
+    def name(self) -> str:
+        """Where local readers knock."""
+        return self._local.lobby.name
+
+    def readers(self) -> list[int]:
+        """The ranks of those who are there now."""
+        with self._lock:
+            self._require_open()
+            self._attend()
+            return sorted(self._local.ranks + (self._remote.ranks if self._remote else []))
+
+    def lost_readers(self) -> list[int]:
+        """The ranks of those who died, in the order in which that was noticed."""
+        with self._lock:
+            if not self._is_closed:
+                self._attend()
+            return self._local.lost + (self._remote.lost if self._remote else [])
+
+    def wait_until_ready(self, deadline: float, seconds: float) -> None:
+        """Until every reader has joined."""
+        with self._lock:
+            self._require_open()
+            self._wait(self._all_joined, deadline, seconds, self._describe_missing)
+
+    def enqueue(self, value: object, deadline: float, seconds: float) -> None:
+        """Write a message."""
+        structure, leaves = dissect(value)
+        parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
+        nbytes = sum(map(len, parts)) if leaves else len(structure)
+        with self._lock:
+            self._require_open()
+            if not self._is_ready:
+                self._attend()
+                self._is_ready = self._all_joined()
+            if nbytes <= self._ring.geometry.message_bytes_max:
+                self._await_room(self._ring.geometry.slots_for(nbytes), False, deadline, seconds)
+                self._write(INLINE, parts, nbytes)
+            else:
+                self._write_file(parts, nbytes, deadline, seconds)
+            if self._remote:
+                self._remote.send(parts)
+
+    def shutdown(self) -> None:
+        """Let readers read what was written, and let go of them."""
+        with self._ending:
+            if self._is_closed:
+                return
+            self._is_closing = True
+            os.eventfd_write(self._stop, 1)
+            with self._lock:
+                self._is_closed = True
+                self._ring.words[CLOSED] = 1
+                self._release()
+
+    def forget(self) -> None:
+        """In a fork: let go of everything, and say nothing to the readers, who are the parent's."""
+        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
+        self._is_closing = self._is_closed = True
+        self._remote = None
+        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
+            self._release()
+
+    def _release(self) -> None:
+        self._local.close()
+        if self._remote:
+            self._remote.close()
+        self._ring.release()
+        self._memory.close()
+        os.close(self._descriptor)
+        os.close(self._stop)
+
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise QueueClosedError("this queue was shut down")
+
+    def _attend(self) -> None:
+        self._local.attend()
+        if self._remote:
+            self._remote.attend()
+
+    def _all_joined(self) -> bool:
+        return not self._local.missing and not (self._remote and self._remote.n_missing)
+
+    def _describe_missing(self) -> tuple[str, Sequence[int]]:
+        missing = self._local.missing
+        remote = self._remote.n_missing if self._remote else 0
+        parts = [f"local readers {missing}"] * bool(missing) + [f"{remote} remote readers"] * bool(remote)
+        return f"{' and '.join(parts)} did not join: each has to call wait_until_ready", missing
+
+    def _write_file(self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float) -> None:
+        """A message that no ring holds travels as a file in memory, and its slot only says so."""
+        slots = self._ring.geometry.slots_for(FILE_RECORD.size)
+        self._await_room(slots, True, deadline, seconds)
+        number = self._ring.published
+        descriptor = file_of(parts, nbytes)
+        try:
+            self._local.send_file(descriptor, number, number + slots)
+        finally:
+            os.close(descriptor)
+        record = FILE_RECORD.pack(number, len(parts[0]), nbytes)
+        self._write(IN_FILE, [record], len(record))
+
+    def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int) -> None:
+        try:
+            self._ring.write(kind, parts, nbytes, self._local.wake)
+        except BaseException:  # Ctrl-C in the middle of a message: readers must not wait for the rest
+            self._is_closing = True
+            self._local.close()
+            raise
+
+    def _await_room(self, slots: int, is_file: bool, deadline: float, seconds: float) -> None:
+        local, remote, published = self._local, self._remote, self._ring.published
+        until = published + slots
+        if local.has_room(until, published) and not is_file and remote is None:
+            if local.is_empty and self._n_readers:
+                raise self._nobody()
+            return
+
+        def reached() -> bool:
+            return (
+                local.has_room(until, published)
+                and (not is_file or local.may_send_file(published))
+                and (remote is None or remote.has_room())
+            )
+
+        def describe() -> tuple[str, Sequence[int]]:
+            if (is_file or remote) and not self._all_joined():
+                return self._describe_missing()
+            ranks = local.laggards(until) + (remote.laggards() if remote else [])
+            return f"no room: readers {ranks} have not read what was written long ago", ranks
+
+        self._wait(reached, deadline, seconds, describe)
+        if self._n_readers and local.is_empty and (remote is None or remote.is_empty):
+            raise self._nobody()
+
+    def _nobody(self) -> QueueReadersLostError:
+        return QueueReadersLostError(f"all {self._n_readers} readers of the queue are gone")
+
+    def _wait(
+        self,
+        reached: Callable[[], bool],
+        deadline: float,
+        seconds: float,
+        describe: Callable[[], tuple[str, Sequence[int]]],
+    ) -> None:
+        self._attend()
+        started = time.monotonic()
+        spin_until = min(started + self._patience.spin_s(), deadline)
+        while not reached():
+            if (now := time.monotonic()) >= spin_until:
+                if now >= deadline:
+                    raise QueueTimeoutError(seconds, *describe())
+                self._sleep(reached, min(deadline - now, RECHECK_S))
+                self._attend()
+                self._require_open()
+            else:
+                os.sched_yield()
+        self._patience.learn(time.monotonic() - started)
+
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
+        events = select.poll()
+        for descriptor in (self._stop, *self._local.descriptors()):
+            events.register(descriptor, select.POLLIN)
+        for descriptor in self._remote.descriptors() if self._remote else ():
+            events.register(descriptor, select.POLLIN)
+        self._sleeps += 1
+        self._ring.words[SLEEPING] = self._sleeps
+        full_fence()
+        try:
+            if not reached():
+                events.poll(seconds * 1000)
+        finally:
+            self._ring.words[SLEEPING] = 0
