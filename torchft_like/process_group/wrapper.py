@@ -20,7 +20,7 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import BY_NAME, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, parse_store_address
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
 from torchft_like.process_group.work import Issued
 
 SHUTDOWN_SECONDS = 10.0
@@ -199,6 +199,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def rank(self) -> int:
         """The caller's place in the last generation that was made."""
         return self._last_members().rank
+
+    @property
+    def store_address(self) -> StoreAddress | None:
+        """Where the members of the last generation met; None before the first `configure`."""
+        return None if self._members is None else self._members.store
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -1,0 +1,55 @@
+"""What callers pass as tensors: checked, and told to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchft_like.group_coordinator.plans import checked_dim, shape_text
+
+Terms = tuple[tuple[str, str], ...]
+
+
+def checked_tensor(value: object) -> Tensor:
+    """The value, if it is a dense tensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        raise TypeError(f"a dense torch tensor was expected, not {type(value).__name__}")
+    return value
+
+
+def checked_along(tensors: Sequence[object], dim: int) -> int:
+    """The dimension that `dim` means, of one or several tensors with the same number of rows along it.
+
+    Raises:
+        TypeError: one of them is no dense tensor.
+        ValueError: there are none, they have no such dimension, or not the same number of rows.
+    """
+    if not tensors:
+        raise ValueError("a list of tensors is empty")
+    checked = [checked_tensor(tensor) for tensor in tensors]
+    places = [checked_dim(dim, tensor.dim()) for tensor in checked]
+    if len(set(places)) > 1:
+        raise ValueError(f"dim {dim} is not the same dimension of tensors of {[t.dim() for t in checked]}")
+    rows = [tensor.shape[places[0]] for tensor in checked]
+    if len(set(rows)) > 1:
+        raise ValueError(f"the tensors of a list have different numbers of rows along dim {dim}: {rows}")
+    return places[0]
+
+
+def tensor_terms(tensor: Tensor, open_dim: int | None = None) -> Terms:
+    """What the ranks must agree on about a tensor; `open_dim` is for each rank to choose."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ("dtype", dtype), ("shape", shape_text(tensor.shape, open_dim))
+
+
+def tensors_terms(tensors: Sequence[Tensor], dim: int, open_dim: int | None) -> Terms:
+    """What the ranks must agree on about tensors that are joined or split along `dim`."""
+    dtypes = ", ".join(tensor_terms(tensor)[0][1] for tensor in tensors)
+    shapes = ", ".join(shape_text(tensor.shape, open_dim) for tensor in tensors)
+    return ("dtype", dtypes), ("shape", shapes), ("dim", str(dim))

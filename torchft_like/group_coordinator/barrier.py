@@ -1,0 +1,123 @@
+"""A barrier that says who is missing.
+
+The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
+each rank notes in a store that it has come, and whoever waits in vain reads there who has not. A barrier
+whose time is up stays open: a rank that comes late finds it complete, and the group stays usable.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError, StillUnderWayError
+from torchft_like.group_coordinator.handle import Handle
+from torchft_like.group_coordinator.transport import Flight, Transport
+from torchft_like.process_group import ProcessGroupWrapper, create_store_client
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup, as_timedelta
+
+_logger = logging.getLogger(__name__)
+
+
+class Barriers:
+    """The barriers of the members of one transport.
+
+    Args:
+        store: that all members reach; None takes the one in which the members of the group met.
+        name: of the coordinator, the same on all members.
+    """
+
+    def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
+        self._transport = transport
+        store = store or _store_of(transport)
+        self._roll = _Roll(transport, store, name) if transport.world_size > 1 else None
+
+    def wait(self, timeout: timedelta | float | None) -> None:
+        """Until all members have come.
+
+        Args:
+            timeout: seconds or a timedelta; None takes that of the options.
+
+        Raises:
+            CollectiveTimeoutError: some did not come in time; names them. The group stays usable.
+            GroupCoordinatorError: a member died; names those that had not come.
+            ValueError: the timeout is not positive.
+        """
+        patience = as_timedelta(self._transport.options.timeout if timeout is None else timeout)
+        if self._roll is None:
+            return
+        self._roll.come()
+        try:
+            with self._transport.guard("barrier"):
+                flight = self._transport.barrier(patience + as_timedelta(self._transport.options.timeout))
+            handle = Handle("barrier", lambda: _land(self._transport, flight), lambda _: None)
+            handle.wait(patience.total_seconds())
+        except StillUnderWayError:
+            missing = self._roll.missing()
+            waiting = {
+                rank: ("barrier",) for rank in range(self._transport.world_size) if rank not in missing
+            }
+            raise CollectiveTimeoutError(patience.total_seconds(), missing, waiting) from None
+        except GroupCoordinatorError as error:
+            raise GroupCoordinatorError(f"{error}; {_absent(self._roll.missing())}") from error.__cause__
+
+
+class _Roll:
+    """Who has come to the present barrier, in a store: under each rank the number of its last one."""
+
+    def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
+        self._rank = transport.rank
+        self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self._number = 0
+        self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
+
+    def come(self) -> None:
+        """Note that the caller has come to its next barrier."""
+        self._number += 1
+        self._ask(lambda store: store.set(str(self._rank), str(self._number)))
+
+    def missing(self) -> list[int]:
+        """Who has not come to the caller's present barrier; nobody, if there is no store to ask."""
+        return (
+            self._ask(lambda store: [rank for rank in self._others if not self._has_come(store, rank)]) or []
+        )
+
+    def _has_come(self, store: Store, rank: int) -> bool:
+        key = str(rank)
+        return store.check([key]) and int(store.get(key)) >= self._number
+
+    def _ask(self, question: Any) -> Any:
+        if self._store is None:
+            return None
+        try:
+            return question(self._store)
+        except (RuntimeError, ValueError) as error:  # the store went with the process that served it
+            _logger.warning("the store of the barriers does not answer: %s", error)
+            return None
+
+
+def _land(transport: Transport, flight: Flight) -> None:
+    with transport.guard("barrier"):
+        flight.land()
+
+
+def _absent(missing: list[int]) -> str:
+    return f"not there yet: {', '.join(f'rank {rank}' for rank in missing)}" if missing else "all had come"
+
+
+def _store_of(transport: Transport) -> Store | None:
+    """The store in which the members met, if they met in one."""
+    group = transport.cpu.group
+    while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
+        group = group.parent
+    if not isinstance(group, ReconfigurableProcessGroup):
+        return c10d._world.pg_map.get(group, (None, None))[1]
+    try:
+        return create_store_client(str(group.store_address), as_timedelta(transport.options.timeout))
+    except (RuntimeError, ValueError) as error:
+        _logger.warning("the barriers of %s cannot name who is missing: %s", transport, error)
+        return None

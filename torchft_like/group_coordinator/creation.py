@@ -1,0 +1,205 @@
+"""The process groups of a coordinator, made by all ranks of torch's default group at once.
+
+The ranks first tell each other, in the default group's store, which groups they mean. `new_group` does
+not compare that, and waits for its whole timeout where one rank means others.
+
+The groups are of our own kind, because of torch's own no wait can be ended: the backends gloo and nccl
+mean torchft-gloo and torchft-nccl. Any other name that torch knows is taken as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.process_group.registration import BACKENDS
+
+CPU_BACKEND = "torchft-gloo"
+ANONYMOUS = "anonymous"
+OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
+NAME_CHARACTERS_MAX = 100
+_TEXT_CHARACTERS_MAX = 200
+_numbers: Counter[str] = Counter()
+
+
+class Made(NamedTuple):
+    """What a coordinator of torch's ranks consists of.
+
+    Attributes:
+        name: unique among the coordinators of this process, and the same on all its ranks.
+        ranks: of its members in the default group.
+        device_group: None where it has no device group, the CPU group where the device is a CPU.
+    """
+
+    name: str
+    ranks: list[int]
+    device: torch.device
+    cpu_group: Any
+    device_group: Any
+
+
+class Wish(NamedTuple):
+    """What all ranks ask for together.
+
+    Attributes:
+        backend: of the device group, as torch knows it.
+    """
+
+    group_ranks: Sequence[Sequence[int]]
+    local_rank: int
+    backend: str
+    use_device_communicator: bool
+    group_name: str
+    timeout: timedelta
+
+
+def make_groups(wish: Wish) -> Made:
+    """Make the groups; blocks until all ranks of the default group have.
+
+    Raises:
+        ValueError: the ranks do not make groups of the default group's, or there is no default group.
+        CollectiveMismatchError: the ranks do not ask for the same.
+        CollectiveTimeoutError: some did not come; names them.
+        GroupCoordinatorError: a group could not be made; the cause says why.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
+    name = unique_name(wish.group_name)
+    agreement = _Agreement(f"coordinator/{name}", wish.timeout)
+    backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
+    try:
+        groups = checked_groups(wish.group_ranks, dist.get_world_size())
+        device = device_of(backend, wish.local_rank)
+    except (ValueError, TypeError) as error:
+        agreement.refuse(error)
+        raise
+    agreement.reach([groups, backend, bool(wish.use_device_communicator)])
+    try:
+        cpu_group = _made(groups, CPU_BACKEND, wish.timeout, f"{name}/cpu")
+        device_group = cpu_group
+        if backend != CPU_BACKEND:
+            wanted = wish.use_device_communicator
+            device_group = _made(groups, backend, wish.timeout, f"{name}/device") if wanted else None
+    except RuntimeError as error:
+        raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
+    ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return Made(name, ranks, device, cpu_group, device_group)
+
+
+def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
+    """The groups, in which every rank of the default group occurs once.
+
+    Raises:
+        ValueError: they are other groups than that.
+    """
+    groups = [[int(rank) for rank in ranks] for ranks in group_ranks]
+    if not groups or not all(groups):
+        raise ValueError(f"group_ranks {group_ranks!r:.200} has an empty group")
+    counted = Counter(rank for ranks in groups for rank in ranks)
+    if twice := sorted(rank for rank, count in counted.items() if count > 1):
+        raise ValueError(f"group_ranks has ranks more than once: {twice[:16]}")
+    if foreign := sorted(counted.keys() - set(range(world_size))):
+        raise ValueError(f"group_ranks has ranks that the default group has not: {foreign[:16]}")
+    if missing := sorted(set(range(world_size)) - counted.keys()):
+        raise ValueError(f"group_ranks leaves out ranks of the default group: {missing[:16]}")
+    return groups
+
+
+def device_of(backend: str, local_rank: int) -> torch.device:
+    """Where the tensors of a backend are, on the rank with this number on its host.
+
+    Raises:
+        ValueError: no device has that number.
+    """
+    if not isinstance(local_rank, int) or isinstance(local_rank, bool) or local_rank < 0:
+        raise ValueError(f"local_rank is {local_rank!r}: it must be a whole number from 0 on")
+    devices = BACKENDS[backend].devices if backend in BACKENDS else ("cpu",)
+    if "cuda" not in devices:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local_rank is {local_rank}, and there are {torch.cuda.device_count()} CUDA devices"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def unique_name(name: str) -> str:
+    """`name:number`, where the number counts the coordinators of that name in this process.
+
+    Raises:
+        ValueError: it is too long to be a key in a store.
+    """
+    if len(name) > NAME_CHARACTERS_MAX:
+        raise ValueError(f"group_name has {len(name)} characters, {NAME_CHARACTERS_MAX} at the most")
+    number = _numbers[name]
+    _numbers[name] += 1
+    return f"{name}:{number}"
+
+
+def destroy_group(group: Any) -> None:
+    """Give back what `make_groups` made; nothing if torch has forgotten it since."""
+    if dist.is_initialized() and group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) -> Any:
+    """The caller's group, of all that all ranks make in the same order."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+class _Agreement:
+    """Has all ranks of the default group compare what they ask for, in the default group's store."""
+
+    def __init__(self, key: str, timeout: timedelta) -> None:
+        self._store = PrefixStore(key, c10d._get_default_store())
+        self._timeout = timeout
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others why they will not get this rank's agreement."""
+        self._say(f"{type(error).__name__}: {error}")
+
+    def reach(self, wish: object) -> None:
+        """Wait for the others, and compare."""
+        text = json.dumps(wish)
+        digest = self._say(text)
+        calls = {rank: json.loads(answer) for rank, answer in enumerate(self._hear())}
+        if any(found != digest for found, _ in calls.values()):
+            raise CollectiveMismatchError("groups", {rank: shown for rank, (_, shown) in calls.items()})
+
+    def _say(self, text: str) -> str:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._store.set(str(dist.get_rank()), json.dumps([digest, text[:_TEXT_CHARACTERS_MAX]]))
+        return digest
+
+    def _hear(self) -> list[bytes]:
+        keys = [str(rank) for rank in range(dist.get_world_size())]
+        try:
+            self._store.wait(keys, self._timeout)
+            return [self._store.get(key) for key in keys]
+        except RuntimeError as error:
+            missing = self._missing(keys)
+            if not missing:
+                raise GroupCoordinatorError(f"the default group's store failed: {error}") from error
+            waiting = {int(key): ("GroupCoordinator()",) for key in keys if int(key) not in missing}
+            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting) from error
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        try:
+            return [int(key) for key in keys if not self._store.check([key])]
+        except RuntimeError:  # it is the store that is gone
+            return []

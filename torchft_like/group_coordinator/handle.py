@@ -1,0 +1,86 @@
+"""Operations that go on while their caller does something else.
+
+A thread waits for the operation, because a backend breaks off what somebody has waited for in vain: so a
+wait with a timeout leaves the operation as it is. The thread ends with the operation, and every operation
+ends: by itself, or in the timeout or the abort of its group. On a CUDA device the stream waits, no thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Generic, TypeVar
+
+from torchft_like.errors import StillUnderWayError
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """An operation that was begun. Until it is done its tensors belong to it: neither read nor write them.
+
+    Args:
+        text: what it is, for messages.
+        finish: waits for the operation, or raises why it failed.
+        settle: makes the result, in the thread of the first that waits: what has to be called in the same
+            order on all ranks must be done there.
+        is_over: for an operation for which streams wait: whether it is done. Then no thread waits.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        finish: Callable[[], object],
+        settle: Callable[[object], T],
+        is_over: Callable[[], bool] | None = None,
+    ) -> None:
+        self._text = text
+        self._finish = finish
+        self._settle = settle
+        self._is_over = is_over
+        self._outcome: Future[object] = Future()
+        self._settling = threading.Lock()
+        self._settled: list[T] = []
+        if is_over is None:
+            threading.Thread(target=self._run, name="torchft-coordinator", daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, once the operation is done; on a CUDA device, once the present stream waits for it.
+
+        Args:
+            timeout: seconds; None waits as long as the operation takes.
+
+        Raises:
+            StillUnderWayError: it takes longer than `timeout`. It goes on; wait again.
+            GroupCoordinatorError: it failed.
+        """
+        with self._settling:
+            if self._settled:
+                return self._settled[0]
+            if self._is_over is not None and not self._outcome.done():
+                self._run()
+            try:
+                outcome = self._outcome.result(timeout)
+            except FutureTimeoutError:
+                if self._outcome.done():  # the operation's own error
+                    raise
+                raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
+            self._settled.append(self._settle(outcome))
+            return self._settled[0]
+
+    def is_done(self) -> bool:
+        """Whether everything was sent, or has come, or the operation has failed."""
+        return self._outcome.done() or (self._is_over is not None and self._is_over())
+
+    def __repr__(self) -> str:
+        return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
+
+    def _run(self) -> None:
+        try:
+            outcome = self._finish()
+        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(outcome)

@@ -1,0 +1,97 @@
+"""Which part of what goes where: sizes, slices and the order of things, as plain numbers.
+
+Pure: it knows shapes and ranks, and neither tensors nor groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+SMALL_BYTES_MAX = 64 * 1024
+PARCEL_BYTES_MAX = 4 * 1024 * 1024
+
+
+def checked_dim(dim: int, dimensions: int) -> int:
+    """`dim`, counted from the front.
+
+    Raises:
+        ValueError: there is no such dimension.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ValueError(f"dim is {dim!r}: it must be a whole number")
+    if dimensions == 0:
+        raise ValueError("a tensor without dimensions cannot be joined or split along one: reshape it to [1]")
+    if not -dimensions <= dim < dimensions:
+        raise ValueError(f"dim {dim} is not one of the {dimensions} dimensions of the tensor")
+    return dim % dimensions
+
+
+def checked_rank(rank: int, world_size: int, name: str) -> int:
+    """`rank`, if it is one of the group's.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
+        raise ValueError(f"{name} {rank!r} is no rank of the group: they are 0 to {world_size - 1}")
+    return rank
+
+
+def checked_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Rows of each rank, as a tuple.
+
+    Raises:
+        ValueError: they are not one for each rank, or one is negative.
+    """
+    found = tuple(sizes)
+    if len(found) != world_size:
+        raise ValueError(f"{len(found)} sizes for {world_size} ranks: {list(found)[:16]}")
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in found):
+        raise ValueError(f"sizes must be whole numbers from 0 on, not {list(found)[:16]}")
+    return found
+
+
+def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
+    """As even as it goes: the first parts have one row more than the last."""
+    less, more = divmod(rows, parts)
+    return tuple(less + 1 if part < more else less for part in range(parts))
+
+
+def elements_of_row(shape: Sequence[int], dim: int) -> int:
+    """How many elements have one and the same place along `dim`."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
+    """`shape` with another number of rows along `dim`."""
+    return (*shape[:dim], rows, *shape[dim + 1 :])
+
+
+def shape_text(shape: Sequence[int], open_dim: int | None = None) -> str:
+    """`[4, *, 8]`, where the star stands for what each rank may have of its own."""
+    return f"[{', '.join('*' if at == open_dim else str(size) for at, size in enumerate(shape))}]"
+
+
+def parcels(nbytes: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...]]:
+    """Which tensors of a message travel together: each large one alone, small ones of one place joined.
+
+    Args:
+        nbytes: of each tensor; those without any do not travel.
+        places: where each of them is; a parcel is of one place.
+
+    Returns:
+        The indices of each parcel; the same on every rank, for it depends on nothing else.
+    """
+    made: list[tuple[int, ...]] = []
+    open_parcels: dict[str, tuple[list[int], int]] = {}
+    for index, (size, place) in enumerate(zip(nbytes, places, strict=True)):
+        if size > SMALL_BYTES_MAX:
+            made.append((index,))
+        elif size > 0:
+            members, filled = open_parcels.get(place, ([], 0))
+            if filled + size > PARCEL_BYTES_MAX:
+                made.append(tuple(members))
+                members, filled = [], 0
+            open_parcels[place] = ([*members, index], filled + size)
+    return [*made, *(tuple(members) for members, _ in open_parcels.values())]

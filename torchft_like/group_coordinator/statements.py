@@ -1,0 +1,167 @@
+"""What a rank says about its call before data moves, as bytes of one fixed length, and whether all fit.
+
+Pure: statements in, a disagreement out. A statement has terms, which must be the same on every rank
+(operation, dtype, dim, root), and counts and a payload, which are the rank's own (rows, lengths, a
+small object). A rank that cannot take part says why instead: the others hear it, and none of them waits
+for data that will not come.
+
+What is too long for its place is cut, and a digest of the whole stands for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+
+STATEMENT_BYTES = 2048
+_HEAD = struct.Struct("<HH")
+ROOM_BYTES = STATEMENT_BYTES - _HEAD.size
+PAYLOAD_BYTES_MAX = 1024
+_COUNTS_MAX = 8
+_TERM_CHARACTERS_MAX = 80
+_TEXT_CHARACTERS_MAX = 240
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One rank's part in one call.
+
+    Attributes:
+        operation: the name of the method.
+        terms: aspect and value, each of which must be the same on every rank.
+        counts: whole numbers of the rank's own, at most eight.
+        payload: bytes of the rank's own, at most `PAYLOAD_BYTES_MAX`.
+        refusal: why the rank cannot take part, None if it does.
+    """
+
+    operation: str
+    terms: tuple[tuple[str, str], ...] = ()
+    counts: tuple[int, ...] = ()
+    payload: bytes = b""
+    refusal: str | None = None
+
+    def announcing(self, structure: bytes) -> Statement:
+        """The same call, with what a receiver must know of a structure: all of it, if it is small."""
+        small = structure if len(structure) <= PAYLOAD_BYTES_MAX else b""
+        return replace(self, counts=(len(structure),), payload=small)
+
+    def refused(self, error: Exception) -> Statement:
+        """The same call, which this rank cannot make."""
+        return replace(self, counts=(), payload=b"", refusal=f"{type(error).__name__}: {error}")
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"{self.operation}: {self.refusal}"
+        return " ".join([self.operation, *(f"{aspect} {value}" for aspect, value in self.terms)])
+
+
+def encode(statement: Statement) -> bytes:
+    """`STATEMENT_BYTES` bytes."""
+    if len(statement.counts) > _COUNTS_MAX or len(statement.payload) > PAYLOAD_BYTES_MAX:
+        raise ValueError(f"too much for a statement: {statement}")
+    text = _text(statement)
+    if len(text) + len(statement.payload) > ROOM_BYTES:
+        text = _text(_shortened(statement))
+    return (_HEAD.pack(len(text), len(statement.payload)) + text + statement.payload).ljust(
+        STATEMENT_BYTES, b"\0"
+    )
+
+
+def decode(data: bytes) -> Statement:
+    """What `encode` made bytes of.
+
+    Raises:
+        GroupCoordinatorError: it did not.
+    """
+    try:
+        text_length, payload_length = _HEAD.unpack_from(data)
+        start, end = _HEAD.size + text_length, _HEAD.size + text_length + payload_length
+        if end > len(data):
+            raise ValueError("a length goes beyond the end")
+        operation, terms, counts, refusal = json.loads(data[_HEAD.size : start])
+        return Statement(
+            str(operation),
+            tuple((str(aspect), str(value)) for aspect, value in terms),
+            tuple(_count(count) for count in counts),
+            data[start:end],
+            None if refusal is None else str(refusal),
+        )
+    except (ValueError, TypeError, struct.error, RecursionError) as error:
+        raise GroupCoordinatorError(
+            f"a rank said something that is no statement ({error}): do all run the same version, and are "
+            "there calls on this group beside the coordinator's?"
+        ) from error
+
+
+def check(statements: Mapping[int, Statement]) -> None:
+    """Whether the calls of some ranks belong together.
+
+    Raises:
+        CollectiveMismatchError: they do not.
+    """
+    first = next(iter(statements.values()))
+    if all(_agrees(first, statement) for statement in statements.values()):
+        return
+    calls = {rank: str(statement) for rank, statement in statements.items()}
+    raise CollectiveMismatchError(_aspect(statements.values()), calls)
+
+
+def _agrees(first: Statement, other: Statement) -> bool:
+    return other.refusal is None and (other.operation, other.terms) == (first.operation, first.terms)
+
+
+def _aspect(statements: Collection[Statement]) -> str:
+    """What differs."""
+    first = next(iter(statements))
+    if any(statement.operation != first.operation for statement in statements):
+        return "operation"
+    if any(statement.refusal is not None for statement in statements):
+        return "arguments"
+    if len({tuple(aspect for aspect, _ in statement.terms) for statement in statements}) > 1:
+        return "arguments"
+    differing = (
+        aspect
+        for place, (aspect, value) in enumerate(first.terms)
+        if any(statement.terms[place][1] != value for statement in statements)
+    )
+    return next(differing)
+
+
+def _text(statement: Statement) -> bytes:
+    said = [statement.operation, statement.terms, statement.counts, statement.refusal]
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+def _shortened(statement: Statement) -> Statement:
+    """Its long values cut, or, where there are many, all of them as one; it differs where the whole does."""
+    refusal = None if statement.refusal is None else _cut(statement.refusal, _TEXT_CHARACTERS_MAX)
+    terms = tuple((aspect, _fitting(value)) for aspect, value in statement.terms)
+    short = replace(statement, terms=terms, refusal=refusal)
+    if len(_text(short)) + len(short.payload) <= ROOM_BYTES:
+        return short
+    whole = ", ".join(f"{aspect} {value}" for aspect, value in statement.terms)
+    return replace(short, terms=(("arguments", _fitting(whole)),))
+
+
+def _fitting(value: str) -> str:
+    if len(value) <= _TERM_CHARACTERS_MAX:
+        return value
+    digest = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{_cut(value, _TERM_CHARACTERS_MAX)} #{digest}"
+
+
+def _cut(text: str, characters_max: int) -> str:
+    """Plain characters only: in JSON others are longer than they look."""
+    plain = text.encode("ascii", "replace").decode()
+    return plain if len(plain) <= characters_max else f"{plain[: characters_max - 3]}..."
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value

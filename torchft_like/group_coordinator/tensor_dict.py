@@ -1,0 +1,181 @@
+"""Dicts of tensors and plain data, to one rank or to all, and slices of tensors that several ranks hold.
+
+An all-gather group spares bytes where each of its ranks sends the same tensor to a counterpart: each sends
+a slice, and the receivers gather the slices among themselves. That is right only if the tensors are
+replicated. So it is done for those that the sender declares to be, and a slice carries a digest of the
+whole tensor that it was cut from: the receivers compare the digests before they gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchft_like.divergence.words import word_sum
+from torchft_like.group_coordinator.arguments import Terms, checked_tensor
+from torchft_like.group_coordinator.handle import Handle
+from torchft_like.group_coordinator.messages import Begun, start_broadcast, start_receiving, start_sending
+from torchft_like.group_coordinator.plans import checked_rank, even_sizes
+from torchft_like.group_coordinator.statements import Statement
+from torchft_like.group_coordinator.transport import Transport, as_bytes
+from torchft_like.group_coordinator.variable import Gathering
+
+T = TypeVar("T")
+TENSOR_DICT = "tensor dict"
+TensorDict = dict[str, Any]
+
+
+class Slicing(NamedTuple):
+    """Which tensors of a dict the ranks of a group send slices of, because each of them has the whole."""
+
+    transport: Transport
+    declared: frozenset[str]
+
+
+# Of each slice in a dict, by name: part, parts, the whole's shape and digest.
+Slices = dict[str, tuple[int, int, list[int], int]]
+
+
+def slicing(transport: Transport | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
+    """What the arguments of a call ask for; None where that is nothing."""
+    declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
+    if transport is None or transport.world_size == 1 or not declared:
+        return None
+    return Slicing(transport, declared)
+
+
+def checked_dict(value: object) -> TensorDict:
+    """The value, if it is a dict with names as keys.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if type(value) is not dict or any(type(key) is not str for key in value):
+        raise TypeError(f"a dict whose keys are str was expected, not {type(value).__name__}")
+    return value
+
+
+def start_broadcasting(transport: Transport, tensor_dict: TensorDict | None, src: int) -> Begun:
+    """Begin to bring the dict of rank `src` to all; returns when all ranks know what will come."""
+
+    def terms() -> Terms:
+        checked_rank(src, transport.world_size, "src")
+        if transport.rank == src:
+            checked_dict(tensor_dict)
+        return (("src", str(src)),)
+
+    return start_broadcast(transport, "broadcast_tensor_dict", tensor_dict, src, terms)
+
+
+def start_sending_dict(
+    transport: Transport, tensor_dict: TensorDict, dst: int, sliced: Slicing | None
+) -> Begun:
+    """Begin to send; the tensors must stay as they are until it has landed."""
+
+    def prepare() -> tuple[Terms, object]:
+        checked_dict(tensor_dict)
+        return (), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
+
+    return start_sending(transport, dst, TENSOR_DICT, prepare)
+
+
+def start_receiving_dict(transport: Transport, src: int, tag: int) -> Begun:
+    """Begin to receive, once `src` has begun to send; gives a pair of dict and slices, see `joined`."""
+    return start_receiving(transport, src, tag, TENSOR_DICT)
+
+
+def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> Handle[TensorDict | None]:
+    """Begin to receive. On a CPU nothing is waited for: the sender may begin when it likes."""
+    tag = transport.tag("from", src)
+
+    def settle(received: Any) -> TensorDict | None:
+        return joined(received, gathered_by)
+
+    if transport.waits_on_streams:
+        with transport.guard("recv_tensor_dict"):
+            return handle(transport, "recv_tensor_dict", start_receiving_dict(transport, src, tag), settle)
+
+    return Handle(f"recv_tensor_dict over {transport}", lambda: _received(transport, src, tag), settle)
+
+
+def received(transport: Transport, src: int, gathered_by: Transport | None) -> TensorDict:
+    """What `src` sends next."""
+    return joined(_received(transport, src, transport.tag("from", src)), gathered_by)
+
+
+def _received(transport: Transport, src: int, tag: int) -> Any:
+    with transport.guard("recv_tensor_dict"):
+        return start_receiving_dict(transport, src, tag).land()
+
+
+def handle(transport: Transport, operation: str, begun: Begun, settle: Callable[[Any], T]) -> Handle[T]:
+    """A handle of a message that is under way."""
+
+    def finish() -> object:
+        with transport.guard(operation):
+            return begun.land()
+
+    def is_over() -> bool:
+        return all(flight.work.is_completed() for flight in begun.flights)
+
+    return Handle(
+        f"{operation} over {transport}", finish, settle, is_over if transport.waits_on_streams else None
+    )
+
+
+def joined(received: tuple[TensorDict, Slices], transport: Transport | None) -> TensorDict:
+    """A dict as it came, with whole tensors for the slices that the ranks of an all-gather group hold.
+
+    Raises:
+        ValueError: there are slices, and the group is not the one they were made for.
+        CollectiveMismatchError: the slices are not of the same tensors: they were not replicated.
+    """
+    tensor_dict, slices = received
+    if not slices and (transport is None or transport.world_size == 1):
+        return tensor_dict
+    if transport is None:
+        raise ValueError(f"slices of {sorted(slices)} came: pass the all_gather_group to the receiver, too")
+    names = sorted(slices)
+
+    def prepare() -> tuple[Statement, None]:
+        for name in names:
+            part, parts, _, _ = slices[name]
+            if (part, parts) != (transport.rank, transport.world_size):
+                raise ValueError(
+                    f"slice {part} of {parts} of {name!r} came to rank {transport.rank} of "
+                    f"{transport.world_size} of the all_gather_group"
+                )
+        return Statement("recv_tensor_dict", tuple((name, _whole_text(slices[name])) for name in names)), None
+
+    with transport.guard("recv_tensor_dict"):
+        transport.agree(prepare, "recv_tensor_dict")
+        gathered = {name: _start_joining(transport, tensor_dict[name], slices[name][2]) for name in names}
+        for name, gathering in gathered.items():
+            tensor_dict[name] = gathering.land().view(slices[name][2])
+    return tensor_dict
+
+
+def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
+    """The dict with slices for the tensors that are declared, and what the receiver must know of them."""
+    part, parts = sliced.transport.rank, sliced.transport.world_size
+    cut, slices = dict(tensor_dict), Slices()
+    for name in sorted(sliced.declared):
+        if name not in tensor_dict:
+            raise ValueError(f"all_gather_tensors names {name!r}, and the dict has no such tensor")
+        whole = checked_tensor(tensor_dict[name]).detach().resolve_conj().resolve_neg().contiguous()
+        cut[name] = torch.split(whole.view(-1), list(even_sizes(whole.numel(), parts)))[part]
+        slices[name] = part, parts, list(whole.shape), int(word_sum(as_bytes(whole)))
+    return cut, slices
+
+
+def _whole_text(known: tuple[int, int, list[int], int]) -> str:
+    _, _, shape, digest = known
+    return f"{shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+def _start_joining(transport: Transport, part: Tensor, shape: list[int]) -> Gathering:
+    return Gathering(transport, part, 0, even_sizes(math.prod(shape), transport.world_size))

@@ -1,0 +1,160 @@
+"""Collectives of tensors with as many rows as each rank likes: all_gatherv and reduce_scatterv.
+
+The ranks say how many rows they have before any of them moves. So sizes need not be known, rows may be
+none, and a rank whose tensors do not fit the others' is an error on all of them.
+
+Sums are made where they end, of the ranks' parts in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torchft_like.group_coordinator.arguments import Terms, checked_along, tensors_terms
+from torchft_like.group_coordinator.numbers import addable, as_before
+from torchft_like.group_coordinator.plans import checked_sizes, elements_of_row, even_sizes, with_rows
+from torchft_like.group_coordinator.statements import Statement
+from torchft_like.group_coordinator.transport import Flight, Transport, as_bytes
+
+Sizes = tuple[int, ...]
+
+
+def all_gatherv(
+    transport: Transport,
+    tensors: Sequence[Tensor],
+    dim: int,
+    sizes: Sequence[int] | None,
+    operation: str = "all_gatherv",
+    more: Terms = (),
+) -> tuple[list[Tensor], Sizes]:
+    """Each tensor joined with those of the other ranks along `dim`, and the rows of each rank.
+
+    Args:
+        tensors: with the same number of rows along `dim`.
+        sizes: the rows of each rank; None has the ranks say so.
+        more: what else the ranks must agree on.
+    """
+
+    def prepare() -> tuple[Statement, int]:
+        at = checked_along(tensors, dim)
+        rows = tensors[0].shape[at]
+        known = None if sizes is None else checked_sizes(sizes, transport.world_size)
+        if known is not None and known[transport.rank] != rows:
+            raise ValueError(
+                f"this rank's tensor has {rows} rows, and sizes gives it {known[transport.rank]}"
+            )
+        sizes_text = "exchanged" if known is None else str(list(known))
+        terms = (*tensors_terms(tensors, at, open_dim=at), ("sizes", sizes_text), *more)
+        return Statement(operation, terms, (rows,)), at
+
+    with transport.guard(operation):
+        said, at = transport.agree(prepare, operation)
+        rows = tuple(statement.counts[0] for statement in said)
+        if transport.world_size == 1:
+            return [tensor.detach().clone() for tensor in tensors], rows
+        gathered = [Gathering(transport, tensor, at, rows) for tensor in tensors]
+        return [gathering.land() for gathering in gathered], rows
+
+
+def reduce_scatterv(
+    transport: Transport,
+    tensors: Sequence[Tensor],
+    dim: int,
+    choose_sizes: Callable[[], Sequence[int] | None],
+    operation: str = "reduce_scatterv",
+    more: Terms = (),
+) -> list[Tensor]:
+    """Of each tensor this rank's rows along `dim` of the sum over all ranks.
+
+    Args:
+        tensors: the same shapes on all ranks.
+        choose_sizes: gives the rows that each rank gets, or None to share them out evenly; may refuse.
+        more: what else the ranks must agree on.
+    """
+
+    def prepare() -> tuple[Statement, tuple[int, Sizes]]:
+        at = checked_along(tensors, dim)
+        for tensor in tensors:
+            addable(tensor.narrow(at, 0, 0))  # which refuses what cannot be added
+        shares = _shares(choose_sizes(), tensors[0].shape[at], transport.world_size)
+        terms = (*tensors_terms(tensors, at, open_dim=None), ("sizes", str(list(shares))), *more)
+        return Statement(operation, terms), (at, shares)
+
+    with transport.guard(operation):
+        _, (at, shares) = transport.agree(prepare, operation)
+        return reduce_scatter_by_rows(transport, tensors, at, shares)
+
+
+def reduce_scatter_by_rows(
+    transport: Transport, tensors: Sequence[Tensor], dim: int, sizes: Sizes
+) -> list[Tensor]:
+    """See `reduce_scatterv`; all ranks know that their arguments fit."""
+    exchanges = [_Exchange(transport, tensor, dim, sizes) for tensor in tensors]
+    return [exchange.land() for exchange in exchanges]
+
+
+def _shares(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes:
+    if sizes is None:
+        return even_sizes(rows, world_size)
+    shares = checked_sizes(sizes, world_size)
+    if sum(shares) != rows:
+        raise ValueError(f"the tensor has {rows} rows, and sizes {list(shares)[:16]} make {sum(shares)}")
+    return shares
+
+
+class Gathering:
+    """One tensor on its way to all: each rank brings its rows, which lie in one piece, to the others."""
+
+    def __init__(self, transport: Transport, tensor: Tensor, dim: int, sizes: Sizes) -> None:
+        mine = transport.carried(tensor)
+        row = elements_of_row(mine.shape, dim)
+        self._whole = torch.empty(sum(sizes) * row, dtype=mine.dtype, device=mine.device)
+        self._flat_parts = torch.split(self._whole, [size * row for size in sizes])
+        self._flat_parts[transport.rank].copy_(mine.reshape(-1))
+        self._shapes = [with_rows(mine.shape, dim, size) for size in sizes]
+        self._shape = with_rows(mine.shape, dim, sum(sizes))
+        self._dim, self._device = dim, tensor.device
+        self._flights = [
+            transport.broadcast(as_bytes(part), src)
+            for src, part in enumerate(self._flat_parts)
+            if part.numel()
+        ]
+
+    def land(self) -> Tensor:
+        """The tensors of all ranks along the dimension."""
+        for flight in self._flights:
+            flight.land()
+        if self._dim == 0:
+            return self._whole.view(self._shape).to(self._device)
+        parts = zip(self._flat_parts, self._shapes, strict=True)
+        return torch.cat([part.view(shape) for part, shape in parts], self._dim).to(self._device)
+
+
+class _Exchange:
+    """One tensor whose parts are on their way to the ranks that add them up."""
+
+    def __init__(self, transport: Transport, tensor: Tensor, dim: int, sizes: Sizes) -> None:
+        mine = transport.carried(tensor.movedim(dim, 0))
+        row = elements_of_row(mine.shape, 0)
+        own = sizes[transport.rank] * row
+        self._shape = (sizes[transport.rank], *mine.shape[1:])
+        self._dim, self._device = dim, tensor.device
+        self._flight: Flight | None = None
+        self._parts = mine.reshape(1, -1)
+        if transport.world_size > 1:
+            self._parts = torch.empty((transport.world_size, own), dtype=mine.dtype, device=mine.device)
+            to_others = [size * row * mine.element_size() for size in sizes]
+            to_me = [own * mine.element_size()] * transport.world_size
+            if mine.numel():
+                self._flight = transport.alltoall(as_bytes(self._parts), as_bytes(mine), to_me, to_others)
+
+    def land(self) -> Tensor:
+        """The sum of what came."""
+        if self._flight is not None:
+            self._flight.land()
+        parts = addable(self._parts)
+        total = as_before(parts.sum(0, dtype=parts.dtype), self._parts.dtype)
+        return total.view(self._shape).movedim(0, self._dim).contiguous().to(self._device)
