@@ -73,23 +73,31 @@ def use_everything(here: Here, rank: int) -> dict[str, Any]:
     }
 
 
-def train_over_parts(here: Here, rank: int) -> list[float]:
-    """DDP over one part, FSDP over another: gradients and parameters as torch leaves them."""
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the other tests need not load it
-
+def train_over_a_part(here: Here, rank: int) -> list[float]:
+    """The gradient that DDP over a part leaves."""
     gangs = create_parallel_gangs(here.gang, tp_size=2)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=gangs.dp.as_process_group())
     ddp(torch.full((1, 2), float(rank))).sum().backward()
-    gradient = ddp.module.weight.grad
-    mesh = DeviceMesh.from_group(gangs.tp.as_process_group(), "cpu")
+    gangs.tp.close()
+    gangs.dp.close()
+    gradient: list[float] = ddp.module.weight.grad[0].tolist()
+    return gradient
+
+
+def shard_over_a_part(here: Here, rank: int) -> list[float]:
+    """The gradient that FSDP over a part leaves."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the other tests need not load it
+
+    part = here.gang.create_gang([1, 0])
+    mesh = DeviceMesh.from_group(part.as_process_group(), "cpu")
     sharded = nn.Linear(2, 4, bias=False)
     fully_shard(sharded, mesh=mesh)
     sharded(torch.full((1, 2), float(rank))).sum().backward()
     whole = sharded.weight.grad.full_tensor()  # type: ignore[union-attr]
-    gangs.tp.close()
-    gangs.dp.close()
-    return [*gradient[0].tolist(), *whole[0].tolist()]
+    part.close()
+    gradient: list[float] = whole[0].tolist()
+    return gradient
 
 
 def close(here: Here, rank: int) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from tests.conftest import Processes
 from tests.integration import gang_job
 from tests.integration.gloo_member import serve_store
 from tests.integration.ranks import Ranks, running
@@ -27,10 +30,23 @@ def test_a_gang_over_the_default_group_does_everything(backend: str | None) -> N
             }
             for rank in range(4)
         ]
-        trained = ranks.ask(gang_job.train_over_parts)
-        assert [found[:2] for found in trained] == [[1.0, 1.0], [2.0, 2.0]] * 2
-        assert [found[2:] for found in trained] == [[0.5, 0.5]] * 2 + [[2.5, 2.5]] * 2
+        assert ranks.ask(gang_job.train_over_a_part) == [[1.0, 1.0], [2.0, 2.0]] * 2
         assert ranks.ask(gang_job.close) == [False] * 4
+
+
+@pytest.mark.slow
+def test_fsdp_takes_the_group_of_a_part() -> None:
+    store = serve_store()
+    with running(2) as ranks:
+        ranks.ask(gang_job.start_default_gang, store.port, 2, None)
+        assert ranks.ask(gang_job.shard_over_a_part) == [[0.5, 0.5]] * 2
+
+
+def test_the_example_trains_the_network_that_is_in_one_piece(processes: Processes) -> None:
+    example = processes.start(sys.executable, "examples/parallel_gangs.py")
+    assert example.wait() == 0
+    assert "process 2: tensor parallel with [2, 3], data parallel with [0, 2]" in example.output
+    assert "largest difference" in example.output
 
 
 def test_a_member_killed_inside_each_kind_of_call_is_a_gang_error_on_the_others() -> None:
