@@ -17,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
+from torchft_like.descriptors import send_descriptors
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.handshake import Arrival, Lobby, welcome
 from torchft_like.message_queue.memory import map_to_write, reserve, seal_size
@@ -121,7 +122,7 @@ class Audience:
                 continue
             try:
                 note = FILE.pack(FILE_TAG, number)
-                socket.send_fds(member.connection, [note], [descriptor], socket.MSG_DONTWAIT)
+                send_descriptors(member.connection, note, [descriptor], socket.MSG_DONTWAIT)
             except OSError as error:
                 self._evict(member, f"it takes no file ({error.strerror})")
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torchft_like.descriptors import receive_descriptors, send_descriptors
 from torchft_like.errors import QueueError, QueueWriterLostError
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 
@@ -130,7 +131,7 @@ class Lobby:
 
 def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
     """Hand the shared memory to a reader that was let in."""
-    socket.send_fds(connection, [_WELCOME], list(descriptors))
+    send_descriptors(connection, _WELCOME, descriptors, socket.MSG_DONTWAIT)
 
 
 def call(handle: QueueHandle, rank: int) -> socket.socket:
@@ -165,7 +166,7 @@ def hear_welcome(connection: socket.socket) -> list[int]:
         QueueError: it does not let this reader in; says why.
     """
     try:
-        data, descriptors, _, _ = socket.recv_fds(connection, _REFUSAL_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, 2)
     except OSError as error:
         raise QueueWriterLostError("the writer went away before it let this reader in") from error
     if not data:

@@ -79,7 +79,8 @@ class Source:
         """The next leaf, for an array."""
         self._claim(nbytes)
         raw = np.empty(nbytes, np.uint8).data
-        self._fill(raw)
+        if nbytes:
+            self._fill(raw)
         return raw
 
     def data(self, nbytes: int) -> bytes:

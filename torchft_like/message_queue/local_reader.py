@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 
+from torchft_like.descriptors import receive_descriptors
 from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
@@ -257,9 +258,7 @@ class LocalReader:
     def _hear(self) -> bool:
         """One word from the writer; whether there was one."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                self._connection, FILE.size + 1, 2, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
+            data, descriptors = receive_descriptors(self._connection, FILE.size + 1, 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:

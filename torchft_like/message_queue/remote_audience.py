@@ -129,7 +129,9 @@ class RemoteAudience:
         """Send a message to everybody; the caller knows that there is room."""
         if not self._readers:
             return
-        message = [NUMBERED.pack(TAG_DATA, self._sent), *(bytes(part) for part in parts)]
+        # One copy, which the messages to all readers share.
+        message: list[bytes | zmq.Frame] = [NUMBERED.pack(TAG_DATA, self._sent)]
+        message += [zmq.Frame(part, copy=True) for part in parts]
         self._sent += 1
         for identity in list(self._readers):
             self._tell(identity, message)
@@ -184,7 +186,7 @@ class RemoteAudience:
         self._readers[identity] = _Reader(rank, self._sent)
         self._tell(identity, [NUMBERED.pack(TAG_WELCOME, self._sent)])
 
-    def _tell(self, identity: bytes, message: Sequence[bytes]) -> None:
+    def _tell(self, identity: bytes, message: Sequence[bytes | zmq.Frame]) -> None:
         try:
             self._router.send_multipart([identity, *message], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

@@ -39,6 +39,7 @@ from torchft_like.message_queue.remote_audience import (
 )
 
 PART_BYTES_MAX = 2**34  # a frame that claims more ends the connection
+_LEAVE_MS_MAX = 1000
 _ENDS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -62,6 +63,7 @@ class RemoteReader:
         self._is_closing = False
         self._is_closed = False
         self._writer_is_gone = False
+        self._has_left = False
         self._number: int | None = None  # of the next message
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context = zmq.Context()
@@ -171,12 +173,14 @@ class RemoteReader:
             self._dealer.send(data, zmq.NOBLOCK)
 
     def _leave(self) -> None:
-        self._tell(TAG_LEAVE)
+        if not self._has_left:
+            self._has_left = True
+            self._tell(TAG_LEAVE)
 
     def _release(self) -> None:
         self._dealer.disable_monitor()
         self._monitor.close(0)
-        self._dealer.close(1000)
+        self._dealer.close(0 if self._writer_is_gone else _LEAVE_MS_MAX)
         self._context.term()
         os.close(self._stop)
 
@@ -192,9 +196,7 @@ class _Parts:
         self._leaves = iter(leaves)
 
     def fill(self, memory: memoryview) -> None:
-        leaf = next(self._leaves, b"")
-        while not leaf:  # an empty one is never asked for
-            leaf = next(self._leaves)
+        leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty one is never asked for
         if len(leaf) != len(memory):
             raise QueueCorruptError("a leaf of a message has another length than the message says")
         memory[:] = leaf

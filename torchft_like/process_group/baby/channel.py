@@ -9,7 +9,6 @@ It knows nothing of what the messages mean.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import marshal
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchft_like.descriptors import ancillary_bytes, descriptors_in, send_descriptors
+
 Message = tuple[Any, ...]
 
 MESSAGE_BYTES_MAX = 64 * 1024
@@ -30,8 +31,7 @@ FOREVER = math.inf
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
 _POLL_MILLISECONDS_MAX = 2**31 - 1
-_DESCRIPTOR_BYTES = array.array("i").itemsize
-_ANCILLARY_BYTES_MAX = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
+_ANCILLARY_BYTES_MAX = ancillary_bytes(DESCRIPTORS_MAX)
 
 
 class ChannelClosedError(ConnectionError):
@@ -104,7 +104,7 @@ class Channel:
             raise ChannelClosedError("the other end is gone") from error
         if not size:
             raise ChannelClosedError("the other end is gone")
-        descriptors = _descriptors(ancillary) if ancillary else []
+        descriptors = descriptors_in(ancillary) if ancillary else []
         if flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -138,7 +138,7 @@ class Channel:
         while True:
             try:
                 if descriptors:
-                    socket.send_fds(self._socket, [data], list(descriptors), socket.MSG_DONTWAIT)
+                    send_descriptors(self._socket, data, descriptors, socket.MSG_DONTWAIT)
                 else:
                     self._socket.send(data, socket.MSG_DONTWAIT)
                 return
@@ -181,14 +181,6 @@ def _milliseconds(deadline: float) -> float | None:
     if deadline == FOREVER:
         return None
     return min(max(0.0, deadline - time.monotonic()) * 1000, _POLL_MILLISECONDS_MAX)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR_BYTES])
-    return list(found)
 
 
 @contextlib.contextmanager

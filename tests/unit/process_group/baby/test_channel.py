@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -54,6 +55,23 @@ def test_descriptors_travel_with_their_message(ends: tuple[Channel, Channel], te
     assert os.read(own_reading, 7) == b"through"
     os.close(own_reading)
     os.close(own_writing)
+
+
+def test_a_message_with_descriptors_waits_no_longer_than_its_deadline(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    reading, writing = os.pipe()
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 100_000:  # the other end takes nothing
+            left.send((sent,), [reading], time.monotonic() + 0.05)
+            sent += 1
+    assert 0 < sent < 100_000
+    for number in range(sent):
+        message, (received,) = right.receive()
+        assert message == (number,)
+        os.close(received)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[Channel, Channel]) -> None:

@@ -1,0 +1,241 @@
+"""The small mechanisms of the queue: patience, the handle, memory, and the door."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchft_like.errors import QueueError, QueueMemoryError, QueueWriterLostError
+from torchft_like.message_queue import memory
+from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.handshake import (
+    CALLERS_MAX,
+    HELLO_S_MAX,
+    Arrival,
+    Lobby,
+    call,
+    hear_welcome,
+    welcome,
+)
+from torchft_like.message_queue.memory import available_bytes, map_received, map_to_write, reserve, seal
+from torchft_like.message_queue.patience import SPIN_S_MAX, SPIN_S_MIN, Patience
+from torchft_like.message_queue.ring import Geometry
+from torchft_like.plain_data import assemble, disassemble
+
+TOKEN = bytes(range(32))
+
+# -------------------------------------------------------------------------------- patience
+
+
+def test_who_was_answered_soon_watches_and_who_was_not_sleeps() -> None:
+    patience = Patience()
+    assert patience.spin_s() == SPIN_S_MAX
+    patience.learn(1.0)
+    patience.learn(1.0)
+    assert patience.spin_s() == SPIN_S_MIN
+    for _ in range(10):
+        patience.learn(SPIN_S_MAX / 10)
+    assert patience.spin_s() == SPIN_S_MAX
+
+
+def test_one_long_wait_among_short_ones_is_forgotten() -> None:
+    patience = Patience()
+    patience.learn(3600.0)
+    for _ in range(8):
+        patience.learn(10e-6)
+    assert patience.spin_s() == SPIN_S_MAX
+
+
+# ---------------------------------------------------------------------------------- handle
+
+
+def _handle(**changes: object) -> dict[str, object]:
+    plain = QueueHandle("name", TOKEN, Geometry(4, 256), (0, 2), 1, None).to_plain()
+    return {**plain, **changes}
+
+
+def test_a_handle_travels_as_plain_data() -> None:
+    plain = _handle()
+    assert assemble(*disassemble(plain)) == plain
+    assert QueueHandle.from_plain(plain).to_plain() == plain
+
+
+def test_a_handle_does_not_show_its_secrets() -> None:
+    assert repr(TOKEN)[2:20] not in repr(QueueHandle.from_plain(_handle()))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        {},
+        "handle",
+        _handle(version=0),
+        _handle(token="text"),
+        _handle(slots=0),
+        _handle(slots=True),
+        _handle(slot_bytes=2**60),
+        _handle(local_ranks=[1, 1]),
+        _handle(local_ranks=[-1]),
+        _handle(local_ranks="01"),
+        _handle(n_remote=-1),
+        _handle(address="tcp://127.0.0.1:1", server_key=None),
+    ],
+    ids=repr,
+)
+def test_what_is_no_handle_is_a_value_error(plain: object) -> None:
+    with pytest.raises(ValueError, match=r"handle"):
+        QueueHandle.from_plain(plain)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def sealed() -> Iterator[int]:
+    descriptor = reserve(8192, "a test")
+    with map_to_write(descriptor, 8192) as mapped:
+        mapped[:5] = b"hello"
+        seal(descriptor)
+        yield descriptor
+    os.close(descriptor)
+
+
+def test_who_gets_sealed_memory_reads_it_and_cannot_write_nor_shrink_it(sealed: int) -> None:
+    with map_received(sealed, 8192, writable=False) as mapped:
+        assert mapped[:5] == b"hello"
+    with pytest.raises(PermissionError):
+        mmap.mmap(sealed, 8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(sealed, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(sealed, b"x", 0)
+
+
+def test_memory_of_another_size_or_that_may_shrink_is_refused(sealed: int) -> None:
+    with pytest.raises(QueueError, match="not 4096 bytes"):
+        map_received(sealed, 4096, writable=False)
+    open_ended = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.truncate(open_ended, 4096)
+    with pytest.raises(QueueError, match="shrink"):
+        map_received(open_ended, 4096, writable=True)
+    fcntl.fcntl(open_ended, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(QueueError, match="shrink"):
+        map_received(open_ended, 4096, writable=True)
+    os.close(open_ended)
+
+
+def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
+    before = available_bytes()
+    with pytest.raises(QueueMemoryError, match=r"a test needs \d+ bytes.* \d+ are missing") as caught:
+        reserve(before + 2**30, "a test")
+    assert caught.value.needed - caught.value.available > 0
+    assert len(os.listdir("/proc/self/fd")) < 1000
+
+
+def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "job" / "step"
+    inner.mkdir(parents=True)
+    for folder, limit, used in ((tmp_path / "job", "1000000", "400000"), (inner, "max", "1")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 50000\n")
+    assert list(memory._of_ancestors(tmp_path, "/job/step", ("memory.max", "memory.current"))) == [650000]
+    assert memory._of_machine("MemTotal: 9 kB\nMemAvailable:    7 kB\n") == 7 * 1024
+
+
+# ---------------------------------------------------------------------------------- the door
+
+
+@pytest.fixture
+def lobby() -> Iterator[Lobby]:
+    door = Lobby([0, 3], TOKEN)
+    yield door
+    door.close()
+
+
+def _known(lobby: Lobby, token: bytes = TOKEN) -> QueueHandle:
+    return QueueHandle(lobby.name, token, Geometry(1, 256), (0, 3), 0, None)
+
+
+def _admit(lobby: Lobby) -> list[Arrival]:
+    assert select.select([lobby], [], [], 10)[0]
+    return list(lobby.admit())
+
+
+def test_who_knows_the_token_is_let_in_and_gets_the_memory(lobby: Lobby) -> None:
+    caller = call(_known(lobby), 3)
+    (arrival,) = _admit(lobby)
+    files = [os.memfd_create("one"), os.memfd_create("two")]
+    welcome(arrival.connection, files)
+    received = hear_welcome(caller)
+    assert [os.fstat(got).st_ino for got in received] == [os.fstat(sent).st_ino for sent in files]
+    assert not any(os.get_inheritable(got) for got in received)
+    assert lobby.expected == {0}
+    for descriptor in (*files, *received):
+        os.close(descriptor)
+    caller.close()
+    arrival.connection.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "token", "reason"),
+    [(0, bytes(32), "token"), (7, TOKEN, "no local reader"), (3, TOKEN, "joined already")],
+)
+def test_others_are_told_why_they_are_not(lobby: Lobby, rank: int, token: bytes, reason: str) -> None:
+    first = call(_known(lobby), 3)
+    (arrival,) = _admit(lobby)
+    caller = call(_known(lobby, token), rank)
+    assert _admit(lobby) == []
+    with pytest.raises(QueueError, match=reason):
+        hear_welcome(caller)
+    for end in (first, arrival.connection, caller):
+        end.close()
+
+
+@pytest.mark.parametrize("said", [b"x", b"y" * 10_000], ids=["too short", "too long"])
+def test_who_says_something_else_is_shown_the_door(lobby: Lobby, said: bytes) -> None:
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    caller.connect(f"\0{lobby.name}")
+    caller.send(said)
+    assert _admit(lobby) == []
+    assert caller.recv(100) == b""
+    caller.close()
+
+
+def test_callers_who_say_nothing_keep_nobody_out_for_long(
+    lobby: Lobby, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = []
+    for _ in range(CALLERS_MAX):
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        caller.connect(f"\0{lobby.name}")
+        silent.append(caller)
+    assert _admit(lobby) == []
+    honest = call(_known(lobby), 0)
+    assert list(lobby.admit()) == []  # all seats are taken
+    later = time.monotonic() + HELLO_S_MAX + 1  # the clock jumps, instead of a wait
+    monkeypatch.setattr("torchft_like.message_queue.handshake.time.monotonic", lambda: later)
+    list(lobby.admit())
+    (arrival,) = list(lobby.admit())
+    assert arrival.rank == 0
+    for end in (*silent, honest, arrival.connection):
+        end.close()
+
+
+def test_a_door_nobody_opens_any_more_is_a_lost_writer(lobby: Lobby) -> None:
+    waiting = call(_known(lobby), 0)
+    lobby.close()
+    with pytest.raises(QueueWriterLostError, match="before it let this reader in"):
+        hear_welcome(waiting)
+    waiting.close()
+    with pytest.raises(QueueWriterLostError, match="finds no writer"):
+        call(_known(lobby), 0)

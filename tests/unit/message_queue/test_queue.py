@@ -1,0 +1,461 @@
+"""A queue whose ends are threads of one process: what travels, what waits, what is said when it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from torchft_like.errors import (
+    NotSupportedError,
+    PlainDataError,
+    QueueClosedError,
+    QueueCorruptError,
+    QueueError,
+    QueueMemoryError,
+    QueueReadersLostError,
+    QueueTimeoutError,
+    QueueWriterLostError,
+)
+from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue.audience import FILES_UNREAD_MAX
+from torchft_like.message_queue.memory import available_bytes
+from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PIECE_BYTES, PUBLISHED
+
+LIMIT_S = 60.0
+
+
+class Queues:
+    """Makes queues with their readers, and closes them all."""
+
+    def __init__(self) -> None:
+        self._made: list[MessageQueue] = []
+        self._threads = ThreadPoolExecutor(8)
+
+    def make(
+        self, n_readers: int = 1, chunk_bytes: int = 4096, chunks: int = 4, remote: Sequence[int] = ()
+    ) -> tuple[MessageQueue, list[MessageQueue]]:
+        """A writer and its readers, ready."""
+        local = [rank for rank in range(n_readers) if rank not in remote]
+        writer = MessageQueue(n_readers, len(local), chunk_bytes, chunks, local_reader_ranks=local)
+        self._made.append(writer)
+        readers = [self.join(writer, rank) for rank in range(n_readers)]
+        ready = [self.run(reader.wait_until_ready, LIMIT_S) for reader in readers]
+        writer.wait_until_ready(LIMIT_S)
+        for one in ready:
+            one.result(LIMIT_S)
+        return writer, readers
+
+    def join(self, writer: MessageQueue, rank: int) -> MessageQueue:
+        self._made.append(MessageQueue.create_from_handle(writer.export_handle(), rank))
+        return self._made[-1]
+
+    def run(self, call: Callable[..., object], *arguments: object) -> Future[object]:
+        """In a thread of its own."""
+        return self._threads.submit(call, *arguments)
+
+    def close(self) -> None:
+        for queue in reversed(self._made):  # a writer waits for remote readers that have not read all
+            queue.shutdown()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def queues() -> Iterator[Queues]:
+    made = Queues()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for(fact: Callable[[], bool]) -> None:
+    """An event that only looking tells of."""
+    moment, patience = threading.Event(), 0.0
+    while not fact():
+        assert patience < LIMIT_S
+        moment.wait(0.005)
+        patience += 0.005
+
+
+VALUES = [
+    None,
+    {"step": 3, "nested": [1, (2.5, "x"), b"y"]},
+    b"b" * 1000,
+    b"c" * 5000,  # more than a slot
+    "d" * 14_000,
+    b"e" * 100_000,  # more than the ring
+    torch.arange(12, dtype=torch.int64).view(3, 4),
+    torch.ones(2, dtype=torch.bfloat16),
+    torch.empty(0, 5),
+    torch.arange(20.0).view(4, 5).t(),
+    torch.arange(100_000, dtype=torch.float64),
+    np.arange(6, dtype=">i2").reshape(2, 3),
+    np.zeros((0, 2)),
+    [torch.ones(3000), np.ones(3000), b"f" * 9000, "g" * 9000, torch.tensor(True)],
+]
+
+
+def same(found: object, given: object) -> bool:
+    if isinstance(given, torch.Tensor):
+        return isinstance(found, torch.Tensor) and found.dtype == given.dtype and torch.equal(found, given)
+    if isinstance(given, np.ndarray):
+        return isinstance(found, np.ndarray) and found.dtype == given.dtype and np.array_equal(found, given)
+    if isinstance(given, list):
+        return isinstance(found, list) and all(map(same, found, given)) and len(found) == len(given)
+    return type(found) is type(given) and found == given
+
+
+@pytest.mark.parametrize("remote", [(), (1,)], ids=["local", "with a remote reader"])
+def test_every_reader_gets_every_value(queues: Queues, remote: Sequence[int]) -> None:
+    writer, readers = queues.make(2, remote=remote)
+    for value in VALUES * 2:
+        sent = queues.run(writer.enqueue, value, LIMIT_S)
+        for reader in readers:
+            assert same(reader.dequeue(LIMIT_S), value)
+        sent.result(LIMIT_S)
+
+
+def test_a_long_message_is_read_while_it_is_written(queues: Queues) -> None:
+    writer, (reader,) = queues.make(chunk_bytes=PIECE_BYTES, chunks=16)
+    for _ in range(5):  # each begins elsewhere in the ring
+        value = [torch.randint(0, 255, (9 * PIECE_BYTES + 5,), dtype=torch.uint8), "end"]
+        found = queues.run(reader.dequeue, LIMIT_S)
+        writer.enqueue(value, LIMIT_S)
+        assert same(found.result(LIMIT_S), value)
+
+
+def test_what_was_sent_and_what_was_received_share_no_memory(queues: Queues) -> None:
+    writer, (reader, other) = queues.make(2)
+    sent = {"t": torch.zeros(4), "a": np.zeros(4)}
+    writer.enqueue(sent, LIMIT_S)
+    sent["t"] += 1  # type: ignore[operator]
+    sent["a"] += 1  # type: ignore[operator]
+    first = reader.dequeue(LIMIT_S)
+    first["t"] += 2  # type: ignore[index]
+    first["a"] += 2  # type: ignore[index]
+    second = other.dequeue(LIMIT_S)
+    assert second["t"].sum() == 0  # type: ignore[index]
+    assert second["a"].sum() == 0  # type: ignore[index]
+    for _ in range(8):
+        writer.enqueue(b"\xff" * 4000, LIMIT_S)
+        reader.dequeue(LIMIT_S)
+        other.dequeue(LIMIT_S)
+    assert first["t"].tolist() == [2.0] * 4  # type: ignore[index]
+    assert second["a"].tolist() == [0.0] * 4  # type: ignore[index]
+
+
+def test_broadcast_object_gives_everybody_the_object(queues: Queues) -> None:
+    writer, readers = queues.make(2)
+    assert writer.broadcast_object({"a": 1}, LIMIT_S) == {"a": 1}
+    assert [reader.broadcast_object(timeout=LIMIT_S) for reader in readers] == [{"a": 1}] * 2
+
+
+def test_a_full_queue_times_out_and_loses_nothing(queues: Queues) -> None:
+    writer, (_, slow) = queues.make(2)
+    fast = _
+    for number in range(4):
+        writer.enqueue(number, LIMIT_S)
+        assert fast.dequeue(LIMIT_S) == number
+    for _again in range(2):
+        with pytest.raises(QueueTimeoutError, match=r"readers \[1\]") as caught:
+            writer.enqueue(4, 0.01)
+        assert caught.value.ranks == (1,)
+    assert slow.dequeue(LIMIT_S) == 0
+    writer.enqueue(4, LIMIT_S)
+    assert [slow.dequeue(LIMIT_S) for _ in range(4)] == [1, 2, 3, 4]
+    assert fast.dequeue(LIMIT_S) == 4
+
+
+def test_a_full_queue_goes_on_when_a_reader_reads(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    for number in range(4):
+        writer.enqueue(number, LIMIT_S)
+    blocked = queues.run(writer.enqueue, 4, LIMIT_S)
+    assert [reader.dequeue(LIMIT_S) for _ in range(5)] == [0, 1, 2, 3, 4]
+    blocked.result(LIMIT_S)
+
+
+def test_few_files_are_unread_at_any_time(queues: Queues) -> None:
+    writer, (reader,) = queues.make(chunk_bytes=256, chunks=64)
+    for number in range(FILES_UNREAD_MAX):
+        writer.enqueue([number, b"x" * 20_000], LIMIT_S)
+    with pytest.raises(QueueTimeoutError):
+        writer.enqueue([99, b"x" * 20_000], 0.01)
+    before = files()
+    found = [reader.dequeue(LIMIT_S) for _ in range(FILES_UNREAD_MAX)]
+    assert [value[0] for value in found] == list(range(FILES_UNREAD_MAX))  # type: ignore[index]
+    writer.enqueue([100, b"x" * 20_000], LIMIT_S)
+    assert same(reader.dequeue(LIMIT_S), [100, b"x" * 20_000])
+    assert files() <= before
+
+
+def test_an_empty_queue_times_out(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    with pytest.raises(QueueTimeoutError, match="wrote nothing"):
+        reader.dequeue(0.01)
+    with pytest.raises(QueueTimeoutError):
+        reader.dequeue(0)
+    writer.enqueue("late", LIMIT_S)
+    assert reader.dequeue(0) == "late"
+
+
+def test_a_value_that_does_not_travel_leaves_the_queue_as_it_was(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    with pytest.raises(PlainDataError, match=r"\[1\] is a set"):
+        writer.enqueue([1, {2}])
+    writer.enqueue("next", LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "next"
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_readers_read_what_was_written_before_the_writer_closed(
+    queues: Queues, remote: Sequence[int]
+) -> None:
+    writer, (reader,) = queues.make(remote=remote)
+    for number in range(3):
+        writer.enqueue(number, LIMIT_S)
+    closing = queues.run(writer.shutdown)
+    assert [reader.dequeue(LIMIT_S) for _ in range(3)] == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(QueueClosedError):
+            reader.dequeue(LIMIT_S)
+    closing.result(LIMIT_S)
+    with pytest.raises(QueueClosedError):
+        writer.enqueue(3)
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_shutdown_wakes_a_reader_that_waits(queues: Queues, remote: Sequence[int]) -> None:
+    writer, (reader,) = queues.make(remote=remote)
+    waiting = queues.run(reader.dequeue)
+    reader.shutdown()
+    with pytest.raises(QueueClosedError, match="reader 0 has left"):
+        waiting.result(LIMIT_S)
+    wait_for(lambda: writer.readers == [])
+    assert writer.lost_readers == []  # it left in peace
+    with pytest.raises(QueueReadersLostError):
+        writer.enqueue("to nobody")
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_shutdown_wakes_a_writer_that_waits(queues: Queues, remote: Sequence[int]) -> None:
+    writer, _ = queues.make(remote=remote)
+    for number in range(4):
+        writer.enqueue(number, LIMIT_S)
+    waiting = queues.run(writer.enqueue, 4)
+    closing = queues.run(writer.shutdown)
+    with pytest.raises(QueueClosedError):
+        waiting.result(LIMIT_S)
+    for reader in _:
+        reader.shutdown()
+    closing.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_a_writer_that_closes_wakes_a_reader_that_waits(queues: Queues, remote: Sequence[int]) -> None:
+    writer, (reader,) = queues.make(remote=remote)
+    waiting = queues.run(reader.dequeue)
+    writer.shutdown()
+    with pytest.raises(QueueClosedError, match="everything was read"):
+        waiting.result(LIMIT_S)
+
+
+def test_readers_that_have_not_come_are_named(queues: Queues) -> None:
+    writer = MessageQueue(3, 2)
+    with pytest.raises(QueueTimeoutError, match=r"local readers \[0, 1\] and 1 remote readers") as caught:
+        writer.wait_until_ready(0.01)
+    assert caught.value.ranks == (0, 1)
+    reader = queues.join(writer, 0)
+    with pytest.raises(QueueTimeoutError, match="did not let this reader in"):
+        reader.wait_until_ready(0.01)
+    writer.shutdown()
+    with pytest.raises(QueueWriterLostError):
+        reader.wait_until_ready(LIMIT_S)
+
+
+def test_a_reader_that_comes_late_has_missed_nothing(queues: Queues) -> None:
+    writer = MessageQueue(1, 1, 4096, 4)
+    writer.enqueue("early", LIMIT_S)
+    reader = queues.join(writer, 0)
+    joined = queues.run(reader.wait_until_ready, LIMIT_S)
+    writer.wait_until_ready(LIMIT_S)
+    joined.result(LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "early"
+    writer.shutdown()
+
+
+@pytest.mark.parametrize("remote", [(), (0, 1)], ids=["local", "remote"])
+def test_a_second_reader_of_one_rank_is_refused(queues: Queues, remote: Sequence[int]) -> None:
+    writer, readers = queues.make(2, remote=remote)
+    impostor = queues.join(writer, 1)
+    refused = queues.run(impostor.wait_until_ready, LIMIT_S)
+    wait_for(lambda: bool(writer.readers) and refused.done())
+    with pytest.raises(QueueError, match="joined already"):
+        refused.result(LIMIT_S)
+    writer.enqueue("x", LIMIT_S)
+    assert [reader.dequeue(LIMIT_S) for reader in readers] == ["x", "x"]
+
+
+def test_who_does_not_know_the_token_gets_nothing(queues: Queues) -> None:
+    writer = MessageQueue(2, 1)
+    forged = {**writer.export_handle(), "token": bytes(32)}
+    local = MessageQueue.create_from_handle(forged, 0)
+    remote = MessageQueue.create_from_handle(forged, 1)
+    with pytest.raises(QueueTimeoutError):
+        writer.wait_until_ready(0.1)
+    with pytest.raises(QueueError, match="token"):
+        local.wait_until_ready(LIMIT_S)
+    with pytest.raises(QueueTimeoutError):
+        remote.wait_until_ready(0.1)
+    for queue in (local, remote, writer):
+        queue.shutdown()
+
+
+def test_who_does_not_know_the_key_gets_no_connection() -> None:
+    writer = MessageQueue(1, 0)
+    stranger = MessageQueue.create_from_handle({**writer.export_handle(), "server_key": b"x" * 40}, 0)
+    with pytest.raises((QueueWriterLostError, QueueTimeoutError)):
+        stranger.wait_until_ready(1)
+    assert writer.readers == []
+    stranger.shutdown()
+    writer.shutdown()
+
+
+def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) -> None:
+    writer, (hostile, honest) = queues.make(2)
+    hostile._end._words[CONSUMED] = 2**63  # type: ignore[union-attr]
+    for number in range(12):
+        writer.enqueue(number, LIMIT_S)
+        assert honest.dequeue(LIMIT_S) == number
+    assert writer.lost_readers == [0]
+    assert writer.readers == [1]
+    # What is gone for the hostile one is its connection: it reads what the ring still holds, at the most.
+    with pytest.raises((QueueWriterLostError, QueueCorruptError)):
+        _read_all(hostile)
+
+
+def _read_all(reader: MessageQueue) -> None:
+    while True:
+        reader.dequeue(LIMIT_S)
+
+
+@pytest.mark.parametrize("at", [0, 16, 24, 28, 64, 70], ids=lambda at: f"byte {at}")
+def test_a_damaged_message_is_an_error_and_the_reader_leaves(queues: Queues, at: int) -> None:
+    writer, (reader, other) = queues.make(2)
+    writer.enqueue({"a": [1, 2, 3]}, LIMIT_S)
+    assert other.dequeue(LIMIT_S) == {"a": [1, 2, 3]}
+    writer._end._memory[PAGE_BYTES + at] ^= 0x55  # type: ignore[union-attr]
+    with pytest.raises(QueueCorruptError, match="reader 0 has left"):
+        reader.dequeue(LIMIT_S)
+    with pytest.raises(QueueClosedError):
+        reader.dequeue(LIMIT_S)
+    for number in range(8):
+        writer.enqueue(number, LIMIT_S)
+        assert other.dequeue(LIMIT_S) == number
+
+
+def test_an_impossible_published_number_is_an_error(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    writer._end._ring.words[PUBLISHED] = 2**62  # type: ignore[union-attr]
+    with pytest.raises(QueueCorruptError):
+        reader.dequeue(LIMIT_S)
+
+
+def test_each_end_does_its_own_part_only(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    with pytest.raises(NotSupportedError, match="writer's end"):
+        writer.dequeue()
+    for call in (lambda: reader.enqueue(1), lambda: reader.readers, lambda: reader.lost_readers):
+        with pytest.raises(NotSupportedError, match="reader's end"):
+            call()
+    assert writer.is_writer
+    assert not reader.is_writer
+    assert repr(writer) == "<MessageQueue writer | 1 local + 0 remote readers | 4 x 4096 bytes>"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(-1, 0), (1, 2), (1, 1, 100), (1, 1, 4096, 0)],
+    ids=str,
+)
+def test_numbers_that_make_no_sense_are_value_errors(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"local|max_chunk"):
+        MessageQueue(*arguments)
+
+
+def test_ranks_and_timeouts_that_make_no_sense_are_value_errors(queues: Queues) -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        MessageQueue(2, 2, local_reader_ranks=[1, 1])
+    writer, (reader,) = queues.make()
+    for timeout in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            reader.dequeue(timeout)
+        with pytest.raises(ValueError, match="timeout"):
+            writer.enqueue(1, timeout)
+    with pytest.raises(ValueError, match="no local reader"):
+        MessageQueue.create_from_handle(writer.export_handle(), 5)
+
+
+def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> None:
+    before = files()
+    with pytest.raises(QueueMemoryError, match="are missing"):
+        MessageQueue(1, 1, available_bytes() // 16 + 2**30, 16)
+    assert files() == before
+
+
+def test_nothing_is_left_of_queues_that_were_shut_down(queues: Queues) -> None:
+    def use(remote: Sequence[int]) -> None:
+        made = Queues()
+        writer, readers = made.make(2, remote=remote)
+        for value in (1, b"x" * 100_000):
+            writer.enqueue(value, LIMIT_S)
+            for reader in readers:
+                reader.dequeue(LIMIT_S)
+        made.close()
+
+    use([1])  # what is made once per process
+    before = files(), threading.active_count()
+    for _ in range(10):
+        use([])
+        use([1])
+    assert (files(), threading.active_count()) == before
+
+
+def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    writer.enqueue("last", LIMIT_S)
+    dropped = MessageQueue(1, 1)
+    other = queues.join(dropped, 0)
+    del dropped
+    with pytest.raises(QueueWriterLostError):
+        other.wait_until_ready(LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "last"
+
+
+def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
+    nobody looks again by himself."""
+    for module in ("writer", "local_reader"):
+        monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
+    writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
+    for end in (writer, *readers):
+        monkeypatch.setattr(end._end._patience, "spin_s", lambda: 0.0)  # type: ignore[union-attr]
+    count = 2000
+
+    def read(reader: MessageQueue) -> list[object]:
+        return [reader.dequeue(LIMIT_S) for _ in range(count)]
+
+    found = [queues.run(read, reader) for reader in readers]
+    for number in range(count):
+        writer.enqueue(number, LIMIT_S)
+    assert [one.result(LIMIT_S) for one in found] == [list(range(count))] * 2

@@ -1,0 +1,150 @@
+"""The ring over plain memory: what a writer writes is what a reader reads, and nothing else is believed."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from torchft_like.errors import QueueCorruptError
+from torchft_like.message_queue.leaves import reading_ring
+from torchft_like.message_queue.ring import (
+    INLINE,
+    PAGE_BYTES,
+    PIECE_BYTES,
+    PUBLISHED,
+    RECORD_BYTES,
+    STREAMED,
+    Geometry,
+    RingReader,
+    RingWriter,
+)
+
+
+class Pair:
+    """Both ends on the same memory."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.geometry = Geometry(slots, slot_bytes)
+        self.memory = bytearray(self.geometry.memory_bytes)
+        self.writer = RingWriter(memoryview(self.memory), self.geometry)
+        self.reader = RingReader(memoryview(self.memory), self.geometry)
+        self.told = 0
+
+    def write(self, *parts: bytes) -> None:
+        self.writer.write(INLINE, parts, sum(map(len, parts)), self._tell)
+
+    def read(self) -> bytes:
+        record = self.reader.next_record()
+        leaves = bytearray(record.nbytes - record.structure_bytes)
+        structure = self.reader.read(self.reader.place_of(record), record.structure_bytes)
+        reading_ring(self.reader, record, self._require_streamed)(memoryview(leaves))
+        self.reader.consumed += record.slots
+        return structure + bytes(leaves)
+
+    def _tell(self) -> None:
+        self.told += 1
+
+    def _require_streamed(self, nbytes: int) -> None:
+        assert self.reader.words[STREAMED] >= nbytes
+
+
+@pytest.mark.parametrize(("slots", "slot_bytes"), [(1, 256), (3, 256), (7, 320), (2, 64 * 1024)])
+def test_messages_of_every_size_come_out_as_they_went_in(slots: int, slot_bytes: int) -> None:
+    pair, luck = Pair(slots, slot_bytes), random.Random(1)
+    most = pair.geometry.message_bytes_max
+    for length in [0, 1, most, most - 1, *(luck.randint(0, most) for _ in range(200))]:
+        message = luck.randbytes(length)
+        cut = luck.randint(0, length)
+        pair.write(message[:cut], message[cut:])
+        assert pair.read() == message
+
+
+def test_messages_wait_in_the_ring_in_order() -> None:
+    pair = Pair(8, 256)
+    for _ in range(5):
+        for number in range(8):
+            pair.write(bytes([number]) * 100)
+        assert [pair.read()[0] for _ in range(8)] == list(range(8))
+
+
+def test_a_message_takes_as_many_slots_as_it_needs() -> None:
+    geometry = Geometry(4, 256)
+    assert [geometry.slots_for(n) for n in (0, 256 - RECORD_BYTES, 257 - RECORD_BYTES)] == [1, 1, 2]
+    assert geometry.slots_for(geometry.message_bytes_max) == 4
+    assert geometry.slots_for(geometry.message_bytes_max + 1) == 5
+
+
+def test_a_long_message_is_told_of_before_it_is_complete() -> None:
+    pair = Pair(4, 2 * PIECE_BYTES)
+    pair.write(b"short")
+    assert pair.told == 1
+    message = random.Random(2).randbytes(5 * PIECE_BYTES + 7)
+    pair.write(message[:10], message[10:])
+    assert pair.told > 6
+    assert pair.reader.words[STREAMED] == len(message)
+    assert pair.read() == b"short"
+    assert pair.read() == message
+
+
+def test_a_message_that_was_overwritten_is_not_believed() -> None:
+    pair = Pair(2, 256)
+    for _ in range(3):  # a writer that waits for nobody
+        pair.write(b"x")
+    with pytest.raises(QueueCorruptError, match="holds no message"):
+        pair.reader.next_record()
+
+
+FIELDS = {
+    "number": (0, "<Q"),
+    "nbytes": (16, "<Q"),
+    "structure": (24, "<I"),
+    "slots": (28, "<I"),
+    "kind": (32, "<I"),
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("number", 5),
+        ("nbytes", 2**40),
+        ("nbytes", 300),
+        ("structure", 11),
+        ("slots", 0),
+        ("slots", 2),
+        ("kind", 9),
+    ],
+)
+def test_a_record_with_a_wrong_field_is_not_believed(field: str, value: int) -> None:
+    pair = Pair(4, 256)
+    pair.write(b"0123456789")
+    pair.write(b"another")
+    at, form = FIELDS[field]
+    struct.pack_into(form, pair.memory, PAGE_BYTES + at, value)
+    with pytest.raises(QueueCorruptError):
+        pair.reader.next_record()
+
+
+def test_random_damage_never_reads_beyond_the_ring() -> None:
+    luck, refused = random.Random(3), 0
+    for _ in range(500):
+        pair = Pair(4, 256)
+        for length in (10, 300, 20):
+            pair.write(luck.randbytes(length))
+        for _ in range(4):
+            pair.memory[luck.randrange(PAGE_BYTES, PAGE_BYTES + 40)] ^= 1 << luck.randrange(8)
+        try:
+            assert len(pair.read()) <= pair.geometry.message_bytes_max
+        except QueueCorruptError:
+            refused += 1
+    assert refused > 400
+
+
+def test_a_published_number_that_is_impossible_is_not_believed() -> None:
+    pair = Pair(4, 256)
+    pair.write(b"x")
+    pair.writer.words[PUBLISHED] = 2**63
+    with pytest.raises(QueueCorruptError):
+        pair.reader.next_record()

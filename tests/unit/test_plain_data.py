@@ -1,0 +1,225 @@
+"""What travels as plain data comes back as it was; what does not is named; bytes that are none do no harm."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import sys
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from torchft_like.dtypes import DTYPES
+from torchft_like.errors import PlainDataError
+from torchft_like.message_queue.leaves import bytes_of
+from torchft_like.plain_data import assemble, assemble_from, disassemble, dissect, tensor_specs
+from torchft_like.plain_data.schema import DEPTH_MAX, INLINE_BYTES_MAX, LEAVES_MAX, VALUES_MAX
+
+PLAIN = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    2**63,
+    -(2**63) - 1,
+    10**100,
+    0.0,
+    -0.0,
+    1.5,
+    math.inf,
+    5e-324,
+    "",
+    "größer ✓",
+    "half a pair \ud800",
+    "x" * (INLINE_BYTES_MAX + 1),
+    b"",
+    b"\x00\xff",
+    b"x" * INLINE_BYTES_MAX,
+    b"y" * (INLINE_BYTES_MAX + 1),
+    [],
+    (),
+    {},
+    [1, [2, (3, None)], {"a": [True]}],
+    {"z": 1, "a": 2, 3: "int", None: 0, (1, ("b",)): 2.5, b"k": False},
+    ("nested", {"deeper": ({"still": [b"q" * 10_000, "r" * 10_000]},)}),
+]
+REFUSED = [
+    ({"a": [0, 1, 2, {1, 2}]}, r'\["a"\]\[3\] is a set.*`list'),
+    ([np.float64(3)], r"\[0\] is a numpy.float64.*`\.item\(\)`"),
+    ({3: torch.Size([1])}, r"\[3\] is a torch.Size.*`tuple"),
+    (OrderedDict(), r"the value is a collections.OrderedDict.*`dict"),
+    (sys.version_info, r"version_info.*`tuple"),
+    (bytearray(b"x"), r"bytearray.*`bytes"),
+    (1j, r"complex.*real"),
+    (torch.float32, r"torch.dtype.*str"),
+    (object(), r"object.*What travels"),
+    (torch.eye(2).to_sparse(), r"layout.*to_dense"),
+    (torch.empty(2, device="meta"), r"meta.*cpu"),
+    (np.array(["text"]), r"only numbers travel.*tolist"),
+    (np.array([object()]), r"only numbers travel"),
+    ({frozenset(): 1}, r"key of type frozenset"),
+    ({(1, 1j): 1}, r"key of type tuple"),
+    (2 * [VALUES_MAX // 2 * [None]], r"values: put numbers into an array"),
+    ([torch.empty(0)] * (LEAVES_MAX + 1), r"one tensor too many"),
+]
+
+
+class _Bytes:
+    """Leaves from the bytes of leaves."""
+
+    def __init__(self, leaves: list[bytes]) -> None:
+        self._next = iter(leaves)
+
+    def tensor(self, spec: object) -> torch.Tensor:
+        return torch.frombuffer(bytearray(next(self._next)), dtype=spec.dtype).view(spec.shape)  # type: ignore[attr-defined]
+
+    def memory(self, _: int) -> bytearray:
+        return bytearray(next(self._next))
+
+    def data(self, _: int) -> bytes:
+        return next(self._next)
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.40}")
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    structure, tensors = disassemble(value)
+    assert repr(assemble(structure, tensors)) == repr(value)
+    structure, leaves = dissect(value)
+    assert repr(assemble_from(structure, _Bytes([bytes(bytes_of(leaf)) for leaf in leaves]))) == repr(value)
+
+
+def test_not_a_number_comes_back_as_one() -> None:
+    found = assemble(*disassemble(math.nan))
+    assert isinstance(found, float)
+    assert math.isnan(found)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)], ids=str)
+def test_tensors_of_every_dtype_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(shape)
+    structure, (travels,) = disassemble([tensor])
+    (spec,) = tensor_specs(structure)
+    assert (spec.dtype, spec.shape, spec.device_type) == (dtype, shape, "cpu")
+    assert spec.nbytes == tensor.numel() * dtype.itemsize
+    assert assemble(structure, [travels]) == [travels]
+    assert travels.data_ptr() == tensor.data_ptr()  # no copy
+    if tensor.numel():
+        found = assemble_from(structure, _Bytes([bytes(bytes_of(tensor))]))[0]  # type: ignore[index]
+        assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_tensors_arrive_contiguous_resolved_and_without_gradient() -> None:
+    views = [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor([1 + 2j]).conj(),
+        torch.nn.Parameter(torch.ones(2)),
+    ]
+    structure, tensors = disassemble(views)
+    found = assemble(structure, tensors)
+    assert isinstance(found, list)
+    for before, after in zip(views, found, strict=True):
+        assert torch.equal(before.detach(), after)
+        assert after.is_contiguous()
+        assert not after.is_conj()
+        assert not after.requires_grad
+        assert type(after) is torch.Tensor
+
+
+@pytest.mark.parametrize("code", ["<f4", ">i4", "|b1", "<c16", "|u1", "<f2"])
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 4)], ids=str)
+def test_arrays_come_back_writable(code: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(code)
+    for given in (array, array.T, _read_only(array)):
+        structure, tensors = disassemble({"a": given})
+        found = assemble(structure, tensors)["a"]  # type: ignore[index]
+        assert (found.dtype, found.shape) == (given.dtype, given.shape)
+        assert np.array_equal(found, given)
+        assert found.flags.writeable
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[pattern for _, pattern in REFUSED])
+def test_what_does_not_travel_is_named_with_a_cure(value: object, message: str) -> None:
+    with pytest.raises(PlainDataError, match=message):
+        disassemble(value)
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    loop: list[object] = []
+    loop.append({"again": loop})
+    with pytest.raises(PlainDataError, match="contains itself"):
+        disassemble(loop)
+
+
+def test_a_small_value_that_unfolds_to_a_large_one_is_refused() -> None:
+    value: object = "x" * 4000
+    for _ in range(DEPTH_MAX - 1):
+        value = [value, value]
+    with pytest.raises(PlainDataError, match=r"together|more than"):
+        disassemble(value)
+
+
+def test_other_tensors_than_the_structure_speaks_of_are_refused() -> None:
+    structure, (tensor,) = disassemble(torch.zeros(3))
+    for tensors in ([], [tensor, tensor], [torch.zeros(4)], [torch.zeros(3, dtype=torch.int64)]):
+        with pytest.raises(PlainDataError, match="speaks of"):
+            assemble(structure, tensors)
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.40}")
+def test_every_truncated_structure_is_refused(value: object) -> None:
+    structure, tensors = disassemble(value)
+    for length in range(0, len(structure), max(1, len(structure) // 200)):
+        with pytest.raises(PlainDataError):
+            assemble(structure[:length], tensors)
+    with pytest.raises(PlainDataError):
+        assemble(structure + b"\x00", tensors)
+
+
+def test_a_structure_with_wrong_bits_is_refused_or_read_and_never_anything_else() -> None:
+    value = {
+        "a": [1, 2.5, None, "text", (b"b" * 9000, "c" * 9000)],
+        "t": torch.ones(3, 2),
+        "n": np.ones((2, 2)),
+    }
+    structure, tensors = disassemble(value)
+    luck, refused = random.Random(0), 0
+    for _ in range(3000):
+        damaged = bytearray(structure)
+        for _ in range(luck.randint(1, 3)):
+            damaged[luck.randrange(len(damaged))] ^= 1 << luck.randrange(8)
+        try:
+            assemble(bytes(damaged), tensors)
+        except PlainDataError:
+            refused += 1
+    assert refused > 1000
+
+
+@pytest.mark.parametrize("tag", range(256))
+def test_lengths_beyond_the_end_allocate_nothing(tag: int) -> None:
+    head = disassemble(None).structure[:-1]
+    for length in (2**32 - 1, 2**31, 1000):
+        with pytest.raises(PlainDataError):
+            assemble(head + struct.pack("<BI", tag, length), [])
+
+
+def test_a_structure_that_speaks_of_too_large_tensors_is_refused() -> None:
+    structure = disassemble(torch.zeros(3)).structure
+    huge = structure.replace(struct.pack("<Q", 3), struct.pack("<Q", 2**60))
+    assert huge != structure
+    with pytest.raises(PlainDataError, match="shape"):
+        tensor_specs(huge)

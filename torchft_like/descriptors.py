@@ -1,0 +1,40 @@
+"""File descriptors over a Unix socket. The socket module's own functions for it ignore their flags."""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections.abc import Iterable, Sequence
+
+_BYTES = array.array("i").itemsize
+
+Ancillary = Iterable[tuple[int, int, bytes]]
+
+
+def send_descriptors(end: socket.socket, data: bytes, descriptors: Sequence[int], flags: int = 0) -> None:
+    """Send a message; its receiver gets duplicates of the descriptors."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    end.sendmsg([data], [rights], flags)
+
+
+def receive_descriptors(
+    end: socket.socket, bytes_max: int, descriptors_max: int, flags: int = 0
+) -> tuple[bytes, list[int]]:
+    """A message, and descriptors that now belong to the caller and to no program that it starts."""
+    room = ancillary_bytes(descriptors_max)
+    data, ancillary, _, _ = end.recvmsg(bytes_max, room, flags | socket.MSG_CMSG_CLOEXEC)
+    return data, descriptors_in(ancillary)
+
+
+def ancillary_bytes(descriptors_max: int) -> int:
+    """The room that so many descriptors need beside a message."""
+    return socket.CMSG_SPACE(descriptors_max * _BYTES)
+
+
+def descriptors_in(ancillary: Ancillary) -> list[int]:
+    """What came beside a message."""
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % _BYTES])
+    return list(found)
