@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError, StillUnderWayError
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.transport import Flight, Transport
-from torchft_like.process_group import ProcessGroupWrapper, create_store_client
-from torchft_like.process_group.wrapper import ReconfigurableProcessGroup, as_timedelta
+from torchft_like.process_group import create_store_client
+from torchft_like.process_group.wrapper import as_timedelta
 
 _logger = logging.getLogger(__name__)
 
@@ -111,13 +111,10 @@ def _absent(missing: list[int]) -> str:
 
 def _store_of(transport: Transport) -> Store | None:
     """The store in which the members met, if they met in one."""
-    group = transport.cpu.group
-    while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
-        group = group.parent
-    if not isinstance(group, ReconfigurableProcessGroup):
-        return c10d._world.pg_map.get(group, (None, None))[1]
+    if (address := transport.cpu.store_address()) is None:
+        return c10d._world.pg_map.get(transport.cpu.group, (None, None))[1]
     try:
-        return create_store_client(str(group.store_address), as_timedelta(transport.options.timeout))
+        return create_store_client(str(address), as_timedelta(transport.options.timeout))
     except (RuntimeError, ValueError) as error:
         _logger.warning("the barriers of %s cannot name who is missing: %s", transport, error)
         return None

@@ -11,9 +11,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from torchft_like.group_coordinator import even, objects, point_to_point, variable
+from torchft_like.group_coordinator import even, objects, point_to_point, queues, variable
 from torchft_like.group_coordinator.membership import Members
 from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.message_queue import MessageQueue
 
 Tensors = Tensor | list[Tensor]
 
@@ -117,6 +118,8 @@ class Communicating(Members):
         Raises:
             PlainDataError: it holds something that does not travel; every rank gets an error.
         """
+        if self.mq_broadcaster is not None and src == 0:
+            return queues.broadcast_object(self._current(), self.mq_broadcaster, obj)
         return objects.broadcast_object(self._current(), obj, src)
 
     def broadcast_object_list(
@@ -142,6 +145,37 @@ class Communicating(Members):
         """From one rank; None in a group of one."""
         transport, source = self._with_peer(src, -1, "src")
         return None if source is None else objects.recv_object(transport, source)
+
+    # -------------------------------------------------------------------------- queues
+
+    def create_mq_broadcaster(
+        self,
+        writer_rank: int = 0,
+        external_writer_handle: MessageQueue | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """The caller's end of a queue that one member writes and all others read.
+
+        Args:
+            external_writer_handle: on the writer, a queue that it has made already for these readers.
+            blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
+        """
+        queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
+        self._queues.append(queue)
+        return queue
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue | None, list[MessageQueue]]:
+        """A queue from each of the other members to one of them.
+
+        Returns:
+            The caller's queue to write, None on the reader; and on the reader those to read, in the order of
+            ranks, with nothing for itself.
+        """
+        made, read = queues.create_single_reader(self._current(), reader_rank_in_group, blocking)
+        self._queues += read if made is None else [made]
+        return made, read
 
     # ------------------------------------------------------------------ whom a call means
 

@@ -73,6 +73,8 @@ class GroupCoordinator(Communicating):
             as_timedelta(options.timeout),
         )
         self._make(wish, options)
+        if use_message_queue_broadcaster and self.world_size > 1:
+            self.mq_broadcaster = self.create_mq_broadcaster()
 
     # -------------------------------------------------------------------- tensor dicts
 

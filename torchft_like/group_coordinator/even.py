@@ -42,7 +42,7 @@ def all_gather(transport: Transport, input_: Tensor, dim: int) -> Tensor:
     with transport.guard("all_gather"):
         at = transport.agree_if_checking(prepare, "all_gather")
         if transport.world_size == 1:
-            return input_.detach().clone()
+            return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
         parts = torch.empty((transport.world_size, *mine.shape), dtype=mine.dtype, device=mine.device)
         if mine.numel():
@@ -80,7 +80,7 @@ def gather(transport: Transport, input_: Tensor, dst: int, dim: int) -> Tensor |
     with transport.guard("gather"):
         at = transport.agree_if_checking(prepare, "gather")
         if transport.world_size == 1:
-            return input_.detach().clone()
+            return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
         count = transport.world_size if transport.rank == dst else 0
         parts = torch.empty((count, *mine.shape), dtype=mine.dtype, device=mine.device)

@@ -14,6 +14,7 @@ from torchft_like.group_coordinator.barrier import Barriers
 from torchft_like.group_coordinator.creation import ANONYMOUS, Wish, destroy_group, make_groups, unique_name
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.message_queue import MessageQueue
 
 _by_name: weakref.WeakValueDictionary[str, Members] = weakref.WeakValueDictionary()
 
@@ -58,6 +59,7 @@ class Members:
         device: where tensors that are received are put.
         cpu_group, device_group: the process groups; one and the same if the device is a CPU. None as
             the device group means that tensors go through memory of the CPU.
+        mq_broadcaster: through which rank 0 broadcasts objects, if there is one.
         options: as they were given.
     """
 
@@ -73,6 +75,7 @@ class Members:
     device_group: Group | None
     options: CoordinatorOptions
 
+    mq_broadcaster: MessageQueue | None = None
     _transport: Transport | None = None
     _barriers: Barriers | None = None
     _store: Store | None = None
@@ -156,6 +159,9 @@ class Members:
     def destroy(self) -> None:
         """Give back the groups and queues that the coordinator made. Once more does nothing."""
         transport, self._transport, self._barriers = self._transport, None, None
+        for queue in self._queues:
+            queue.shutdown()
+        self._queues.clear()
         if transport is not None and self._owns_groups:
             for group in {id(group): group for group in (self.device_group, self.cpu_group)}.values():
                 if group is not None:
@@ -177,6 +183,7 @@ class Members:
         self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, cpu_group, device_group = place
         self.cpu_group, self.device_group = cpu_group, device_group
+        self._queues: list[MessageQueue] = []
         self.world_size, self.rank = len(self.ranks), self.ranks[self.rank_in_group]
         seat = self.rank_in_group, self.world_size
         self._transport = Transport(

@@ -40,28 +40,31 @@ class Begun(NamedTuple):
 
 
 def start_broadcast(
-    transport: Transport, operation: str, value: object, src: int, prepare: Callable[[], Terms]
+    transport: Transport, operation: str, give: Callable[[], object], src: int, prepare: Callable[[], Terms]
 ) -> Begun:
     """Begin to bring the value of rank `src` to all; returns when every rank knows what will come.
 
     Args:
+        give: gives the value; called on `src` alone.
         prepare: gives what the ranks must agree on; may refuse the caller's arguments.
 
     Raises:
         CollectiveMismatchError, PlainDataError, ValueError: some rank's arguments are wrong.
     """
 
-    def state() -> tuple[Statement, Message | None]:
+    def state() -> tuple[Statement, tuple[object, Message] | None]:
         statement = Statement(operation, prepare())
         if transport.rank != src:
             return statement, None
+        value = give()
         message = taken_apart(transport, value)
-        return statement.announcing(message.structure), message
+        return statement.announcing(message.structure), (value, message)
 
-    said, message = transport.agree(state, operation)
-    if transport.world_size == 1:
-        return Begun([], lambda: value)
-    if message is not None:
+    said, given = transport.agree(state, operation)
+    if given is not None:
+        value, message = given
+        if transport.world_size == 1:
+            return Begun([], lambda: value)
         flats = Cargo.outgoing(transport, message.tensors).flats
         if not said[src].payload:
             transport.broadcast(from_bytes(message.structure), src).land()

@@ -19,7 +19,7 @@ def broadcast_object(transport: Transport, obj: object, src: int) -> Any:
         return (("src", str(checked_rank(src, transport.world_size, "src"))),)
 
     with transport.guard("broadcast_object"):
-        return start_broadcast(transport, "broadcast_object", obj, src, terms).land()
+        return start_broadcast(transport, "broadcast_object", lambda: obj, src, terms).land()
 
 
 def broadcast_object_list(transport: Transport, obj_list: list[Any], src: int) -> list[Any]:
@@ -32,7 +32,7 @@ def broadcast_object_list(transport: Transport, obj_list: list[Any], src: int) -
         return src_term, ("length", str(len(obj_list)))
 
     with transport.guard("broadcast_object_list"):
-        arrived = start_broadcast(transport, "broadcast_object_list", obj_list, src, terms).land()
+        arrived = start_broadcast(transport, "broadcast_object_list", lambda: obj_list, src, terms).land()
         if arrived is not obj_list:
             obj_list[:] = arrived
         return obj_list

@@ -68,7 +68,7 @@ def start_broadcasting(transport: Transport, tensor_dict: TensorDict | None, src
             checked_dict(tensor_dict)
         return (("src", str(src)),)
 
-    return start_broadcast(transport, "broadcast_tensor_dict", tensor_dict, src, terms)
+    return start_broadcast(transport, "broadcast_tensor_dict", lambda: tensor_dict, src, terms)
 
 
 def start_sending_dict(

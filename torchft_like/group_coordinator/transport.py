@@ -30,18 +30,20 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError
+from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement, check, decode, encode
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import is_wanted
+from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.wrapper import ProcessGroupWrapper, ReconfigurableProcessGroup
 
 T = TypeVar("T")
 # Of the messages of a coordinator; whoever uses the group beside it takes smaller ones.
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 # Found before data moves, or after all of it has: nobody waits for the other half of the call.
-HARMLESS = (CollectiveRefusedError, NotImplementedError, ValueError, TypeError)
+HARMLESS = (CollectiveRefusedError, NotImplementedError, QueueMemoryError, ValueError, TypeError)
 
 # Any object that has torch's collectives as methods.
 Group = Any
@@ -76,6 +78,13 @@ class Lane:
             return
         if self.group.errored() is None:
             self.group.abort(reason)
+
+    def store_address(self) -> StoreAddress | None:
+        """Where the members met, if the group is one of ours."""
+        group = self.group
+        while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
+            group = group.parent
+        return group.store_address if isinstance(group, ReconfigurableProcessGroup) else None
 
     def _present_epoch(self) -> int | None:
         return self.group.epoch if isinstance(self.group, ProcessGroup) else None
@@ -186,11 +195,11 @@ class Transport:
 
         Raises:
             CollectiveMismatchError: they do not belong together.
-            ValueError, TypeError: as `prepare` raised it; the others get a CollectiveMismatchError.
+            Exception: whatever `prepare` raised; the others get a CollectiveMismatchError.
         """
         try:
             statement, prepared = prepare()
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             self._exchange(Statement(operation).refused(error))
             raise
         said = self._exchange(statement)

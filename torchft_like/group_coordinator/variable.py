@@ -54,7 +54,7 @@ def all_gatherv(
         said, at = transport.agree(prepare, operation)
         rows = tuple(statement.counts[0] for statement in said)
         if transport.world_size == 1:
-            return [tensor.detach().clone() for tensor in tensors], rows
+            return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors], rows
         gathered = [Gathering(transport, tensor, at, rows) for tensor in tensors]
         return [gathering.land() for gathering in gathered], rows
 

@@ -1,0 +1,254 @@
+"""A group coordinator whose members change while it is used.
+
+A change is prepared beside the old members and then comes about on all new members, or on none; how that
+is decided, and what happens to one who dies in between, is in `elastic_ballot`. The coordinator is the
+same object before and after: its epoch, rank and size change, and nothing of an old epoch, a message,
+a handle, tokens that were dispatched, is ever taken for something of a new one.
+
+Who shall be a member is not decided here: a `Membership` says it, which a launcher may announce on a
+`MembershipBoard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from torchft_like.errors import ChangeInDoubtError, GroupCoordinatorError, StaleEpochError
+from torchft_like.group_coordinator.coordinator import GroupCoordinator
+from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
+from torchft_like.group_coordinator.elastic_change import Change, EpochGroups, Settling
+from torchft_like.group_coordinator.elastic_epoch import Epoch, EpochHandle, EpochTransport
+from torchft_like.group_coordinator.elastic_membership import Membership
+from torchft_like.group_coordinator.handle import Handle
+from torchft_like.group_coordinator.membership import Place
+from torchft_like.group_coordinator.options import CoordinatorOptions
+from torchft_like.group_coordinator.tensor_dict import TensorDict
+from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from torchft_like.process_group.wrapper import as_timedelta
+
+_DIGEST_BITS = 62
+
+
+class EpochCoordinator(GroupCoordinator):
+    """What coordinators have in common whose members come and go in epochs.
+
+    Attributes:
+        epoch: number of the present one; 0 before the first.
+    """
+
+    epoch: int = 0
+
+    _present: Epoch | None = None
+    _dispatched_in: Epoch | None = None
+
+    def ibroadcast_tensor_dict(
+        self,
+        tensor_dict: TensorDict | None = None,
+        src: int = 0,
+        group: Group | None = None,
+        metadata_group: Group | None = None,
+    ) -> Handle[TensorDict]:
+        """See GroupCoordinator.ibroadcast_tensor_dict; the handle is good for the present epoch."""
+        epoch = self._epoch()
+        return EpochHandle(super().ibroadcast_tensor_dict(tensor_dict, src, group, metadata_group), epoch)
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: TensorDict,
+        dst: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Handle[None]:
+        """See GroupCoordinator.isend_tensor_dict; the handle is good for the present epoch."""
+        epoch = self._epoch()
+        handle = super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        return EpochHandle(handle, epoch)
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Handle[TensorDict | None]:
+        """See GroupCoordinator.irecv_tensor_dict; the handle is good for the present epoch."""
+        epoch = self._epoch()
+        return EpochHandle(super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors), epoch)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]:
+        """See GroupCoordinator.dispatch; `combine` in the same epoch."""
+        epoch = self._epoch()
+        dispatched = super().dispatch(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
+        self._dispatched_in = epoch
+        return dispatched
+
+    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """See GroupCoordinator.combine.
+
+        Raises:
+            StaleEpochError: the tokens were dispatched to other members.
+        """
+        if self._dispatched_in is not None:
+            self._dispatched_in.check("dispatch")
+        return super().combine(hidden_states, is_sequence_parallel)
+
+    def _epoch(self) -> Epoch:
+        self._current()
+        if self._present is None:
+            raise GroupCoordinatorError(f"{self.unique_name} has no members yet")
+        return self._present
+
+    def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
+        """From now on these are the members; those before have ended theirs."""
+        self._barriers = None
+        self._adopt(place, self.options)
+        groups = place.cpu_group, place.device_group
+        if self._transport is not None:
+            self._transport = EpochTransport.of(self._transport, groups, epoch)
+        self._present, self.epoch = epoch, epoch.number
+
+
+class ElasticCoordinator(EpochCoordinator):
+    """The communication of a group whose members grow, shrink and are replaced; any of them, rank 0 too.
+
+        coordinator = ElasticCoordinator("worker-3")
+        coordinator.change(board.wait_for(after=0))  # the first members meet
+        ...
+        change = coordinator.begin_change(membership)  # prepared aside; calls go on
+        if coordinator.is_due(change):  # on all members, between two calls
+            change.complete()
+
+    It has no members before the first change. A change that is rolled back leaves it as it is. Calls, and
+    `complete`, are for one thread at a time.
+
+    Args:
+        name: the caller's, as memberships have it.
+        device: of the tensors; on a CUDA device there is a group of NCCL beside that of Gloo.
+        group_name: for messages; need not be unique.
+        options: the same on every member.
+
+    Attributes:
+        name: as it was given.
+        membership: the present one; None if there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device | str = "cpu",
+        group_name: str | None = None,
+        options: CoordinatorOptions | None = None,
+    ) -> None:
+        self.name = name
+        self.membership: Membership | None = None
+        self.options = options or CoordinatorOptions()
+        self.group_name = group_name or ANONYMOUS
+        self.unique_name = unique_name(self.group_name)
+        self.device = torch.device(device)
+        self.local_rank = self.device.index or 0
+        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+        self._groups: EpochGroups | None = None
+        self._tried = 0
+        self._why_none = "it has no members yet: begin a change"
+
+    def change(self, membership: Membership, timeout: timedelta | float | None = None) -> None:
+        """`begin_change` and `complete` in one: blocks until it has come about.
+
+        Raises:
+            ChangeRolledBackError, ChangeInDoubtError: see Change.complete.
+            ValueError: see `begin_change`.
+        """
+        self.begin_change(membership, timeout).complete()
+
+    def begin_change(self, membership: Membership, timeout: timedelta | float | None = None) -> Change:
+        """Begin to meet the members of `membership`, beside the present ones, with whom calls go on.
+
+        Those who are to leave begin it, too, if they can: they hear of the decision in `complete`.
+
+        Args:
+            timeout: for the members to meet, and for the decision; that of the options if left out.
+
+        Raises:
+            ValueError: its epoch is not larger than every one that was tried before, or the caller is
+                neither one of these members nor of the present ones.
+        """
+        if membership.epoch <= self._tried:
+            raise ValueError(
+                f"epoch {membership.epoch} comes after {self._tried}: each change needs a new one"
+            )
+        if membership.rank_of(self.name) is None and self.membership is None:
+            raise ValueError(f"{self.name} is not a member, and will not be: {membership}")
+        self._tried = membership.epoch
+        limit = as_timedelta(self.options.timeout if timeout is None else timeout)
+        settling = Settling(self._enter, self._leave, self._lose)
+        return Change(self.name, membership, limit, self._make_groups, settling)
+
+    def is_due(self, change: Change | None) -> bool:
+        """Whether all present members are ready for the same change: then each calls `complete`.
+
+        All present members call it, between the same two calls, with their change, or None. They may hear
+        of an announcement at different times; this says when all have.
+
+        Raises:
+            GroupCoordinatorError: a member died. The others complete a change without it all the same.
+        """
+        digest = 0
+        if change is not None and change.is_ready:
+            digest = int(change.membership.digest, 16) % 2**_DIGEST_BITS
+        said = self.all_gather(torch.tensor([digest]), 0).tolist()
+        return digest != 0 and said == [digest] * len(said)
+
+    def destroy(self) -> None:
+        """Give back the groups; from now on there are no members, and no change to come."""
+        self._end_epoch("the coordinator was destroyed")
+        self._why_none = "it was destroyed"
+        super().destroy()
+
+    def _current(self) -> Transport:
+        if self._transport is None:
+            error = StaleEpochError if self.epoch else GroupCoordinatorError
+            raise error(f"{self!r} cannot communicate: {self._why_none}")
+        return self._transport
+
+    def _enter(self, membership: Membership, groups: EpochGroups) -> None:
+        self._end_epoch(f"its members are those of epoch {membership.epoch} now")
+        groups.set_timeout(as_timedelta(self.options.timeout))
+        self._groups, self.membership = groups, membership
+        rank = membership.members.index(self.name)
+        everyone = list(range(len(membership.members)))
+        place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
+        self._begin_epoch(Epoch(membership.epoch), place)
+
+    def _leave(self, membership: Membership) -> None:
+        self._end_epoch(f"{self.name} has left with epoch {membership.epoch}")
+
+    def _lose(self, error: ChangeInDoubtError) -> None:
+        self._end_epoch(str(error))
+
+    def _end_epoch(self, reason: str) -> None:
+        """The old connections are closed before any new one is used."""
+        if self._present is not None:
+            self._present.end(reason)
+        if self._groups is not None:
+            self._groups.abort(reason)
+        self._transport = self._barriers = self._groups = self.membership = None
+        self._why_none = reason
+
+    def _make_groups(self, timeout: timedelta) -> EpochGroups:
+        cpu = ProcessGroupGloo(timeout)
+        return EpochGroups(cpu, ProcessGroupNCCL(timeout) if self.device.type == "cuda" else cpu)
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank_in_group} of {self.world_size}" if self.membership else "no members"
+        return f"<{type(self).__name__} {self.unique_name}: {self.name}, epoch {self.epoch}, {place}>"

@@ -1,0 +1,145 @@
+"""How the members decide, all of them alike, whether they switch to a new membership.
+
+One key of the new membership's store is written once, by whoever is first, with "switch" or "roll back".
+What stands there binds everybody. A member
+
+1. meets the others in new process groups, beside the old ones, which it goes on using;
+2. votes: it adds one to a counter, and if that makes it the last of n, writes "switch";
+3. waits for the key. One that cannot wait any longer, that could not meet the others, or that sees one
+   of them die, writes "roll back".
+
+The write is a compare-and-set in a store that one thread serves, so of two who write the second finds
+what the first has written. "switch" is written only after n votes, and each member votes once.
+
+What a member knows when it loses the store:
+
+* before it has voted: nobody has switched or will, as its vote is missing. It rolls back, for certain.
+* after it has read the key: what it read.
+* in between it is **in doubt**. Others may have read "switch" and gone on, or may not. It can neither go
+  on with the old members, some of whom may have left them, nor with the new ones, some of whom may have
+  rolled back: ChangeInDoubtError. It closes both groups, so nobody waits for it, and is a member of
+  nothing until the next change, whose store is another one.
+
+No data of two epochs can mix even then: each epoch has connections of its own, and a member closes those
+of the old one before it uses those of the new. A member that dies after its vote binds the others to
+nothing but the key: they switch, and find it dead, or roll back. Those who leave do not vote; they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+
+from torchft_like.errors import FaultToleranceError
+from torchft_like.group_coordinator.elastic_membership import SWITCH, Verdict
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.store import StoreAddress
+
+_DECISION = "decision"
+_VOTES = "votes"
+NEVER = timedelta(days=365)
+REASON_CHARACTERS_MAX = 1000
+
+# What losing the store looks like: it is gone, or does not answer.
+STORE_LOST = (FaultToleranceError, TimeoutError, OSError)
+
+_logger = logging.getLogger(__name__)
+
+
+class Ballot:
+    """One member's view of one decision.
+
+    Args:
+        address: of the store, the part of it that belongs to this change.
+        voters: how many members the new membership has.
+        timeout: for each question to the store.
+
+    Attributes:
+        verdict: what stands in the store, or the error that the store was lost with.
+        has_voted: whether this member's vote may have reached the store.
+    """
+
+    def __init__(self, address: StoreAddress, voters: int, timeout: timedelta) -> None:
+        self._address = StoreAddress(address.server, f"{address.prefix}/ballot")
+        self._voters = voters
+        self._timeout = timeout
+        self._listening: AbortableStore | None = None
+        self._closed = threading.Event()
+        self.verdict: Future[Verdict] = Future()
+        self.has_voted = False
+
+    def listen(self) -> None:
+        """From now on `verdict` is what stands in the store, once something does.
+
+        Raises:
+            ProcessGroupError, TimeoutError: the store cannot be reached.
+        """
+        self._listening = store = AbortableStore(self._address, self._timeout)
+        store.connect()
+        threading.Thread(target=self._listen, args=(store,), name="torchft-ballot", daemon=True).start()
+
+    def vote(self) -> None:
+        """This member is ready. The last one to say so decides.
+
+        Raises:
+            ProcessGroupError, TimeoutError: the store was lost; whether the vote has reached it is not known.
+        """
+        with self._asking() as store:
+            self.has_voted = True  # from here on nobody can tell
+            if store.add(_VOTES, 1) == self._voters:
+                store.compare_set(_DECISION, "", SWITCH.text)
+
+    def refuse(self, reason: str) -> None:
+        """Roll back, unless it is decided already; `verdict` tells.
+
+        Raises:
+            ProcessGroupError, TimeoutError: the store was lost.
+        """
+        with self._asking() as store:
+            store.compare_set(_DECISION, "", Verdict(False, reason[:REASON_CHARACTERS_MAX]).text)
+
+    def try_to_refuse(self, reason: str) -> None:
+        """As `refuse`; where the store is lost the others find that out for themselves."""
+        try:
+            self.refuse(reason)
+        except STORE_LOST as error:
+            _logger.info("the others could not be told that %s: %s", reason, error)
+
+    def say(self, rank: int, text: str) -> None:
+        """For the others to `hear`."""
+        with self._asking() as store:
+            store.set(f"said/{rank}", text)
+
+    def hear(self) -> list[str]:
+        """What all voters have said; waits until they have."""
+        keys = [f"said/{rank}" for rank in range(self._voters)]
+        with self._asking() as store:
+            store.wait(keys)
+            return [said.decode(errors="replace") for said in store.multi_get(keys)]
+
+    def close(self) -> None:
+        """Listen no more. From any thread."""
+        self._closed.set()
+        if self._listening is not None:
+            self._listening.abort()
+
+    def _listen(self, store: AbortableStore) -> None:
+        try:
+            with contextlib.closing(store):
+                store.wait([_DECISION], NEVER)
+                text = store.multi_get([_DECISION])[0].decode(errors="replace")
+        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for the verdict
+            self.verdict.set_exception(error)
+        else:
+            self.verdict.set_result(Verdict.parse(text))
+
+    @contextlib.contextmanager
+    def _asking(self):  # type: ignore[no-untyped-def] # a context with a connected store
+        # A connection for each question: one whose answer was not waited for cannot be used again.
+        store = AbortableStore(self._address, self._timeout)
+        with contextlib.closing(store):
+            store.connect()
+            yield store

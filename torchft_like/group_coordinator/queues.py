@@ -1,0 +1,137 @@
+"""Message queues between the members: who writes, who reads, and through shared memory or a socket.
+
+Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
+others get a socket. Nobody has to say so: the members tell each other where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from lighthouse.address import LOOPBACK, local_host_towards
+from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.group_coordinator.messages import start_broadcast
+from torchft_like.group_coordinator.plans import checked_rank
+from torchft_like.group_coordinator.statements import Statement
+from torchft_like.group_coordinator.transport import Transport
+from torchft_like.message_queue import MessageQueue
+from torchft_like.plain_data import PlainDataError, assemble, disassemble
+from torchft_like.process_group.wrapper import as_timedelta
+
+
+def create_broadcaster(
+    transport: Transport, writer_rank: int, external: MessageQueue | None, blocking: bool
+) -> MessageQueue:
+    """The caller's end of a queue that one member writes and all others read."""
+    operation = "create_mq_broadcaster"
+    queue: MessageQueue | None = None
+
+    def handle() -> object:
+        nonlocal queue
+        readers = [rank for rank in range(transport.world_size) if rank != writer_rank]
+        queue = _queue_for(transport, readers, writer_rank, places) if external is None else external
+        return queue.export_handle()
+
+    with transport.guard(operation):
+        places = _places(transport, operation, "writer", writer_rank)
+        known = start_broadcast(transport, operation, handle, writer_rank, lambda: ()).land()
+        if queue is None:
+            queue = MessageQueue.create_from_handle(known, transport.rank)
+        if blocking:
+            queue.wait_until_ready(_patience_s(transport))
+    return queue
+
+
+def create_single_reader(
+    transport: Transport, reader_rank: int, blocking: bool
+) -> tuple[MessageQueue | None, list[MessageQueue]]:
+    """A queue from each other member to one: the caller's to write, and those to read."""
+    operation = "create_single_reader_mq_broadcasters"
+    made: MessageQueue | None = None
+
+    def prepare() -> tuple[Statement, None]:
+        nonlocal made
+        statement = Statement(operation)
+        if transport.rank == reader_rank:
+            return statement, None
+        made = _queue_for(transport, [reader_rank], transport.rank, places)
+        return statement.announcing(disassemble(made.export_handle()).structure), None
+
+    with transport.guard(operation):
+        places = _places(transport, operation, "reader", reader_rank)
+        said, _ = transport.agree(prepare, operation)
+        writers = [rank for rank in range(transport.world_size) if rank != reader_rank]
+        queues = []
+        if transport.rank == reader_rank:
+            handles = [assemble(said[rank].payload, []) for rank in writers]
+            queues = [MessageQueue.create_from_handle(handle, reader_rank) for handle in handles]
+        for queue in [*queues, *([made] if made is not None else [])]:
+            if blocking:
+                queue.wait_until_ready(_patience_s(transport))
+    return made, queues
+
+
+def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> Any:
+    """The writer's object, on every rank.
+
+    Raises:
+        PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
+        GroupCoordinatorError: a member is gone.
+    """
+    with transport.guard("broadcast_object"):
+        if queue.is_writer:
+            return _written(transport, queue, obj)
+        heard: Any = queue.dequeue(_patience_s(transport))
+        is_object, value = heard
+        if not is_object:
+            raise CollectiveMismatchError("arguments", {0: str(value), transport.rank: "broadcast_object"})
+        return value
+
+
+def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
+    try:
+        queue.enqueue((True, obj), _patience_s(transport))
+    except PlainDataError as error:
+        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+        raise
+    if lost := queue.lost_readers:
+        raise GroupCoordinatorError(f"ranks {lost} do not read the message queue any more")
+    return obj
+
+
+def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
+    near = [rank for rank in readers if places[rank] == places[writer]]
+    return MessageQueue(
+        len(readers), len(near), local_reader_ranks=near, remote_host=_host_towards_the_others(transport)
+    )
+
+
+def _places(transport: Transport, operation: str, end: str, rank: int) -> list[bytes]:
+    """Where the members are: the same bytes where they can share memory."""
+
+    def prepare() -> tuple[Statement, None]:
+        term = end, str(checked_rank(rank, transport.world_size, f"the {end}'s rank"))
+        return Statement(operation, (term,), payload=_place()), None
+
+    said, _ = transport.agree(prepare, operation)
+    return [statement.payload for statement in said]
+
+
+@functools.cache
+def _place() -> bytes:
+    """Of this process: the start of its kernel, its network namespace, its user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()
+
+
+def _host_towards_the_others(transport: Transport) -> str:
+    """The address of this machine at which the others reach it: that from which it reaches their store."""
+    store = transport.cpu.store_address()
+    return LOOPBACK if store is None else local_host_towards(store.server.host, store.server.port)
+
+
+def _patience_s(transport: Transport) -> float:
+    return as_timedelta(transport.options.timeout).total_seconds()
