@@ -13,6 +13,8 @@ from lighthouse.errors import AddressError, BindError, ConfigError, Coordination
 __all__ = [
     "AddressError",
     "BindError",
+    "ChangeInDoubtError",
+    "ChangeRolledBackError",
     "CheckpointError",
     "CheckpointFormatError",
     "CollectiveMismatchError",
@@ -44,6 +46,7 @@ __all__ = [
     "QueueWriterLostError",
     "QuorumTimeoutError",
     "ShutdownError",
+    "StaleEpochError",
     "StaleGangError",
     "StepLostError",
     "StillUnderWayError",
@@ -185,6 +188,18 @@ class InvalidOperationError(FaultToleranceError):
 
 class GroupCoordinatorError(FaultToleranceError):
     """The members of a group coordinator could not communicate, or it is of no more use; see the cause."""
+
+
+class StaleEpochError(GroupCoordinatorError):
+    """The members of an elastic coordinator have changed since; what was asked for is of the ones before."""
+
+
+class ChangeRolledBackError(GroupCoordinatorError):
+    """A change of members did not come about, on any of them: those before it go on; says why."""
+
+
+class ChangeInDoubtError(GroupCoordinatorError):
+    """Whether a change of members came about is not known here: there are none until the next change."""
 
 
 class StillUnderWayError(GroupCoordinatorError, TimeoutError):

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -137,7 +138,7 @@ class Ballot:
             self.verdict.set_result(Verdict.parse(text))
 
     @contextlib.contextmanager
-    def _asking(self):  # type: ignore[no-untyped-def] # a context with a connected store
+    def _asking(self) -> Iterator[AbortableStore]:
         # A connection for each question: one whose answer was not waited for cannot be used again.
         store = AbortableStore(self._address, self._timeout)
         with contextlib.closing(store):

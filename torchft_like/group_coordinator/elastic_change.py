@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import Work
-
 from torchft_like.errors import ChangeInDoubtError, ChangeRolledBackError, GroupCoordinatorError
 from torchft_like.group_coordinator.elastic_ballot import STORE_LOST, Ballot
 from torchft_like.group_coordinator.elastic_membership import Membership, Verdict, differing
@@ -159,9 +157,9 @@ class Change:
             self._failure = error
             if self._groups is not None:
                 self._groups.abort(f"epoch {self.membership.epoch} could not be prepared")
-            self._ballot.try_to_refuse(f"{self._name} could not meet the others: {error}")
-        finally:
             self._prepared.set()
+            self._ballot.try_to_refuse(f"{self._name} could not meet the others: {error}")
+        self._prepared.set()
 
     def _meet(self, groups: EpochGroups, rank: int) -> None:
         size = len(self.membership.members)
@@ -174,10 +172,13 @@ class Change:
 
     def _end_meeting(self, verdict: Future[Verdict]) -> None:
         """It was decided, or the store lost, before the members have met: nobody has to wait for that."""
-        if self._groups is None:
-            return
-        while not self._prepared.wait(ABORT_REPEAT_S):  # an abort may come before `configure` listens
-            self._groups.abort(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
+
+        def repeat(groups: EpochGroups) -> None:
+            while not self._prepared.wait(ABORT_REPEAT_S):  # an abort may come before `configure` listens
+                groups.abort(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
+
+        if self._groups is not None and not self._prepared.is_set():
+            threading.Thread(target=repeat, args=(self._groups,), name="torchft-change", daemon=True).start()
 
     # -------------------------------------------------------------------------- the decision
 
@@ -201,13 +202,14 @@ class Change:
 
     def _vote(self, groups: EpochGroups) -> None:
         """Ready; a member that dies from now on is noticed by a barrier, and not by a timeout only."""
-        met = groups.cpu.barrier()
-        threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(groups.cpu,), name="torchft-change-watch", daemon=True
+        ).start()
         self._ballot.vote()
 
-    def _watch(self, met: Work) -> None:
+    def _watch(self, group: ProcessGroup) -> None:
         try:
-            met.wait()
+            group.barrier().wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the members cannot meet
             if not self._ballot.verdict.done() and not self._is_over:
                 self._ballot.try_to_refuse(f"a member died after the others had met: {error}")
