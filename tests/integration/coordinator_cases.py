@@ -116,15 +116,12 @@ def all_reduce_adds(c: GroupCoordinator) -> None:
 @case
 def all_gather_joins_along_any_dim(c: GroupCoordinator) -> None:
     for dtype in MOVED:
-        for dim in (0, 1, -1, -3):
+        for dim in (0, 1, -1, -3) if dtype == torch.float32 else (1,):
             parts = [part(rank, (2, 3, 2), dtype) for rank in range(c.world_size)]
-            expected = torch.cat([p.view(torch.uint8).view(2, 3, -1) for p in parts], 0)
             found = c.all_gather(parts[c.rank_in_group], dim)
-            if dim == -3:
-                same(found.view(torch.uint8).view(expected.shape), expected)
-            else:
-                wide = torch.complex128 if dtype.is_complex else torch.float64
-                same(found.to(wide), torch.cat([p.to(wide) for p in parts], dim))
+            assert found.dtype == dtype
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            same(found.to(wide), torch.cat([p.to(wide) for p in parts], dim))
     same(c.all_gather(torch.empty(2, 0)), torch.empty(2, 0))
     turned = [part(rank, (3, 2)).t() for rank in range(c.world_size)]
     same(c._all_gather_out_place(turned[c.rank_in_group], 0), torch.cat(turned, 0))
@@ -139,7 +136,7 @@ def rows_of(rank: int) -> int:
 def all_gatherv_joins_what_the_ranks_have(c: GroupCoordinator) -> None:
     sizes = [rows_of(rank) for rank in range(c.world_size)]
     for dtype in MOVED:
-        for dim in (0, 1, -1):
+        for dim in (0, 1, -1) if dtype == torch.float32 else (0,):
             shape = [3, 4, 2]
             parts = []
             for rank, size in enumerate(sizes):
@@ -147,7 +144,7 @@ def all_gatherv_joins_what_the_ranks_have(c: GroupCoordinator) -> None:
                 parts.append(part(rank, (shape[0], shape[1], shape[2]), dtype))
             wide = torch.complex128 if dtype.is_complex else torch.float64
             expected = torch.cat([p.to(wide) for p in parts], dim)
-            for known in (None, sizes):
+            for known in (None, sizes) if dtype == torch.float32 else (None,):
                 found = c.all_gatherv(parts[c.rank_in_group], dim, known)
                 assert found.dtype == dtype
                 same(found.to(wide), expected)
@@ -162,7 +159,7 @@ def all_gatherv_joins_what_the_ranks_have(c: GroupCoordinator) -> None:
 def reduce_scatter_adds_and_shares_out(c: GroupCoordinator) -> None:
     rows, rank = 2 * c.world_size, c.rank_in_group
     for dtype in ADDED:
-        for dim in (0, 1, -1):
+        for dim in (0, 1, -1) if dtype == torch.float32 else (1,):
             shape = [3, 4, 5]
             shape[dim] = rows
             whole = total(c.world_size, (shape[0], shape[1], shape[2]), dtype)
@@ -177,7 +174,7 @@ def reduce_scatterv_adds_and_shares_out_as_told(c: GroupCoordinator) -> None:
     rank = c.rank_in_group
     sizes = [rows_of(r) for r in range(c.world_size)]
     for dtype in ADDED:
-        for dim in (0, 1, -1):
+        for dim in (0, 1, -1) if dtype == torch.float32 else (1,):
             shape = [3, 4, 5]
             shape[dim] = sum(sizes)
             mine = part(rank, (shape[0], shape[1], shape[2]), dtype)
@@ -429,7 +426,7 @@ def a_wrong_argument_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None
     refused(c, lambda wrong: c.all_gatherv([ones(3), ones(4 if wrong else 3)]), ValueError)
     sizes = [2] * c.world_size
     refused(c, lambda wrong: c.all_gatherv(ones(3 if wrong else 2), sizes=sizes), ValueError)
-    refused(c, lambda wrong: c.all_gatherv("no" if wrong else ones(2)), TypeError)  # type: ignore[call-overload]
+    refused(c, lambda wrong: c.all_gatherv("no" if wrong else ones(2)), TypeError)  # type: ignore[arg-type]
     rows = 2 * c.world_size
     refused(c, lambda wrong: c.reduce_scatterv(ones(rows, 3 + wrong), 0))
     refused(c, lambda wrong: c.reduce_scatterv(ones(rows), 0, [*sizes[1:], 3 if wrong else 2]), ValueError)
@@ -451,7 +448,9 @@ def a_wrong_object_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None:
     refused(c, lambda wrong: c.broadcast_object_list([1] * (2 + wrong)))
     refused(c, lambda wrong: c.broadcast_object_list((1,) if wrong else [1]), TypeError)  # type: ignore[arg-type]
     refused(c, lambda wrong: c.broadcast_tensor_dict({1: 2} if wrong else None, source), TypeError)  # type: ignore[dict-item]
-    refused(c, lambda wrong: c.broadcast_tensor_dict({"a": object()} if wrong else None, source), PlainDataError)
+    refused(
+        c, lambda wrong: c.broadcast_tensor_dict({"a": object()} if wrong else None, source), PlainDataError
+    )
     refused(c, lambda wrong: c.create_mq_broadcaster(9 if wrong else 0), ValueError)
     refused(c, lambda wrong: c.broadcast_object(1) if wrong else c.all_gatherv(torch.ones(1)))
 

@@ -1,0 +1,172 @@
+"""What test_group_coordinator asks of its ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from tests.integration.coordinator_cases import CASES
+from torchft_like.errors import FaultToleranceError
+from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
+from torchft_like.group_coordinator.transport import Lane
+from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupGloo
+
+Here = SimpleNamespace
+LIMIT_S = 60.0
+CHECKED = CoordinatorOptions(check_collectives=True)
+SHARES = {4: [[0, 1, 2, 3]], 3: [[0, 1, 2], [3]], 2: [[0, 2], [3, 1]], 1: [[0], [1], [2], [3]]}
+
+
+def init(here: Here, rank: int, port: int) -> list[list[int]]:
+    """torch's default group, and a coordinator of every size; the ranks of each."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=PrefixStore("default", store), rank=rank, world_size=4)
+    here.coordinators = {
+        str(size): GroupCoordinator(groups, rank, "gloo", True, group_name=f"of {size}")
+        for size, groups in SHARES.items()
+    }
+    here.coordinators["torch's own"] = GroupCoordinator.from_groups(dist.group.WORLD)
+    here.coordinators["queue"] = GroupCoordinator(SHARES[3], rank, "gloo", True, True)
+    return [here.coordinators[str(size)].ranks for size in SHARES]
+
+
+def run(here: Here, rank: int, case: str, which: str) -> None:
+    """A case, on one of the coordinators."""
+    coordinator = here.coordinators[which]
+    if "checked" in case:
+        coordinator = GroupCoordinator.from_groups(coordinator.cpu_group, options=CHECKED)
+    CASES[case](coordinator)
+
+
+def make(here: Here, rank: int, *arguments: Any) -> str:
+    """What comes of a new coordinator, made with other arguments."""
+    return outcome_of(lambda: GroupCoordinator(*arguments, options=CoordinatorOptions(timeout=5)))
+
+
+def make_with(here: Here, rank: int, arguments: list[list[Any]]) -> str:
+    """Each rank with arguments of its own."""
+    return make(here, rank, *arguments[rank])
+
+
+def destroy(here: Here, rank: int) -> list[str]:
+    """What a coordinator says after it was destroyed, twice."""
+    coordinator = here.coordinators.pop("queue")
+    known = len(dist.distributed_c10d._world.pg_map)
+    coordinator.destroy()
+    coordinator.destroy()
+    forgotten = known - len(dist.distributed_c10d._world.pg_map)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: coordinator.all_reduce(torch.ones(1)),
+        lambda: coordinator.broadcast_object(1),
+        coordinator.barrier,
+    )
+    return [f"{forgotten} groups", *map(outcome_of, calls)]
+
+
+def slices(here: Here, rank: int, are_replicated: bool, declared: bool) -> Any:
+    """Ranks 0 and 2 send to ranks 1 and 3, and each pair has a tensor in common."""
+    pairs = GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", True, group_name="pairs")
+    whole = here.coordinators["4"]
+    names = {"shared": True} if declared else {}
+    if rank % 2:
+        try:
+            found = whole.recv_tensor_dict(rank - 1, pairs, names)
+        except FaultToleranceError as error:
+            return f"{type(error).__name__}: {error}"
+        return [found["shared"].tolist(), found["own"].tolist(), found["text"]]
+    shared = torch.arange(15.0).view(5, 3) + (0 if are_replicated else rank)
+    sent = {"shared": shared, "own": torch.tensor([rank]), "text": f"from {rank}"}
+    whole.send_tensor_dict(sent, rank + 1, pairs, names)
+    return None
+
+
+# ------------------------------------------------------------------------ faults
+
+
+def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> None:
+    """A group of three with a coordinator, for one fault; each has passed a barrier."""
+    torch.set_num_threads(1)
+    group: ProcessGroup = ProcessGroupGloo(LIMIT_S, check_collectives=False)
+    if swallows:
+        group = ErrorSwallowingProcessGroupWrapper(group)
+    group.configure(address, place, 3)
+    here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed")
+    here.coordinator.barrier()
+
+
+def begin(here: Here, rank: int, name: str) -> None:
+    """Call something in another thread; returns when the call has begun a collective."""
+    entered, start = threading.Event(), Lane.start
+
+    def announce(lane: Lane, *args: Any) -> Any:
+        flight = start(lane, *args)
+        entered.set()
+        return flight
+
+    def call() -> None:
+        here.outcome = outcome_of(lambda: CALLS[name](here.coordinator))
+        entered.set()
+
+    setattr(Lane, "start", announce)  # noqa: B010 - on purpose
+    try:
+        here.calling = threading.Thread(target=call, daemon=True)
+        here.calling.start()
+        assert entered.wait(LIMIT_S)
+    finally:
+        setattr(Lane, "start", start)  # noqa: B010 - on purpose
+
+
+def is_blocked(here: Here, rank: int) -> bool:
+    return here.calling.is_alive()  # type: ignore[no-any-return]
+
+
+def end(here: Here, rank: int) -> str:
+    """What came of the call."""
+    here.calling.join(LIMIT_S)
+    return "it hangs" if here.calling.is_alive() else here.outcome
+
+
+def outcome_of(act: Callable[[], object]) -> str:
+    """The error that it ends with."""
+    try:
+        return f"no error: {act()}"
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return f"{type(error).__name__}: {error}"
+
+
+def big(c: GroupCoordinator) -> dict[str, Any]:
+    """More than fits into a socket's buffers."""
+    return {"x": torch.ones(1 << 22), "y": c.rank}
+
+
+Call = Callable[[GroupCoordinator], object]
+CALLS: dict[str, Call] = {
+    "all_reduce": lambda c: c.all_reduce(torch.ones(4)),
+    "all_gather": lambda c: c.all_gather(torch.ones(4)),
+    "all_gatherv": lambda c: c.all_gatherv(torch.ones(c.rank, 4)),
+    "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(6)),
+    "reduce_scatterv": lambda c: c.reduce_scatterv(torch.ones(7)),
+    "gather": lambda c: c.gather(torch.ones(4), 1),
+    "broadcast": lambda c: c.broadcast(torch.ones(4), 0),
+    "broadcast_object": lambda c: c.broadcast_object({"a": 1}),
+    "broadcast_object_list": lambda c: c.broadcast_object_list([1]),
+    "broadcast_tensor_dict": lambda c: c.broadcast_tensor_dict({"a": torch.ones(1)}),
+    "ibroadcast_tensor_dict": lambda c: c.ibroadcast_tensor_dict({"a": torch.ones(1)}).wait(),
+    "recv": lambda c: c.recv((4,), torch.float32),
+    "recv_object": lambda c: c.recv_object((c.rank - 1) % 3),
+    "recv_tensor_dict": lambda c: c.recv_tensor_dict(),
+    "irecv_tensor_dict": lambda c: c.irecv_tensor_dict().wait(),
+    "send": lambda c: c.send(big(c)["x"]),
+    "send_tensor_dict": lambda c: c.send_tensor_dict(big(c)),
+    "isend_tensor_dict": lambda c: c.isend_tensor_dict(big(c)).wait(),
+    "barrier": lambda c: c.barrier(),
+    "dispatch": lambda c: c.dispatch(torch.ones(c.rank, 4), torch.ones(c.rank, 2)),
+    "create_mq_broadcaster": lambda c: c.create_mq_broadcaster(),
+}

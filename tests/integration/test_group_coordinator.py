@@ -1,0 +1,157 @@
+"""Group coordinators of real processes: every method in groups of one to four; members that are killed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.integration import coordinator_job as job
+from tests.integration.coordinator_cases import CASES
+from tests.integration.gloo_member import serve_store
+from tests.integration.ranks import Rank, Ranks, running
+
+pytestmark = pytest.mark.integration
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return serve_store()
+
+
+@pytest.fixture(scope="module")
+def ranks(store: TCPStore) -> Iterator[Ranks]:
+    """Four ranks of one job, each in a coordinator of every size."""
+    with running(4) as ranks:
+        assert ranks.ask(job.init, store.port) == [
+            [[0, 1, 2, 3], [0, 1, 2], [0, 2], [0]],
+            [[0, 1, 2, 3], [0, 1, 2], [3, 1], [1]],
+            [[0, 1, 2, 3], [0, 1, 2], [0, 2], [2]],
+            [[0, 1, 2, 3], [3], [3, 1], [3]],
+        ]
+        yield ranks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_groups_of_every_size(ranks: Ranks, case: str) -> None:
+    for size in job.SHARES:
+        ranks.ask(job.run, case, str(size))
+
+
+OVER_ANY_GROUP = (
+    "all_reduce_adds",
+    "all_gatherv_joins_what_the_ranks_have",
+    "reduce_scatter_adds_and_shares_out",
+    "gather_joins_on_one_rank",
+    "objects_are_broadcast",
+    "tensor_dicts_are_sent",
+    "a_barrier_names_who_is_missing",
+    "a_wrong_argument_of_one_rank_is_an_error_on_all",
+)
+
+
+@pytest.mark.parametrize("case", OVER_ANY_GROUP)
+def test_over_a_group_of_torchs_own(ranks: Ranks, case: str) -> None:
+    ranks.ask(job.run, case, "torch's own")
+
+
+def test_tensors_that_are_replicated_are_sent_in_slices(ranks: Ranks) -> None:
+    shared = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14]]
+    found = ranks.ask(job.slices, True, True)
+    assert found == [None, [shared, [0], "from 0"], None, [shared, [2], "from 2"]]
+
+
+def test_slices_of_tensors_that_differ_are_refused_by_all_their_receivers(ranks: Ranks) -> None:
+    found = ranks.ask(job.slices, False, True)
+    for text in (found[1], found[3]):
+        assert "CollectiveMismatchError" in text
+        assert "shared" in text
+
+
+def test_tensors_that_are_not_declared_are_sent_whole(ranks: Ranks) -> None:
+    found = ranks.ask(job.slices, False, False)
+    assert [found[1][0][0], found[3][0][0]] == [[0, 1, 2], [2, 3, 4]]
+
+
+def test_rank_0_broadcasts_objects_through_a_queue_until_the_coordinator_is_destroyed(ranks: Ranks) -> None:
+    ranks.ask(job.run, "objects_are_broadcast", "queue")
+    for outcome in ranks.ask(job.destroy):
+        assert outcome[0] == "1 groups"
+        assert all("GroupCoordinatorError" in text and "was destroyed" in text for text in outcome[1:])
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([[0, 1], [2]], "leaves out ranks of the default group: [3]"),
+        ([[0, 1], [1, 2, 3]], "more than once: [1]"),
+        ([[0, 1, 2, 3, 4]], "that the default group has not: [4]"),
+        ([[0, 1, 2, 3], []], "empty group"),
+    ],
+)
+def test_groups_that_do_not_make_up_the_job_are_refused(ranks: Ranks, groups: object, said: str) -> None:
+    for text in ranks.ask(job.make, groups, 0, "gloo", True):
+        assert text.startswith("ValueError")
+        assert said in text
+
+
+def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(ranks: Ranks) -> None:
+    whole, halves = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
+    right = [whole, 0, "gloo", True]
+    for wrong in (
+        [halves, 0, "gloo", True],
+        [whole, 0, "torchft-baby-gloo", True],
+        [whole, -1, "gloo", True],
+    ):
+        texts = ranks.ask(job.make_with, [right, right, wrong, right])
+        assert "CollectiveMismatchError" in texts[0]
+        assert "rank 2" in texts[0]
+        assert all("Error" in text for text in texts)
+
+
+# ------------------------------------------------------------------------- faults
+
+
+@pytest.fixture
+def victim() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.end()
+
+
+def run_into_a_death(
+    store: TCPStore, ranks: Ranks, victim: Rank, name: str, swallows: bool = False
+) -> list[str]:
+    """Rank 2 is killed inside a call in which rank 1 waits, too; then rank 0 comes. How it ends for both."""
+    address = f"127.0.0.1:{store.port}/faults/{next(_prefixes)}"
+    late, waiting = ranks[0], ranks[1]
+    for place, rank in enumerate((late, waiting, victim)):
+        rank.tell(job.meet, place, place, address, swallows)
+    for rank in (late, waiting, victim):
+        rank.answer()
+    for rank in (victim, waiting):
+        rank.ask(job.begin, 0, name)
+    assert waiting.ask(job.is_blocked, 0)
+    assert victim.ask(job.is_blocked, 0)
+    victim.kill()
+    late.ask(job.begin, 0, name)
+    return [waiting.ask(job.end, 0), late.ask(job.end, 0)]
+
+
+@pytest.mark.parametrize("name", job.CALLS)
+def test_a_member_killed_inside_a_call_is_an_error_for_all_others(
+    store: TCPStore, ranks: Ranks, victim: Rank, name: str
+) -> None:
+    for text in run_into_a_death(store, ranks, victim, name):
+        assert text.startswith("GroupCoordinatorError"), text
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "recv_object", "broadcast_tensor_dict"])
+def test_a_group_that_hides_its_errors_does_not_hide_them_here(
+    store: TCPStore, ranks: Ranks, victim: Rank, name: str
+) -> None:
+    for text in run_into_a_death(store, ranks, victim, name, swallows=True):
+        assert text.startswith("GroupCoordinatorError"), text
