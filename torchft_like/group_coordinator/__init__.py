@@ -1,8 +1,23 @@
 """One object for all that a group of processes says to each other: tensors, objects, dicts of both."""
 
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
+from torchft_like.group_coordinator.elastic import ElasticCoordinator
+from torchft_like.group_coordinator.elastic_board import MembershipBoard
+from torchft_like.group_coordinator.elastic_change import Change
+from torchft_like.group_coordinator.elastic_managed import ManagedCoordinator
+from torchft_like.group_coordinator.elastic_membership import Membership
 from torchft_like.group_coordinator.graph import GraphCaptureContext
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.options import CoordinatorOptions
 
-__all__ = ["CoordinatorOptions", "GraphCaptureContext", "GroupCoordinator", "Handle"]
+__all__ = [
+    "Change",
+    "CoordinatorOptions",
+    "ElasticCoordinator",
+    "GraphCaptureContext",
+    "GroupCoordinator",
+    "Handle",
+    "ManagedCoordinator",
+    "Membership",
+    "MembershipBoard",
+]

@@ -102,15 +102,32 @@ class EpochCoordinator(GroupCoordinator):
             self._dispatched_in.check("dispatch")
         return super().combine(hidden_states, is_sequence_parallel)
 
+    def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
+        """Before the first epoch."""
+        self.group_name = group_name or ANONYMOUS
+        self.unique_name = unique_name(self.group_name)
+        self.device = torch.device(device)
+        self.local_rank = self.device.index or 0
+        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+        self._queues = []
+
     def _epoch(self) -> Epoch:
         self._current()
         if self._present is None:
             raise GroupCoordinatorError(f"{self.unique_name} has no members yet")
         return self._present
 
+    def _end_present(self, reason: str) -> None:
+        """The present epoch, with the queues that were made in it, is over."""
+        if self._present is not None:
+            self._present.end(reason)
+        for queue in self._queues:
+            queue.shutdown()
+        self._queues.clear()
+        self._barriers = self.mq_broadcaster = None
+
     def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
         """From now on these are the members; those before have ended theirs."""
-        self._barriers = None
         self._adopt(place, self.options)
         groups = place.cpu_group, place.device_group
         if self._transport is not None:
@@ -153,11 +170,7 @@ class ElasticCoordinator(EpochCoordinator):
         self.name = name
         self.membership: Membership | None = None
         self.options = options or CoordinatorOptions()
-        self.group_name = group_name or ANONYMOUS
-        self.unique_name = unique_name(self.group_name)
-        self.device = torch.device(device)
-        self.local_rank = self.device.index or 0
-        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+        self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
         self._tried = 0
         self._why_none = "it has no members yet: begin a change"
@@ -238,11 +251,10 @@ class ElasticCoordinator(EpochCoordinator):
 
     def _end_epoch(self, reason: str) -> None:
         """The old connections are closed before any new one is used."""
-        if self._present is not None:
-            self._present.end(reason)
+        self._end_present(reason)
         if self._groups is not None:
             self._groups.abort(reason)
-        self._transport = self._barriers = self._groups = self.membership = None
+        self._transport = self._groups = self.membership = None
         self._why_none = reason
 
     def _make_groups(self, timeout: timedelta) -> EpochGroups:

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
 from torchft_like.group_coordinator.elastic import EpochCoordinator
 from torchft_like.group_coordinator.elastic_epoch import Epoch
 from torchft_like.group_coordinator.membership import Place
@@ -68,11 +67,7 @@ class ManagedCoordinator(EpochCoordinator):
     ) -> None:
         self._manager = manager
         self.options = options or CoordinatorOptions()
-        self.group_name = group_name or ANONYMOUS
-        self.unique_name = unique_name(self.group_name)
-        self.device = torch.device(device)
-        self.local_rank = self.device.index or 0
-        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+        self._have_no_members(device, group_name)
         self._is_destroyed = False
 
     def refresh(self) -> int:
@@ -87,8 +82,7 @@ class ManagedCoordinator(EpochCoordinator):
     def destroy(self) -> None:
         """From now on there are no members."""
         self._is_destroyed = True
-        if self._present is not None:
-            self._present.end("the coordinator was destroyed")
+        self._end_present("the coordinator was destroyed")
         super().destroy()
 
     def _current(self) -> Transport:
@@ -112,8 +106,7 @@ class ManagedCoordinator(EpochCoordinator):
         rank = self._manager.replica_rank()
         if rank is None:
             raise GroupCoordinatorError("the manager has no quorum yet: call start_quorum first")
-        if self._present is not None:
-            self._present.end(f"the quorum is another one since configuration {group.epoch}")
+        self._end_present(f"the quorum is another one since configuration {group.epoch}")
         everyone = list(range(self._manager.replica_world_size()))
         epoch = _ManagedEpoch(group, self._manager)
         self._begin_epoch(epoch, Place(self.unique_name, rank, everyone, self.device, group, group))
