@@ -22,6 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.warm import WarmProcess
+
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
 os.environ.setdefault("TORCHFT_CHECK_COLLECTIVES", "1")
@@ -33,17 +35,7 @@ class RunningProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.command = list(command)
-        self._popen = subprocess.Popen(
-            [*_PDEATHSIG, *command],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._popen = self._launch({**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env})
         self._lines: list[str] = []
         self._eof = False
         self._grown = threading.Condition()
@@ -99,6 +91,19 @@ class RunningProcess:
         self._reader.join(WAIT_LIMIT_S)
         if self._popen.stdout is not None:
             self._popen.stdout.close()
+
+    def _launch(self, env: Mapping[str, str]) -> subprocess.Popen[str] | WarmProcess:
+        return subprocess.Popen(
+            [*_PDEATHSIG, *self.command],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
 
     def _read(self) -> None:
         for line in self._popen.stdout or ():

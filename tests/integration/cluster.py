@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import RunningProcess
 from tests.integration.options import WorkerOptions
+from tests.warm import WarmProcess
 from torchft_like.chaos.invariants import Commit, Heal, History, Process, progress, violations
 from torchft_like.chaos.journal import JournalReader, Record
 
@@ -43,7 +43,11 @@ class Daemon(RunningProcess):
     def __init__(self, label: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
         self.label = label
         self.may_end = False
-        super().__init__([sys.executable, "-m", *command], variables)
+        super().__init__(command, variables)
+
+    def _launch(self, env: Mapping[str, str]) -> WarmProcess:
+        module, *arguments = self.command
+        return WarmProcess(module, arguments, env)
 
     @property
     def exit_code(self) -> int | None:

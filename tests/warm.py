@@ -1,0 +1,186 @@
+"""Processes that have torch loaded from the start: forks of one that does nothing but fork.
+
+Loading torch takes two seconds of a processor, and a test starts four processes or more: most of
+what a run of the failure tests would do is load torch. A warm process runs a module as `python -m`
+does, in a session of its own, with its own environment and output; what it has loaded before it knew
+what to run is all that it shares with others.
+
+It is for the processes of a job. Whatever is about starting, importing or memory starts cold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+MODULES = ("torch", "grpc", "torchft_like", "lighthouse.server", "lighthouse.cli", "tests.integration.worker")
+MESSAGE_BYTES_MAX = 200_000
+ANSWER_S_MAX = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+class WarmProcess:
+    """As subprocess.Popen, as far as the tests use it; not a child of the caller.
+
+    Args:
+        module: what to run, as `python -m` would.
+        env: all of its environment.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        try:
+            self.pid, self._watch = _server().fork([module, *arguments], env, writing)
+        finally:
+            os.close(writing)
+        self.stdout: TextIO | None = os.fdopen(reading, errors="replace")
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._code if self._code is not None else self._ask(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, within so many seconds.
+        """
+        if self._code is None and self._ask(timeout) is None:
+            raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
+        return self._code  # type: ignore[return-value] # known by now
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To this process alone; one that has ended gets none."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._watch, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ask(self, timeout: float | None) -> int | None:
+        if _is_readable(self._watch, timeout):
+            self._code = _server().exit_code(self.pid)
+            os.close(self._watch)
+        return self._code
+
+
+class _Server:
+    """The process that forks, seen from the tests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(ANSWER_S_MAX)
+        with theirs:
+            command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        atexit.register(self.stop)
+
+    def fork(self, argv: list[str], env: Mapping[str, str], output: int) -> tuple[int, int]:
+        """A process that runs `argv`; its id and its pidfd."""
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps({"argv": argv, "env": dict(env)}).encode()], [output])
+            answer, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
+        return int(self._read(answer)), descriptors[0]
+
+    def exit_code(self, pid: int) -> int:
+        """Of a process that has ended."""
+        with self._lock:
+            self._control.send(json.dumps({"ended": pid}).encode())
+            return int(self._read(self._control.recv(MESSAGE_BYTES_MAX)))
+
+    def stop(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+    def _read(self, answer: bytes) -> str:
+        if not answer:
+            raise RuntimeError(f"the process that forks warm ones has ended with {self._process.poll()}")
+        return answer.decode()
+
+
+_servers: list[_Server] = []
+
+
+def _server() -> _Server:
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[0]
+
+
+# ------------------------------------------------------------------------------- the other side
+
+
+def main(control: socket.socket) -> None:
+    """Load everything, then fork on demand. Returns in a fork, to run what was asked for, and at the end."""
+    for module in MODULES:
+        importlib.import_module(module)
+    if (threads := threading.active_count()) != 1:
+        raise RuntimeError(f"{threads} threads: a fork would have locks that nobody releases")
+    server = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 1)
+        if not message:
+            return  # whoever runs the tests is gone
+        order = json.loads(message)
+        if "ended" in order:
+            code = os.waitstatus_to_exitcode(os.waitpid(order["ended"], 0)[1])
+            control.send(str(code).encode())
+        elif (pid := os.fork()) == 0:
+            control.close()
+            _become(order["env"], descriptors[0], server)
+            _run(*order["argv"])
+            return
+        else:
+            os.close(descriptors[0])
+            watch = os.pidfd_open(pid)
+            socket.send_fds(control, [str(pid).encode()], [watch])
+            os.close(watch)
+
+
+def _become(env: Mapping[str, str], output: int, server: int) -> None:
+    """A session, an environment and an output of its own; and an end when the server ends."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    os.environ.clear()
+    os.environ.update(env)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+
+
+def _run(module: str, *arguments: str) -> None:
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _is_readable(descriptor: int, timeout: float | None) -> bool:
+    events = select.poll()
+    events.register(descriptor, select.POLLIN)
+    return bool(events.poll(None if timeout is None else timeout * 1000))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
