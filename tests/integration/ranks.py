@@ -18,7 +18,7 @@ from typing import Any
 LIMIT_S = 60.0
 
 _nursery = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload(["tests.integration.torch_job"])
+_nursery.set_forkserver_preload(["tests.integration.torch_job", "tests.integration.elastic_job"])
 
 Act = Callable[..., Any]
 
