@@ -181,6 +181,11 @@ def reduce_scatterv_adds_and_shares_out_as_told(c: GroupCoordinator) -> None:
             expected = total(c.world_size, (shape[0], shape[1], shape[2]), dtype)
             own = expected.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
             same(c.reduce_scatterv(mine, dim, sizes), own)
+    large = part(rank, (100_000,))  # so large that uneven work is shared out
+    for wants in range(c.world_size):
+        sizes = [100_000 if r == wants else 0 for r in range(c.world_size)]
+        own = total(c.world_size, (100_000,))[: sizes[rank]]
+        same(c.reduce_scatterv(large, 0, sizes), own)
     uneven = part(rank, (c.world_size + 1, 2))
     expected = total(c.world_size, (c.world_size + 1, 2)).tensor_split(c.world_size)[rank]
     same(c.reduce_scatterv(uneven, 0), expected.contiguous())
