@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
-from lighthouse.events import Event
 from tests.integration.faults import Faults
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import ShardedModel, flip_bit
@@ -37,6 +35,7 @@ from torchft_like import (
 )
 from torchft_like.chaos.journal import Journal
 from torchft_like.chaos.relay import Filter, Relay, at
+from torchft_like.chaos.witness import Witness
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
@@ -143,9 +142,7 @@ class Loop:
         self._journal = journal
         self._faults = faults
         self._optimizer = Optimizer(manager, model.optimizer)
-        self._members: dict[int, list[str]] = {}
-        self._vote: Event | None = None
-        manager.events.subscribe(self._on_event)
+        self._witness = Witness(manager, journal, options.index)
         next(model.net.parameters()).register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
 
     def attempt_step(self) -> None:
@@ -157,43 +154,16 @@ class Loop:
         self._model.backward(self._manager.current_step())
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._options.index
-        self._manager.allreduce(ledger, reduce_op=ReduceOp.SUM).wait()
-        participating = self._manager.is_participating()
+        self._witness.attend(step)
         self._optimizer.step()
         if self._manager.current_step() == step + 1:
             self.steps_done += 1
-            self._write_commit(ledger, participating)
+            self._witness.testify(self._model.digest())
+            self._model.write(self._journal, step + 1)
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""
         self._faults.visit("backward")
-
-    def _on_event(self, event: Event) -> None:
-        if event.kind == "quorum":
-            members = event.fields["members"]
-            self._members[event.quorum_id] = members if isinstance(members, list) else []
-        if event.kind == "commit":
-            self._vote = event
-
-    def _write_commit(self, ledger: Tensor, participating: bool) -> None:
-        if self._vote is None:
-            raise RuntimeError("a step was committed without a commit event")
-        self._journal.write(
-            "commit",
-            replica_id=self._vote.replica_id,
-            group_rank=self._vote.group_rank,
-            step=self._manager.current_step(),
-            quorum_id=self._vote.quorum_id,
-            members=self._members[self._vote.quorum_id],
-            participants=self._manager.num_participants(),
-            participating=participating,
-            index=self._options.index,
-            ledger=int(ledger[0].item()),
-            ledger_steps=int(ledger[1].item()),
-            digest=self._model.digest(),
-        )
-        self._model.write(self._journal, self._manager.current_step())
 
 
 class FaultyProcessGroup(ProcessGroupWrapper):

@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
-from lighthouse.events import Event
 from torchft_like import (
     DistributedDataParallel,
     Manager,
@@ -37,6 +35,7 @@ from torchft_like import (
 from torchft_like.chaos.journal import Journal
 from torchft_like.chaos.orders import Order
 from torchft_like.chaos.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.chaos.witness import Witness
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.shutdown_signals import stop_on_signals
 
@@ -119,9 +118,7 @@ class Loop:
         self._ddp = DistributedDataParallel(manager, model.net)
         self._optimizer = Optimizer(manager, model.optimizer)
         self._checkpoint = Checkpoint(Path(order.checkpoints), Path(order.journal).stem, journal)
-        self._members: dict[int, list[str]] = {}
-        self._vote: Event | None = None
-        manager.events.subscribe(self._on_event)
+        self._witness = Witness(manager, journal, order.index)
 
     def attempt_step(self) -> None:
         """One attempt at a step; it is written down, committed or not."""
@@ -132,42 +129,14 @@ class Loop:
         nn.functional.mse_loss(self._ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._order.index
-        self._manager.allreduce(ledger, reduce_op=ReduceOp.SUM).wait()
-        participating = self._manager.is_participating()
+        self._witness.attend(step)
         self._optimizer.step()
         if self._manager.current_step() != step + 1:
             self._journal.write("failed", began=began, step=step)
             return
-        self._write_commit(ledger, participating, began)
+        self._witness.testify(self._model.digest(), began=began)
         if (step + 1) % self._order.training.checkpoint_every == 0:
             self._checkpoint.save(step + 1, self._model.net)
-
-    def _on_event(self, event: Event) -> None:
-        if event.kind == "quorum":
-            members = event.fields["members"]
-            self._members[event.quorum_id] = members if isinstance(members, list) else []
-        if event.kind == "commit":
-            self._vote = event
-
-    def _write_commit(self, ledger: Tensor, participating: bool, began: float) -> None:
-        if self._vote is None:
-            raise RuntimeError("a step was committed without a commit event")
-        self._journal.write(
-            "commit",
-            began=began,
-            replica_id=self._vote.replica_id,
-            group_rank=self._vote.group_rank,
-            step=self._manager.current_step(),
-            quorum_id=self._vote.quorum_id,
-            members=self._members[self._vote.quorum_id],
-            participants=self._manager.num_participants(),
-            participating=participating,
-            index=self._order.index,
-            ledger=int(ledger[0].item()),
-            ledger_steps=int(ledger[1].item()),
-            digest=self._model.digest(),
-        )
 
 
 class Checkpoint:

@@ -1,0 +1,68 @@
+"""What a rank writes down about each step that it commits: the evidence that `invariants` checks.
+
+It uses the Manager as any script may: an allreduce beside those of the gradients, and its events.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ReduceOp
+
+from lighthouse.events import Event
+from torchft_like import Manager
+from torchft_like.chaos.journal import Journal
+
+
+class Witness:
+    """Writes the commits of one rank into its journal, see `invariants.Commit`.
+
+    Args:
+        index: of the replica group, below 50: its bit in the ledger.
+    """
+
+    def __init__(self, manager: Manager, journal: Journal, index: int) -> None:
+        self._manager = manager
+        self._journal = journal
+        self._index = index
+        self._ledger = torch.zeros(2, dtype=torch.float64)
+        self._is_participating = False
+        self._members: dict[int, list[str]] = {}
+        self._vote: Event | None = None
+        manager.events.subscribe(self._on_event)
+
+    def attend(self, step: int) -> None:
+        """In a step, after its gradients: find out who else takes part in it, and at which step."""
+        self._ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._index
+        self._manager.allreduce(self._ledger, reduce_op=ReduceOp.SUM).wait()
+        self._is_participating = self._manager.is_participating()
+
+    def testify(self, digest: str, **more: object) -> None:
+        """The step that was attended has been committed.
+
+        Args:
+            digest: of all parameters after it.
+        """
+        if self._vote is None:
+            raise RuntimeError("a step was committed without a commit event")
+        self._journal.write(
+            "commit",
+            replica_id=self._vote.replica_id,
+            group_rank=self._vote.group_rank,
+            step=self._manager.current_step(),
+            quorum_id=self._vote.quorum_id,
+            members=self._members[self._vote.quorum_id],
+            participants=self._manager.num_participants(),
+            participating=self._is_participating,
+            index=self._index,
+            ledger=int(self._ledger[0].item()),
+            ledger_steps=int(self._ledger[1].item()),
+            digest=digest,
+            **more,
+        )
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "quorum":
+            members = event.fields["members"]
+            self._members[event.quorum_id] = members if isinstance(members, list) else []
+        if event.kind == "commit":
+            self._vote = event
