@@ -1,0 +1,334 @@
+"""Coordinators whose members live in threads of one process: over which groups, for how long, and handles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupCoordinatorError,
+    PlainDataError,
+    StillUnderWayError,
+)
+from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle
+from torchft_like.group_coordinator.creation import device_of, unique_name
+from torchft_like.group_coordinator.membership import coordinator_named
+from torchft_like.group_coordinator.statements import STATEMENT_BYTES
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+
+__all__ = ["party", "store"]
+LIMIT_S = 30.0
+
+
+def gloo() -> ProcessGroup:
+    return ProcessGroupGloo(LIMIT_S, check_collectives=False)
+
+
+def over(groups: list[ProcessGroup], **options: Any) -> list[GroupCoordinator]:
+    """A coordinator over each."""
+    told = CoordinatorOptions(timeout=LIMIT_S, **options)
+    return [GroupCoordinator.from_groups(group, group_name="test", options=told) for group in groups]
+
+
+def errors(
+    party: Party, coordinators: list[GroupCoordinator], act: Callable[[int, GroupCoordinator], object]
+) -> list[Exception]:
+    """What everybody's call fails with."""
+
+    def caught(rank: int, coordinator: GroupCoordinator) -> Exception:
+        try:
+            act(rank, coordinator)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+        raise AssertionError("no error")
+
+    return party.together(coordinators, caught)  # type: ignore[arg-type]
+
+
+WRAPPED: dict[str, Callable[[], ProcessGroup]] = {
+    "gloo": gloo,
+    "checked": lambda: ProcessGroupGloo(LIMIT_S, check_collectives=True),
+    "wrapper": lambda: ProcessGroupWrapper(pg=gloo()),
+    "swallowing": lambda: ErrorSwallowingProcessGroupWrapper(gloo()),
+    "fault injecting": lambda: FaultInjectingProcessGroup(gloo()),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_any_group_of_ours_carries_a_coordinator(party: Party, kind: str) -> None:
+    coordinators = over(party.meet(2, WRAPPED[kind]))
+
+    def talk(rank: int, c: GroupCoordinator) -> object:
+        c.barrier()
+        sizes = [len(c.all_gatherv(torch.ones(rank))), len(c.reduce_scatterv(torch.ones(3), 0))]
+        handle = c.irecv_tensor_dict()
+        c.send_tensor_dict({"rank": rank})
+        return [*sizes, c.broadcast_object({"from": rank}, 1), handle.wait(LIMIT_S)]
+
+    assert party.together(coordinators, talk) == [  # type: ignore[arg-type]
+        [1, 2, {"from": 1}, {"rank": 1}],
+        [1, 1, {"from": 1}, {"rank": 0}],
+    ]
+
+
+def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: TCPStore) -> None:
+    def make(rank: int, _: object) -> GroupCoordinator:
+        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        group = TorchGloo(PrefixStore("bare", client), rank, 2, timedelta(seconds=LIMIT_S))
+        return GroupCoordinator.from_groups(group, store=PrefixStore("roll", client))
+
+    coordinators = party.together([None, None], make)  # type: ignore[list-item]
+    found = party.together(coordinators, lambda rank, c: c.all_reduce(torch.ones(1)).item())  # type: ignore[arg-type]
+    assert found == [2, 2]
+    late = party.aside(lambda: errors(party, coordinators[:1], lambda _, c: c.barrier(0.1)))
+    (error,) = late.result(LIMIT_S)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (1,)
+    coordinators[1].barrier()
+
+
+def test_a_dummy_group_carries_a_coordinator_of_one() -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    assert alone.all_reduce(torch.ones(2)).tolist() == [1, 1]
+    assert alone.broadcast_object([1]) == [1]
+    with pytest.raises(PlainDataError):
+        alone.broadcast_object(object())
+    with pytest.raises(PlainDataError):
+        alone.send_object(object(), 0)
+    alone.barrier()
+
+
+def test_groups_and_ranks_that_do_not_fit_are_refused(party: Party) -> None:
+    two, other = party.meet(2, gloo), party.meet(2, gloo)
+    with pytest.raises(ValueError, match="3 ranks for a group of 2"):
+        GroupCoordinator.from_groups(two[0], ranks=[0, 1, 2])
+    with pytest.raises(ValueError, match="differs in the two groups"):
+        GroupCoordinator.from_groups(two[0], other[1])
+    (one,) = over(two[:1])
+    with pytest.raises(ValueError, match="rank 1 of 2 in the given group"):
+        one.broadcast_tensor_dict({}, 0, other[1])
+
+
+def test_ranks_of_the_job_are_told_from_ranks_of_the_group(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    coordinators = [GroupCoordinator.from_groups(group, ranks=[7, 3]) for group in groups]
+    assert [c.rank for c in coordinators] == [7, 3]
+    assert [(c.first_rank, c.last_rank, c.next_rank, c.prev_rank) for c in coordinators] == [
+        (7, 3, 3, 3),
+        (7, 3, 7, 7),
+    ]
+    assert "rank 1 of [7, 3], on cpu" in repr(coordinators[1])
+
+
+def test_tensors_go_over_the_device_group_and_words_over_the_other(party: Party) -> None:
+    quiet, busy = party.meet(2, gloo), party.meet(2, lambda: FaultInjectingProcessGroup(gloo()))
+    coordinators = [
+        GroupCoordinator.from_groups(*pair, group_name="two") for pair in zip(quiet, busy, strict=True)
+    ]
+    found = party.together(coordinators, lambda rank, c: c.broadcast_tensor_dict({"x": torch.ones(9)}))  # type: ignore[arg-type]
+    assert [len(one["x"]) for one in found] == [9, 9]
+    for group in busy:
+        group.report_future_error(RuntimeError("injected"))  # type: ignore[attr-defined]
+    assert party.together(coordinators, lambda rank, c: c.broadcast_object(rank)) == [0, 0]  # type: ignore[arg-type]
+    for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
+        assert isinstance(error, GroupCoordinatorError)
+        assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_an_error_hidden_by_a_group_is_raised_and_ends_the_groups(party: Party) -> None:
+    groups = party.meet(2, lambda: ErrorSwallowingProcessGroupWrapper(gloo()))
+    coordinators = over(groups)
+    groups[0].report_error(ValueError("elsewhere"))  # type: ignore[attr-defined]
+    for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
+        assert isinstance(error, GroupCoordinatorError)
+        assert "all_reduce over group test" in str(error)
+        assert error.__cause__ is not None
+
+
+def test_a_coordinator_ends_with_the_configuration_of_its_group(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    coordinators = over(groups)
+    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+    party.configure(groups)
+    for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
+        assert isinstance(error, GroupCoordinatorError)
+        assert "configured anew" in str(error)
+    anew = over(groups)  # which the old one has not broken
+    assert party.together(anew, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+
+
+def test_a_call_that_is_left_half_way_releases_the_others(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinators = over(party.meet(2, gloo))
+
+    def no_memory(*_: object) -> object:
+        raise MemoryError("no memory for what comes")
+
+    monkeypatch.setattr(coordinators[1]._transport, "empty", no_memory)
+    value = {"x": torch.ones(1 << 22)}
+    found = errors(party, coordinators, lambda _, c: c.broadcast_tensor_dict(value))
+    assert isinstance(found[1].__cause__, MemoryError)
+    assert all(isinstance(error, GroupCoordinatorError) for error in found)
+
+
+def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    for coordinator in over(groups):
+        coordinator.destroy()
+        coordinator.destroy()
+        for act in (lambda c=coordinator: c.all_reduce(torch.ones(1)), coordinator.barrier):
+            with pytest.raises(GroupCoordinatorError, match="was destroyed"):
+                act()
+        assert "destroyed" in repr(coordinator)
+    assert party.together(groups, lambda _, g: g.allreduce([torch.ones(1)]).wait()) == [True, True]
+
+
+def test_a_message_that_is_too_large_is_refused_at_both_ends(party: Party) -> None:
+    large = {"x": torch.ones(1000)}
+    for error in errors(
+        party,
+        over(party.meet(2, gloo), message_bytes_max=100),
+        lambda _, c: c.broadcast_tensor_dict(large),
+    ):
+        assert isinstance(error, PlainDataError | CollectiveMismatchError)
+        assert "message_bytes_max" in str(error)
+    groups = party.meet(2, gloo)
+    wide, narrow = over(groups[:1])[0], over(groups[1:], message_bytes_max=100)[0]
+    found = errors(party, [wide, narrow], lambda _, c: c.broadcast_tensor_dict({"x": torch.ones(1 << 22)}))
+    assert "message_bytes_max is 100 here" in str(found[1])
+
+
+def test_calls_beside_the_coordinators_on_its_group_are_told_from_statements(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    coordinators = over(groups)
+
+    def foreign(rank: int, c: GroupCoordinator) -> object:
+        if rank == 0:
+            return c.broadcast_object(1)
+        noise = torch.full((STATEMENT_BYTES,), 255, dtype=torch.uint8)
+        return groups[1]._allgather_base(torch.empty(2 * STATEMENT_BYTES, dtype=torch.uint8), noise).wait()
+
+    with pytest.raises(GroupCoordinatorError, match="no statement"):
+        party.together(coordinators, foreign)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------ handles
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_a_handle_that_is_waited_for_too_briefly_goes_on(gate: threading.Event) -> None:
+    handle = Handle("reading", lambda: gate.wait(LIMIT_S) and 7, lambda found: [found])
+    with pytest.raises(StillUnderWayError, match="reading is not done after"):
+        handle.wait(0.01)
+    assert not handle.is_done()
+    assert "under way" in repr(handle)
+    gate.set()
+    first = handle.wait(LIMIT_S)
+    assert first == [7]
+    assert handle.wait() is first  # the result is made once
+    assert handle.is_done()
+
+
+def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
+    def fail() -> object:
+        raise TimeoutError("its own")
+
+    handle: Handle[object] = Handle("reading", fail, lambda found: found)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="its own"):
+            handle.wait(LIMIT_S)
+    assert handle.is_done()
+
+
+def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
+    waited: list[int] = []
+    over_yet = [False]
+    handle = Handle("moving", lambda: waited.append(1), lambda _: "there", lambda: over_yet[0])
+    assert not handle.is_done()
+    assert waited == []
+    assert handle.wait() == handle.wait() == "there"
+    assert waited == [1]
+
+
+def test_tensors_are_not_there_before_the_handle_is_done(party: Party) -> None:
+    coordinators = over(party.meet(2, gloo))
+    receiving = coordinators[1].irecv_tensor_dict(0)
+    with pytest.raises(StillUnderWayError):
+        receiving.wait(0.05)
+    assert not receiving.is_done()
+    sending = coordinators[0].isend_tensor_dict({"x": torch.arange(3)}, 1)
+    found = receiving.wait(LIMIT_S)
+    assert found is not None
+    assert found["x"].tolist() == [0, 1, 2]
+    sending.wait(LIMIT_S)
+
+
+def test_a_handle_ends_with_its_group(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    receiving = over(groups)[1].irecv_tensor_dict(0)
+    groups[1].abort("enough")
+    with pytest.raises(GroupCoordinatorError, match="enough"):
+        receiving.wait(LIMIT_S)
+
+
+# -------------------------------------------------------------------------- names
+
+
+def test_names_are_numbered_and_forgotten_with_their_coordinators() -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1), group_name="solo")
+    again = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1), group_name="solo")
+    assert alone.unique_name != again.unique_name
+    name = alone.unique_name
+    assert coordinator_named(name) is alone
+    del alone
+    with pytest.raises(GroupCoordinatorError, match="no coordinator named"):
+        coordinator_named(name)
+    with pytest.raises(ValueError, match="101 characters"):
+        unique_name("x" * 101)
+
+
+def test_a_coordinator_needs_torchs_default_group() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        GroupCoordinator([[0]], 0, "gloo", True)
+
+
+@pytest.mark.parametrize("local_rank", [-1, True, "0"])
+def test_a_local_rank_is_a_number_of_a_device(local_rank: Any) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        device_of("torchft-gloo", local_rank)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="CUDA devices"):
+        device_of("torchft-nccl", 99)
+
+
+def test_options_are_checked() -> None:
+    assert CoordinatorOptions(timeout=2).timeout == timedelta(seconds=2)
+    for wrong in ({"timeout": 0}, {"message_bytes_max": 0}):
+        with pytest.raises(ValueError, match="positive"):
+            CoordinatorOptions(**wrong)  # type: ignore[arg-type]

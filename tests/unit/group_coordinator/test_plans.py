@@ -1,0 +1,116 @@
+"""Which part goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchft_like.group_coordinator.plans import (
+    ADDED_AT_ONCE_BYTES_MAX,
+    PARCEL_BYTES_MAX,
+    SMALL_BYTES_MAX,
+    adding_sizes,
+    checked_dim,
+    checked_rank,
+    checked_sizes,
+    elements_of_row,
+    even_sizes,
+    moves,
+    parcels,
+    shape_text,
+    with_rows,
+)
+
+
+@pytest.mark.parametrize(("dim", "dimensions", "expected"), [(0, 1, 0), (-1, 3, 2), (2, 3, 2), (-3, 3, 0)])
+def test_a_dim_counts_from_either_end(dim: int, dimensions: int, expected: int) -> None:
+    assert checked_dim(dim, dimensions) == expected
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: checked_dim(3, 3), "dim 3 is not one of the 3"),
+    (lambda: checked_dim(-4, 3), "dim -4"),
+    (lambda: checked_dim(True, 3), "whole number"),
+    (lambda: checked_dim("0", 3), "whole number"),  # type: ignore[arg-type]
+    (lambda: checked_dim(0, 0), "without dimensions"),
+    (lambda: checked_rank(4, 4, "src"), "src 4 is no rank of the group: they are 0 to 3"),
+    (lambda: checked_rank(-1, 4, "dst"), "dst -1"),
+    (lambda: checked_rank(False, 4, "dst"), "dst False"),
+    (lambda: checked_sizes([1, 2], 3), "2 sizes for 3 ranks"),
+    (lambda: checked_sizes([1, -2], 2), "from 0 on"),
+    (lambda: checked_sizes([1, 2.0], 2), "whole numbers"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("act", "said"), WRONG)
+def test_wrong_numbers_are_refused_with_a_reason(act: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        act()
+
+
+@given(st.integers(0, 1000), st.integers(1, 20))
+def test_even_sizes_differ_by_one_at_the_most_and_shrink(rows: int, parts: int) -> None:
+    sizes = even_sizes(rows, parts)
+    assert sum(sizes) == rows
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert sizes == tuple(len(part) for part in torch.empty(rows).tensor_split(parts))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
+def test_what_ranks_give_is_what_others_get_and_all_that_they_want(wanted: list[int]) -> None:
+    ranks = range(len(wanted))
+    have = even_sizes(sum(wanted), len(wanted))
+    plans = [moves(have, wanted, rank) for rank in ranks]
+    row = list(range(sum(wanted)))
+    starts = [sum(have[:rank]) for rank in ranks]
+    held = [row[start : start + size] for start, size in zip(starts, have, strict=True)]
+    got: list[list[int]] = [[] for _ in ranks]
+    for source, (gives, _) in enumerate(plans):
+        at = 0
+        for target, count in enumerate(gives):
+            assert plans[target][1][source] == count
+            got[target] += held[source][at : at + count]
+            at += count
+        assert at == have[source]
+    assert sum(got, []) == row  # noqa: RUF017 - a few numbers
+    assert [len(part) for part in got] == wanted
+
+
+def test_uneven_sums_are_shared_out_where_that_pays() -> None:
+    many = ADDED_AT_ONCE_BYTES_MAX
+    assert adding_sizes([many, 0, 0, 0], 4) == (many // 4,) * 4
+    assert adding_sizes([many, many - 10, many, many], 4) == (many, many - 10, many, many)
+    assert adding_sizes([100, 0, 0, 0], 4) == (100, 0, 0, 0)
+    assert adding_sizes([0, 0], 4) == (0, 0)
+
+
+def test_shapes_are_seen_along_a_dim() -> None:
+    assert elements_of_row((3, 4, 5), 1) == 15
+    assert elements_of_row((0,), 0) == 1
+    assert with_rows((3, 4, 5), 1, 9) == (3, 9, 5)
+    assert shape_text((3, 4)) == "[3, 4]"
+    assert shape_text((3, 4), 0) == "[*, 4]"
+
+
+def test_large_tensors_travel_alone_and_small_ones_together() -> None:
+    large, small = SMALL_BYTES_MAX + 1, 100
+    sizes = [small, large, 0, small, small, large]
+    assert parcels(sizes, ["cpu"] * 6) == [(1,), (5,), (0, 3, 4)]
+
+
+def test_a_parcel_is_of_one_place() -> None:
+    assert parcels([1, 2, 3, 4], ["cpu", "cuda", "cpu", "cuda"]) == [(0, 2), (1, 3)]
+
+
+@given(st.lists(st.integers(0, 3 * SMALL_BYTES_MAX), max_size=300))
+def test_every_tensor_that_has_bytes_travels_once_in_a_bounded_parcel(sizes: list[int]) -> None:
+    planned = parcels(sizes, ["cpu"] * len(sizes))
+    travelling = sorted(index for parcel in planned for index in parcel)
+    assert travelling == [index for index, size in enumerate(sizes) if size]
+    assert all(sum(sizes[i] for i in parcel) <= PARCEL_BYTES_MAX for parcel in planned if len(parcel) > 1)
