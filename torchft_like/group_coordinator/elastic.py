@@ -20,7 +20,7 @@ from torch import Tensor
 from torchft_like.errors import ChangeInDoubtError, GroupCoordinatorError, StaleEpochError
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
-from torchft_like.group_coordinator.elastic_change import Change, EpochGroups, Settling
+from torchft_like.group_coordinator.elastic_change import Change, EpochGroups, Settling, retire
 from torchft_like.group_coordinator.elastic_epoch import Epoch, EpochHandle, EpochTransport
 from torchft_like.group_coordinator.elastic_membership import Membership
 from torchft_like.group_coordinator.handle import Handle
@@ -235,8 +235,10 @@ class ElasticCoordinator(EpochCoordinator):
         return self._transport
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
-        self._end_epoch(f"its members are those of epoch {membership.epoch} now")
+        reason = f"its members are those of epoch {membership.epoch} now"
+        self._end_present(reason)
         groups.set_timeout(as_timedelta(self.options.timeout))
+        retire(self._groups, groups, reason)
         self._groups, self.membership = groups, membership
         rank = membership.members.index(self.name)
         everyone = list(range(len(membership.members)))
@@ -250,7 +252,7 @@ class ElasticCoordinator(EpochCoordinator):
         self._end_epoch(str(error))
 
     def _end_epoch(self, reason: str) -> None:
-        """The old connections are closed before any new one is used."""
+        """There are no members now."""
         self._end_present(reason)
         if self._groups is not None:
             self._groups.abort(reason)

@@ -20,8 +20,8 @@ What a member knows when it loses the store:
   rolled back: ChangeInDoubtError. It closes both groups, so nobody waits for it, and is a member of
   nothing until the next change, whose store is another one.
 
-No data of two epochs can mix even then: each epoch has connections of its own, and a member closes those
-of the old one before it uses those of the new. A member that dies after its vote binds the others to
+No data of two epochs can mix even then: each epoch has connections of its own, and a member makes no call
+over those of the old one once it has switched. A member that dies after its vote binds the others to
 nothing but the key: they switch, and find it dead, or roll back. Those who leave do not vote; they read.
 """
 

@@ -7,6 +7,7 @@ what is decided (see `elastic_ballot`), and only then touches the coordinator.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +15,24 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchft_like.errors import ChangeInDoubtError, ChangeRolledBackError, GroupCoordinatorError
+from torch._C._distributed_c10d import Work
+
+from torchft_like.errors import (
+    ChangeInDoubtError,
+    ChangeRolledBackError,
+    GroupCoordinatorError,
+    ProcessGroupError,
+)
 from torchft_like.group_coordinator.elastic_ballot import STORE_LOST, Ballot
 from torchft_like.group_coordinator.elastic_membership import Membership, Verdict, differing
+from torchft_like.group_coordinator.handle import Handle
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.wrapper import as_timedelta
 
 ABORT_REPEAT_S = 0.02
+GRACE_S = 5.0
+
+_logger = logging.getLogger(__name__)
 
 
 class EpochGroups(NamedTuple):
@@ -202,14 +214,17 @@ class Change:
 
     def _vote(self, groups: EpochGroups) -> None:
         """Ready; a member that dies from now on is noticed by a barrier, and not by a timeout only."""
-        threading.Thread(
-            target=self._watch, args=(groups.cpu,), name="torchft-change-watch", daemon=True
-        ).start()
+        try:
+            met = groups.cpu.barrier()  # here, so that it comes before any call of the new epoch
+        except ProcessGroupError as error:
+            self._ballot.refuse(f"{self._name} has lost the others after it had met them: {error}")
+            return
+        threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
         self._ballot.vote()
 
-    def _watch(self, group: ProcessGroup) -> None:
+    def _watch(self, met: Work) -> None:
         try:
-            group.barrier().wait()
+            met.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the members cannot meet
             if not self._ballot.verdict.done() and not self._is_over:
                 self._ballot.try_to_refuse(f"a member died after the others had met: {error}")
@@ -231,6 +246,32 @@ class Change:
         if self._groups is not None:
             self._groups.abort(reason)
         self._ballot.close()
+
+
+def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
+    """Give the old groups back, aside, once all new members know that they are old.
+
+    Were they closed at once, what another member still waits for would look like a death to it. All new
+    members call it, those who have no old groups, too.
+    """
+    try:
+        all_know = new.cpu.barrier()  # before any call of the new epoch
+    except ProcessGroupError:  # one of them is gone
+        if old is not None:
+            old.abort(reason)
+        return
+    if old is None:
+        return
+    waiting = Handle("a change of members", all_know.wait, lambda _: None)
+
+    def close() -> None:
+        try:
+            waiting.wait(GRACE_S)
+        except (GroupCoordinatorError, RuntimeError) as error:
+            _logger.info("not all members have heard of the change: %s", error)
+        old.abort(reason)
+
+    threading.Thread(target=close, name="torchft-change-retire", daemon=True).start()
 
 
 def _is_done(verdict: Future[Verdict], deadline: float) -> bool:
