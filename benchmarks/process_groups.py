@@ -111,11 +111,11 @@ class Pair:
             fleet.start(f"{system.name}-{rank}", [*command, *options, f"--rank={rank}"]) for rank in range(2)
         ]
         for rank in self.ranks:
-            _next_record(fleet, rank, 0)
+            next_record(fleet, rank, 0)
 
     def ask(self, **command: object) -> list[Record]:
         """The answers of both ranks to the same command."""
-        return _ask(self._fleet, self.ranks, **command)
+        return ask(self._fleet, self.ranks, **command)
 
     def meet(self, do: str, group: str) -> float:
         """Make or configure a group; the seconds of the slower rank."""
@@ -151,14 +151,14 @@ def fresh_prefix() -> str:
     return f"benchmark/{next(_prefixes)}"
 
 
-def _ask(fleet: Fleet, processes: list[FleetProcess], **command: object) -> list[Record]:
+def ask(fleet: Fleet, processes: list[FleetProcess], **command: object) -> list[Record]:
     counts = [len(process.records) for process in processes]
     for process in processes:
         process.tell(**command)
-    return [_next_record(fleet, process, count) for process, count in zip(processes, counts, strict=True)]
+    return [next_record(fleet, process, count) for process, count in zip(processes, counts, strict=True)]
 
 
-def _next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
+def next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
     return fleet.wait_for(
         lambda: process.records[count] if len(process.records) > count else None,
         f"answer of {process.name}",
@@ -166,7 +166,7 @@ def _next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
     )
 
 
-def _turns(rounds: int, seconds_max: float) -> Iterator[int]:
+def turns(rounds: int, seconds_max: float) -> Iterator[int]:
     """0 to warm up, then up to `rounds` more: as many as fit into the time, but two at the least."""
     begin = time.monotonic()
     for turn in range(rounds + 1):
@@ -178,7 +178,7 @@ def _turns(rounds: int, seconds_max: float) -> Iterator[int]:
 def start_store(fleet: Fleet) -> int:
     """Its port."""
     process = fleet.start("store", [sys.executable, str(FOLDER / "group_store.py")])
-    return int(_next_record(fleet, process, 0)["port"])
+    return int(next_record(fleet, process, 0)["port"])
 
 
 # ----------------------------------------------------------------------------- allreduce
@@ -214,7 +214,7 @@ def allreduce(plan: Plan) -> Result:
 
 def _measure_size(result: Result, pairs: dict[System, Pair], size: Size, rounds: int) -> None:
     blocks: dict[str, list[list[float]]] = {}
-    for turn in _turns(rounds, SIZE_SECONDS_MAX):
+    for turn in turns(rounds, SIZE_SECONDS_MAX):
         for contestant, shared in _blocks_of_a_round():
             seconds = pairs[contestant.package].allreduce(contestant.group, size, shared)
             if turn > 0:  # the first is to warm up
@@ -288,11 +288,11 @@ def configure(plan: Plan) -> Result:
 def _measure_classes(result: Result, fleet: Fleet, store: int, plan: Plan) -> None:
     first: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
     again: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
-    for _ in _turns(plan.fresh_pairs - 1, CLASSES_SECONDS_MAX):
+    for _ in turns(plan.fresh_pairs - 1, CLASSES_SECONDS_MAX):
         pairs = {system: Pair(fleet, system, store) for system in (OURS, TORCHFT)}
         for contestant in CONFIGURED:
             first[contestant.name].append(pairs[contestant.package].meet("make", contestant.group))
-        for _ in _turns(plan.reconfigurations - 1, AGAIN_SECONDS_MAX):
+        for _ in turns(plan.reconfigurations - 1, AGAIN_SECONDS_MAX):
             for contestant in CONFIGURED:
                 again[contestant.name].append(pairs[contestant.package].meet("configure", contestant.group))
         for pair in pairs.values():
@@ -305,9 +305,9 @@ def _measure_classes(result: Result, fleet: Fleet, store: int, plan: Plan) -> No
 def _measure_growth(result: Result, fleet: Fleet, store: int, count: int, rounds: int) -> None:
     hosts = {name: _start_ranks(fleet, package, system, store, count) for name, package, system in GROWING}
     times: dict[str, list[float]] = {name: [] for name in hosts}
-    for turn in _turns(rounds, COUNT_SECONDS_MAX):
+    for turn in turns(rounds, COUNT_SECONDS_MAX):
         for name, host in hosts.items():
-            (answer,) = _ask(fleet, [host], prefix=fresh_prefix())
+            (answer,) = ask(fleet, [host], prefix=fresh_prefix())
             if turn > 0:
                 times[name].append(float(answer["seconds"]) * 1e3)
     for name, host in hosts.items():
@@ -318,7 +318,7 @@ def _measure_growth(result: Result, fleet: Fleet, store: int, count: int, rounds
 def _start_ranks(fleet: Fleet, package: str, system: System, store: int, count: int) -> FleetProcess:
     command = [system.interpreter, "-W", "ignore", str(FOLDER / "group_ranks.py"), f"--package={package}"]
     host = fleet.start(f"{package}-ranks", [*command, f"--ranks={count}", f"--store={store}"])
-    _next_record(fleet, host, 0)
+    next_record(fleet, host, 0)
     return host
 
 

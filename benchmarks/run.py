@@ -18,6 +18,7 @@ from benchmarks import (
     growth,
     heal,
     lighthouse_cost,
+    message_queue,
     plots,
     process_groups,
     recovery,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     ),
     "divergence": lambda quick: divergence.main(divergence.QUICK if quick else divergence.Plan()),
     **{name: _of_groups(name) for name in process_groups.RESULTS},
+    "message_queue": lambda quick: message_queue.main(message_queue.QUICK if quick else message_queue.Plan()),
 }
 
 

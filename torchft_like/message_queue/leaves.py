@@ -101,6 +101,13 @@ class Source:
         self.left -= nbytes
 
 
+def _never(_: memoryview) -> None:
+    raise QueueCorruptError("a message without leaves has one")
+
+
+NO_LEAVES = Source(0, _never)
+
+
 def assembled(structure: bytes, source: Source) -> object:
     """The message.
 

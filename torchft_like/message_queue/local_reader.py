@@ -26,13 +26,21 @@ from torchft_like.message_queue.audience import FILE, FILE_TAG, LEAVE, WAKE
 from torchft_like.message_queue.fence import before_publishing, full_fence
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.handshake import call, hear_welcome
-from torchft_like.message_queue.leaves import FILE_RECORD, Source, assembled, reading_file, reading_ring
+from torchft_like.message_queue.leaves import (
+    FILE_RECORD,
+    NO_LEAVES,
+    Source,
+    assembled,
+    reading_file,
+    reading_ring,
+)
 from torchft_like.message_queue.memory import map_received
 from torchft_like.message_queue.patience import RECHECK_S, Patience
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
     IN_FILE,
+    INLINE,
     PAGE_BYTES,
     PUBLISHED,
     SLEEPING,
@@ -162,6 +170,9 @@ class LocalReader:
     # ------------------------------------------------------------------------------- reading
 
     def _read(self, ring: RingReader, record: Record, deadline: float, seconds: float) -> object:
+        if record.kind == INLINE and record.structure_bytes == record.nbytes and not record.is_long:
+            return assembled(ring.read(ring.place_of(record), record.nbytes), NO_LEAVES)
+
         def streamed(nbytes: int) -> None:
             if ring.words[STREAMED] < nbytes:
                 self._wait(ring, STREAMED, nbytes, deadline, seconds)
@@ -217,16 +228,13 @@ class LocalReader:
     def _wait(self, ring: RingReader, word: int, value: int, deadline: float, seconds: float) -> None:
         """Until a word of the writer has a value."""
         words, started = ring.words, time.monotonic()
-        spin_until = min(started + self._patience.spin_s(), deadline)
-        while words[word] < value:
-            if (now := time.monotonic()) < spin_until:
-                os.sched_yield()
-                continue
-            self._require_writer(ring, word, value)
-            if now >= deadline:
-                raise QueueTimeoutError(seconds, "the writer wrote nothing")
-            self._sleep(ring, word, value, min(deadline - now, RECHECK_S))
-            self._require_open()
+        if not self._patience.watch(lambda: words[word] >= value, deadline):
+            while words[word] < value:
+                self._require_writer(ring, word, value)
+                if (now := time.monotonic()) >= deadline:
+                    raise QueueTimeoutError(seconds, "the writer wrote nothing")
+                self._sleep(ring, word, value, min(deadline - now, RECHECK_S))
+                self._require_open()
         self._patience.learn(time.monotonic() - started)
 
     def _require_writer(self, ring: RingReader, word: int, value: int) -> None:
@@ -249,8 +257,8 @@ class LocalReader:
         full_fence()
         try:
             if words[word] < value:
-                ready = self._events.poll(seconds * 1000)
-                if any(descriptor == self._connection.fileno() for descriptor, _ in ready):
+                self._events.poll(seconds * 1000)
+                if words[word] < value:  # else what the writer said can wait until the next sleep
                     self._hear()
         finally:
             self._words[SLEEPING] = 0

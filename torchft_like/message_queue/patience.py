@@ -3,14 +3,24 @@
 Watching notices within a microsecond and burns a core; sleeping costs nothing and takes some tens of
 microseconds to end. What came soon the last times is worth watching for, anything else is not: who
 waits for a busy peer watches, who is idle sleeps.
+
+A watcher gives way to other processes with every look. Where they keep the core for long, others have
+work for it: then a sleeper, whom the system prefers when it wakes, is served sooner than a watcher.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+
 SPIN_S_MAX = 1e-3
 SPIN_S_MIN = 20e-6
+CROWDED_S = 100e-6
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 _WEIGHT = 0.25
+_LONG_S = 4 * SPIN_S_MAX
+_CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
 
 
 class Patience:
@@ -23,6 +33,23 @@ class Patience:
         """How long to watch this time."""
         return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else SPIN_S_MIN
 
+    def watch(self, reached: Callable[[], bool], deadline: float) -> bool:
+        """Look again and again; False when it is time to sleep, or `deadline`."""
+        budget_s = self.spin_s()
+        last = time.monotonic()
+        until = min(last + budget_s, deadline)
+        while not reached():
+            if last >= until:
+                return False
+            if budget_s > SPIN_S_MIN:
+                os.sched_yield()
+            now = time.monotonic()
+            if now - last > CROWDED_S:
+                self._usual_s = _CROWDED_USUAL_S
+                return reached()
+            last = now
+        return True
+
     def learn(self, waited_s: float) -> None:
         """Take note of a wait; one endless wait counts like any that was too long to watch."""
-        self._usual_s += _WEIGHT * (min(waited_s, 4 * SPIN_S_MAX) - self._usual_s)
+        self._usual_s += _WEIGHT * (min(waited_s, _LONG_S) - self._usual_s)

@@ -199,16 +199,13 @@ class Writer:
     ) -> None:
         self._attend()
         started = time.monotonic()
-        spin_until = min(started + self._patience.spin_s(), deadline)
-        while not reached():
-            if (now := time.monotonic()) >= spin_until:
-                if now >= deadline:
+        if not self._patience.watch(reached, deadline):
+            while not reached():
+                if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, *describe())
                 self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._attend()
                 self._require_open()
-            else:
-                os.sched_yield()
         self._patience.learn(time.monotonic() - started)
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:

@@ -1,0 +1,152 @@
+"""One of four processes between which messages are timed: rank 0 writes, the others read.
+
+It reads commands, one JSON object in a line, and answers each with one record. All ranks get the same
+commands; times are of the system's monotonic clock, which all processes of a machine share.
+
+* {"do": "one_way", "via": v, "payload": p, "count": n, "pause": s}: 0 sends to 1; µs from call to object;
+* {"do": "broadcast", "via": v, "count": n}: 0 sends to all; the moments, in ns;
+* {"do": "idle", "seconds": s}: readers wait for nothing; the processor time that each used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from torchft_like.message_queue import MessageQueue
+
+LIMIT_S = 60.0
+READERS = 3
+RANKS = READERS + 1
+SMALL_OBJECT = {"step": 12, "method": "execute", "arguments": [1, 2.5, "three"], "keywords": {"wait": True}}
+
+PAYLOADS: dict[str, Callable[[], object]] = {
+    "10 B": lambda: b"x" * 10,
+    "100 B": lambda: b"x" * 100,
+    "1 KB": lambda: b"x" * 1000,
+    "1 MB": lambda: b"x" * 1024**2,
+    "array of 1 MB": lambda: np.ones(256 * 1024, np.float32),
+    "array of 16 MB": lambda: np.ones(4 * 1024**2, np.float32),
+}
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    worker = Worker(options.rank, options.store)
+    report(event="ready")
+    for line in sys.stdin:
+        command = json.loads(line)
+        report(event=command["do"], **getattr(worker, command.pop("do"))(**command))
+
+
+class Worker:
+    """Does as it is told."""
+
+    def __init__(self, rank: int, store: int) -> None:
+        self._rank = rank
+        meeting = TCPStore("127.0.0.1", store, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS)
+        self._to_all = _queue(rank, 0, [1, 2, 3])
+        self._to_one = _queue(rank, 0, [1])
+        self._back = _queue(rank, 1, [0])
+        self._pipe = _pipe(rank)
+
+    def one_way(self, via: str, payload: str, count: int, pause: float) -> dict[str, Any]:
+        if self._rank == 0:
+            send = self._to_one.enqueue if via == "MessageQueue" else self._pipe.send  # type: ignore[union-attr]
+            value = PAYLOADS[payload]()
+            for _ in range(count):
+                time.sleep(pause)
+                send((time.perf_counter_ns(), value))
+                self._back.dequeue(LIMIT_S)  # type: ignore[union-attr]
+        if self._rank != 1:
+            return {}
+        receive = self._to_one.dequeue if via == "MessageQueue" else self._pipe.recv  # type: ignore[union-attr]
+        found = []
+        for _ in range(count):
+            sent_ns, _value = receive()  # type: ignore[misc]
+            found.append((time.perf_counter_ns() - sent_ns) / 1e3)
+            del _value
+            self._back.enqueue(None, LIMIT_S)  # type: ignore[union-attr]
+        return {"us": found}
+
+    def broadcast(self, via: str, count: int) -> dict[str, Any]:
+        moments = []
+        for _ in range(count):
+            dist.barrier()
+            value: list[object] = [SMALL_OBJECT if self._rank == 0 else None]
+            start = time.perf_counter_ns()
+            if via == "MessageQueue":
+                value[0] = self._to_all.broadcast_object(value[0], LIMIT_S)  # type: ignore[union-attr]
+            else:
+                dist.broadcast_object_list(value, 0)
+            moments.append(start if self._rank == 0 else time.perf_counter_ns())
+            if value[0] != SMALL_OBJECT:
+                raise RuntimeError(f"rank {self._rank} got {value[0]}")
+        return {"ns": moments}
+
+    def idle(self, seconds: float) -> dict[str, Any]:
+        dist.barrier()
+        if self._rank == 0:
+            time.sleep(seconds)
+            self._to_all.enqueue(None, LIMIT_S)  # type: ignore[union-attr]
+            return {}
+        time.sleep(0.1)
+        before, begin = time.process_time(), time.monotonic()
+        self._to_all.dequeue(LIMIT_S)  # type: ignore[union-attr]
+        return {"percent": 100 * (time.process_time() - before) / (time.monotonic() - begin)}
+
+
+def _queue(rank: int, writer: int, readers: list[int]) -> MessageQueue | None:
+    """The caller's end of a queue; None for who has none."""
+    queue = None
+    handle: list[object] = [None]
+    if rank == writer:
+        queue = MessageQueue(len(readers), len(readers), local_reader_ranks=readers)
+        handle = [queue.export_handle()]
+    dist.broadcast_object_list(handle, writer)
+    if rank in readers:
+        queue = MessageQueue.create_from_handle(handle[0], rank)
+    if queue is not None:
+        queue.wait_until_ready(LIMIT_S)
+    return queue
+
+
+def _pipe(rank: int) -> Connection[Any, Any] | None:
+    """multiprocessing's connection from 0 to 1, which pickles."""
+    address: list[Any] = [None]
+    listener = Listener(None, "AF_UNIX") if rank == 1 else None
+    if listener is not None:
+        address = [listener.address]
+    dist.broadcast_object_list(address, 1)
+    if listener is not None:
+        with listener:
+            return listener.accept()
+    return Client(address[0], "AF_UNIX") if rank == 0 else None
+
+
+def report(**record: object) -> None:
+    print(json.dumps(record), flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--store", type=int, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
