@@ -87,6 +87,22 @@ def slices(here: Here, rank: int, are_replicated: bool, declared: bool) -> Any:
     return None
 
 
+def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
+    """How many graphs torch makes of a function with collectives in it, and what the function gives."""
+    coordinator, graphs = here.coordinators["2"], []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return coordinator.reduce_scatter(coordinator.all_gather(coordinator.all_reduce(x * 2), 0), 0) + 1
+
+    found = torch.compile(function, backend=keep, fullgraph=True)(torch.full((2,), float(rank)))
+    assert torch.equal(found, function(torch.full((2,), float(rank))))
+    return len(graphs), found.tolist()
+
+
 # ------------------------------------------------------------------------ faults
 
 

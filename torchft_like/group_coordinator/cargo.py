@@ -23,7 +23,10 @@ class Cargo:
         flats: what moves, contiguous uint8 tensors of one dimension, on each rank in the same order.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], places: Sequence[str], *, is_incoming: bool) -> None:
+    def __init__(
+        self, transport: Transport, tensors: Sequence[Tensor], places: Sequence[str], *, is_incoming: bool
+    ) -> None:
+        self._transport, self._places = transport, places
         self._tensors = list(tensors)
         self._parcels = parcels([tensor.nbytes for tensor in tensors], places)
         load = _joined_memory if is_incoming else _joined
@@ -33,13 +36,13 @@ class Cargo:
     def outgoing(cls, transport: Transport, tensors: Sequence[Tensor]) -> Cargo:
         """Of a message's tensors, as the sender holds them."""
         carried = [transport.carried(tensor) for tensor in tensors]
-        return cls(carried, [tensor.device.type for tensor in tensors], is_incoming=False)
+        return cls(transport, carried, [tensor.device.type for tensor in tensors], is_incoming=False)
 
     @classmethod
     def incoming(cls, transport: Transport, specs: Sequence[TensorSpec]) -> Cargo:
         """Memory for what `specs` describe."""
         tensors = [transport.empty(spec.shape, spec.dtype, spec.device_type) for spec in specs]
-        return cls(tensors, [spec.device_type for spec in specs], is_incoming=True)
+        return cls(transport, tensors, [spec.device_type for spec in specs], is_incoming=True)
 
     def unload(self) -> list[Tensor]:
         """The tensors of an incoming cargo, once all of `flats` have arrived."""
@@ -47,7 +50,7 @@ class Cargo:
             if len(parcel) > 1:
                 parts = [as_bytes(self._tensors[index]) for index in parcel]
                 torch._foreach_copy_(parts, list(torch.split(flat, [len(part) for part in parts])))
-        return self._tensors
+        return list(map(self._transport.delivered, self._tensors, self._places))
 
 
 def _joined(flats: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from torchft_like.group_coordinator import even, objects, point_to_point, queues, variable
+from torchft_like.group_coordinator import compiled, even, objects, point_to_point, queues, variable
 from torchft_like.group_coordinator.membership import Members
 from torchft_like.group_coordinator.transport import Group, Transport
 from torchft_like.message_queue import MessageQueue
@@ -24,6 +24,8 @@ class Communicating(Members):
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """The sum over all ranks, in a new tensor; `input_` stays as it is."""
+        if torch.compiler.is_compiling():
+            return compiled.all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
         return self._all_reduce_out_place(input_)
 
     def _all_reduce_out_place(self, input_: Tensor) -> Tensor:
@@ -31,6 +33,8 @@ class Communicating(Members):
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """The tensors of all ranks, which have one shape, joined along `dim`."""
+        if torch.compiler.is_compiling():
+            return compiled.all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
         return self._all_gather_out_place(input_, dim)
 
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
@@ -54,6 +58,8 @@ class Communicating(Members):
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of the sum over all ranks, which is split evenly along `dim`."""
+        if torch.compiler.is_compiling():
+            return compiled.reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
         return self._reduce_scatter_out_place(input_, dim)
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:

@@ -74,7 +74,11 @@ class GroupCoordinator(Communicating):
         )
         self._make(wish, options)
         if use_message_queue_broadcaster and self.world_size > 1:
-            self.mq_broadcaster = self.create_mq_broadcaster()
+            try:
+                self.mq_broadcaster = self.create_mq_broadcaster()
+            except BaseException:
+                self.destroy()
+                raise
 
     # -------------------------------------------------------------------- tensor dicts
 

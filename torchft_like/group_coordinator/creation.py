@@ -4,7 +4,8 @@ The ranks first tell each other, in the default group's store, which groups they
 not compare that, and waits for its whole timeout where one rank means others.
 
 The groups are of our own kind, because of torch's own no wait can be ended: the backends gloo and nccl
-mean torchft-gloo and torchft-nccl. Any other name that torch knows is taken as it is.
+mean torchft-gloo and torchft-nccl. Any other name is taken as it is, and `cpu:gloo` and `cuda:nccl` are
+names for torch's own.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     """
     if not isinstance(local_rank, int) or isinstance(local_rank, bool) or local_rank < 0:
         raise ValueError(f"local_rank is {local_rank!r}: it must be a whole number from 0 on")
-    devices = BACKENDS[backend].devices if backend in BACKENDS else ("cpu",)
-    if "cuda" not in devices:
+    is_cuda = "cuda" in BACKENDS[backend].devices if backend in BACKENDS else "nccl" in backend
+    if not is_cuda:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(

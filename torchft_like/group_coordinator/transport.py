@@ -36,6 +36,7 @@ from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.swallowing import SwallowingGroup
 from torchft_like.process_group.wrapper import ProcessGroupWrapper, ReconfigurableProcessGroup
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Lane:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._epoch = self._present_epoch()
+        self._hides_errors = _hides_errors(group)
 
     def start(self, method: str, *args: Any) -> Flight:
         """Begin one collective."""
@@ -66,17 +68,14 @@ class Lane:
         Raises:
             GroupCoordinatorError: the group has failed, or its members are others by now.
         """
-        if isinstance(self.group, ProcessGroup):
-            if (error := self.group.errored()) is not None:
-                raise GroupCoordinatorError(f"its process group has failed: {error}") from error
-            if self._present_epoch() != self._epoch:
-                raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
+        if self._hides_errors and (error := self.group.errored()) is not None:
+            raise GroupCoordinatorError(f"its process group has failed: {error}") from error
+        if self._present_epoch() != self._epoch:
+            raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
 
     def break_off(self, reason: str) -> None:
         """Let no peer wait for what this rank will not do any more. Torch's own groups cannot be ended."""
-        if not isinstance(self.group, ProcessGroup) or self._present_epoch() != self._epoch:
-            return
-        if self.group.errored() is None:
+        if isinstance(self.group, ProcessGroup) and self._present_epoch() == self._epoch:
             self.group.abort(reason)
 
     def store_address(self) -> StoreAddress | None:
@@ -236,6 +235,10 @@ class Transport:
         """Memory in which a peer's tensor can arrive, for tensors that shall be on a kind of device."""
         return torch.empty(shape, dtype=dtype, device=self.device if device_type in self._lanes else "cpu")
 
+    def delivered(self, tensor: Tensor, device_type: str) -> Tensor:
+        """What has arrived for tensors of a kind of device, where they shall be."""
+        return tensor.to(self.device) if device_type == self.device.type else tensor
+
     def allreduce(self, tensor: Tensor) -> Flight:
         """Sum, in place."""
         return self._lane(tensor).start("allreduce", [tensor], AllreduceOptions())
@@ -282,6 +285,15 @@ class Transport:
 
     def __str__(self) -> str:
         return f"group {self.name} (rank {self.rank} of {self.world_size})"
+
+
+def _hides_errors(group: Group) -> bool:
+    """Whether one of the groups around the innermost one does. To ask others would wait for the device."""
+    while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
+        if isinstance(group, SwallowingGroup):
+            return True
+        group = group.parent
+    return False
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from torchft_like.group_coordinator.arguments import Terms, checked_along, tensors_terms
 from torchft_like.group_coordinator.numbers import addable, as_before
-from torchft_like.group_coordinator.plans import adding_sizes, checked_sizes, elements_of_row, even_sizes, moves, with_rows
+from torchft_like.group_coordinator.plans import (
+    adding_sizes,
+    checked_sizes,
+    elements_of_row,
+    even_sizes,
+    moves,
+    with_rows,
+)
 from torchft_like.group_coordinator.statements import Statement
 from torchft_like.group_coordinator.transport import Flight, Transport, as_bytes
 

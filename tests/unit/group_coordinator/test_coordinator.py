@@ -323,8 +323,11 @@ def test_a_local_rank_is_a_number_of_a_device(local_rank: Any) -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="CUDA devices"):
-        device_of("torchft-nccl", 99)
+    for backend in ("torchft-nccl", "cuda:nccl"):
+        with pytest.raises(ValueError, match="CUDA devices"):
+            device_of(backend, 99)
+    for backend in ("torchft-gloo", "cpu:gloo", "torchft-baby-gloo"):
+        assert device_of(backend, 99) == torch.device("cpu")
 
 
 def test_options_are_checked() -> None:

@@ -1,0 +1,50 @@
+"""Collectives as operators of torch, so that `torch.compile` keeps a graph in one piece.
+
+A graph cannot hold a coordinator. It holds its name, by which the operator finds it when it runs. An
+operator returns new tensors and changes none, which is what torch asks of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchft_like.group_coordinator.membership import coordinator_named
+from torchft_like.group_coordinator.plans import checked_dim, with_rows
+
+
+@torch.library.custom_op("torchft_like::all_reduce", mutates_args=())
+def all_reduce(tensor: Tensor, coordinator: str) -> Tensor:
+    """See GroupCoordinator.all_reduce."""
+    return coordinator_named(coordinator)._all_reduce_out_place(tensor)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("torchft_like::all_gather", mutates_args=())
+def all_gather(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+    """See GroupCoordinator.all_gather."""
+    return coordinator_named(coordinator)._all_gather_out_place(tensor, dim)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("torchft_like::reduce_scatter", mutates_args=())
+def reduce_scatter(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+    """See GroupCoordinator.reduce_scatter."""
+    return coordinator_named(coordinator)._reduce_scatter_out_place(tensor, dim)  # type: ignore[no-any-return]
+
+
+@all_reduce.register_fake
+def _(tensor: Tensor, coordinator: str) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+@all_gather.register_fake
+def _(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+    at = checked_dim(dim, tensor.dim())
+    rows = tensor.shape[at] * coordinator_named(coordinator).world_size
+    return tensor.new_empty(with_rows(tensor.shape, at, rows))
+
+
+@reduce_scatter.register_fake
+def _(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+    at = checked_dim(dim, tensor.dim())
+    rows = tensor.shape[at] // coordinator_named(coordinator).world_size
+    return tensor.new_empty(with_rows(tensor.shape, at, rows))
