@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 
+from tests.conftest import Processes
 from tests.integration import elastic_job
 from tests.integration.gloo_member import serve_store
 from tests.integration.ranks import Rank, Ranks, running
@@ -120,6 +122,14 @@ def wait_for_votes(membership: Membership, count: int) -> None:
         store.connect()
         while store.add("votes", 0) < count:
             pass
+
+
+@pytest.mark.slow
+def test_the_example_gives_no_wrong_answer(processes: Processes) -> None:
+    example = processes.start(sys.executable, "examples/elastic_experts.py")
+    assert example.wait(110) == 0
+    assert example.output.count('"wrong": 0') == 3
+    assert "b: epoch 3, rank 2 of 3" in example.output
 
 
 def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() -> None:

@@ -76,6 +76,7 @@ class Change:
     Attributes:
         membership: the one that is prepared.
         rank: the caller's among its members; None if it leaves.
+        is_over: whether it has come about, or never will.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Change:
         self._groups = make(self._timeout) if self.rank is not None else None
         self._prepared = threading.Event()
         self._failure: Exception | None = None
-        self._is_over = False
+        self.is_over = False
         threading.Thread(target=self._prepare, name="torchft-change", daemon=True).start()
 
     @property
@@ -122,7 +123,7 @@ class Change:
                 coordinator has no members until the next change.
             GroupCoordinatorError: it is over already.
         """
-        if self._is_over:
+        if self.is_over:
             raise GroupCoordinatorError(f"the change to {self.membership} is over: begin another")
         limit = self._timeout if timeout is None else as_timedelta(timeout)
         deadline = time.monotonic() + limit.total_seconds()
@@ -137,7 +138,7 @@ class Change:
             raise ChangeRolledBackError(
                 f"epoch {self.membership.epoch} was rolled back: {verdict.reason}"
             ) from self._failure
-        self._is_over = True
+        self.is_over = True
         self._ballot.close()
         if self._groups is None:
             self._settling.leave(self.membership)
@@ -150,7 +151,7 @@ class Change:
         Raises:
             ChangeInDoubtError: `complete` is under way in another thread, and may have voted.
         """
-        if self._is_over:
+        if self.is_over:
             return
         if self._ballot.has_voted:
             raise ChangeInDoubtError(f"{self._name} has voted for epoch {self.membership.epoch} already")
@@ -226,7 +227,7 @@ class Change:
         try:
             met.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the members cannot meet
-            if not self._ballot.verdict.done() and not self._is_over:
+            if not self._ballot.verdict.done() and not self.is_over:
                 self._ballot.try_to_refuse(f"a member died after the others had met: {error}")
 
     def _read(self, deadline: float) -> Verdict:
@@ -242,7 +243,7 @@ class Change:
         return verdict.result()
 
     def _give_up(self, reason: str) -> None:
-        self._is_over = True
+        self.is_over = True
         if self._groups is not None:
             self._groups.abort(reason)
         self._ballot.close()

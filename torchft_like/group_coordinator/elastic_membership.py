@@ -52,6 +52,9 @@ class Membership:
         """The rank of a member; None if it is not one."""
         return self.members.index(name) if name in self.members else None
 
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} ({', '.join(self.members)})"
+
     @property
     def digest(self) -> str:
         """Of all that the members must have been told alike."""

@@ -77,6 +77,7 @@ def test_a_change_is_due_when_all_members_have_the_same(crew: Crew) -> None:
     changes = crew.begin("ab", crew.board.announce("ab"))
     assert crew.together("ab", lambda c: c.is_due(changes["a"] if c.name == "a" else None)) == [False] * 2
     assert crew.complete(changes) == ["", ""]
+    assert crew.together("ab", lambda c: c.is_due(changes[c.name])) == [False] * 2  # it has come about
 
 
 def test_several_changes_in_a_row(crew: Crew) -> None:

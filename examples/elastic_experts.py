@@ -1,0 +1,209 @@
+"""A layer of experts, shared out over processes, that serves while one of them dies and another joins.
+
+    python examples/elastic_experts.py
+
+starts three processes on this machine. Each has some of the experts and answers requests of its own: the
+tokens of all go to all (`dispatch`), every process asks its experts, and the sums come back (`combine`).
+One process is killed with SIGKILL; the others share out its experts and go on; it is started again and
+takes its share. What you should see: three epochs, and not one answer that differs from what a single
+process with all experts gives.
+
+The launcher is a stand-in for a scheduler: it knows who lives, and announces who is a member.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from torchft_like.errors import ChangeRolledBackError, GroupCoordinatorError
+from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator, MembershipBoard
+from torchft_like.process_group import create_store_client
+
+EXPERTS, WIDTH, CHOICES = 8, 16, 2
+ENOUGH = 20  # answers in an epoch, until the launcher goes on
+PAUSE_S = 0.005
+
+
+def main() -> None:
+    if len(sys.argv) == 3:
+        Worker(name=sys.argv[1], address=sys.argv[2]).serve()
+    else:
+        sys.exit(launch())
+
+
+# ----------------------------------------------------------------------------- the launcher
+
+
+def launch() -> int:
+    """Start, kill and start again; the number of workers that were not content."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = f"127.0.0.1:{store.port}/experts"
+    board = MembershipBoard(address)
+    workers = {name: start(name, address) for name in "abc"}
+    everybody = list(workers.values())
+    try:
+        print("a, b and c are started", flush=True)
+        serve_for_a_while(board, "abc", address)
+
+        print(f"b (process {workers['b'].pid}) is killed", flush=True)
+        workers["b"].send_signal(signal.SIGKILL)
+        workers.pop("b").wait()
+        serve_for_a_while(board, "ac", address)
+
+        print("b is started again", flush=True)
+        workers["b"] = start("b", address)
+        everybody.append(workers["b"])
+        serve_for_a_while(board, "acb", address)
+
+        create_store_client(address).set("stop", "1")
+        return sum(worker.wait() != 0 for worker in workers.values())
+    finally:
+        for worker in everybody:
+            worker.kill()
+            worker.wait()
+
+
+def start(name: str, address: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, __file__, name, address], env=environment)
+
+
+def serve_for_a_while(board: MembershipBoard, members: str, address: str) -> None:
+    """Announce the members, and wait until each has given enough answers in that epoch."""
+    epoch = board.announce(members).epoch
+    create_store_client(address).wait([f"served/{name}/{epoch}" for name in members])
+
+
+# ------------------------------------------------------------------------------ the workers
+
+
+class Worker:
+    """Serves its own requests, with the help of all."""
+
+    def __init__(self, name: str, address: str) -> None:
+        torch.set_num_threads(1)
+        self.name = name
+        self.board = MembershipBoard(address)
+        self.store = create_store_client(address)
+        self.group = ElasticCoordinator(name, group_name="experts", options=CoordinatorOptions(timeout=30.0))
+        self.change: Change | None = None
+        self.layer = Layer(self.group)
+        self.answers, self.wrong, self.in_epoch = 0, 0, 0
+
+    def serve(self) -> None:
+        self.follow_board()
+        while True:
+            try:
+                if self.has_switched():
+                    continue  # every epoch begins here, on all members
+                if self.is_over():
+                    break
+                self.answer(request(self.name, self.answers))
+            except GroupCoordinatorError as error:
+                print(f"{self.name}: {str(error)[:70]}...; waits for other members", flush=True)
+                self.follow_board()
+        summary = {"worker": self.name, "answers": self.answers, "wrong": self.wrong}
+        print(json.dumps(summary), flush=True)
+        self.group.destroy()
+        sys.exit(0 if self.wrong == 0 else 1)
+
+    def is_over(self) -> bool:
+        """What the first member has read in the store, so that all stop at the same request."""
+        return bool(self.group.broadcast_object(self.store.check(["stop"])))
+
+    def has_switched(self) -> bool:
+        """Prepare what was announced, and switch when all members are ready for it."""
+        announced = self.board.latest()
+        known = self.change.membership.epoch if self.change is not None else self.group.epoch
+        if announced is not None and announced.epoch > known:
+            self.change = self.group.begin_change(announced)
+        if not self.group.is_due(self.change):
+            return False
+        try:
+            self.switch()
+        except ChangeRolledBackError as error:
+            print(f"{self.name}: {error}", flush=True)
+        return True
+
+    def follow_board(self) -> None:
+        """Without members to call: take what is announced, until a change comes about."""
+        while True:
+            tried = self.change.membership.epoch if self.change is not None else 0
+            if tried <= self.group.epoch:
+                self.change = self.group.begin_change(self.board.wait_for(after=self.group.epoch))
+            try:
+                self.switch()
+                return
+            except ChangeRolledBackError as error:
+                print(f"{self.name}: {error}", flush=True)
+                self.change = self.group.begin_change(self.board.wait_for(after=tried))
+
+    def switch(self) -> None:
+        if self.change is None:
+            raise RuntimeError("no change was begun")
+        self.change.complete()
+        self.in_epoch = 0
+        experts = ", ".join(str(expert) for expert in self.layer.own_experts())
+        print(
+            f"{self.name}: epoch {self.group.epoch}, rank {self.group.rank_in_group} of "
+            f"{self.group.world_size}, experts {experts}",
+            flush=True,
+        )
+
+    def answer(self, tokens: Tensor) -> None:
+        self.wrong += not torch.allclose(self.layer(tokens), self.layer.reference(tokens), atol=1e-5)
+        self.answers += 1
+        self.in_epoch += 1
+        if self.in_epoch == ENOUGH:
+            self.store.set(f"served/{self.name}/{self.group.epoch}", "1")
+        time.sleep(PAUSE_S)
+
+
+class Layer:
+    """Experts, each a matrix; a token goes to those with the highest scores, weighted with them."""
+
+    def __init__(self, group: ElasticCoordinator) -> None:
+        generator = torch.Generator().manual_seed(0)  # a real layer would load them
+        self.group = group
+        self.router = torch.randn(WIDTH, EXPERTS, generator=generator)
+        self.experts = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator) / WIDTH
+
+    def own_experts(self) -> list[int]:
+        """Those of this process, in the present epoch."""
+        return list(range(self.group.rank_in_group, EXPERTS, self.group.world_size))
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        hidden, logits = self.group.dispatch(tokens, tokens @ self.router)[:2]
+        return self.group.combine(self.ask(self.own_experts(), hidden, logits))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        """The same, with all experts here."""
+        return self.ask(list(range(EXPERTS)), tokens, tokens @ self.router)
+
+    def ask(self, experts: list[int], hidden: Tensor, logits: Tensor) -> Tensor:
+        """The sum of what some experts say; zero for tokens that are none of theirs."""
+        scores, chosen = logits.softmax(-1).topk(CHOICES)
+        answers = torch.zeros_like(hidden)
+        for expert in experts:
+            weight = (scores * (chosen == expert)).sum(-1, keepdim=True)
+            answers += weight * (hidden @ self.experts[expert])
+        return answers
+
+
+def request(name: str, number: int) -> Tensor:
+    """Some tokens; sometimes none."""
+    generator = torch.Generator().manual_seed(1000 * ord(name) + number)
+    return torch.randn(number % 7, WIDTH, generator=generator)
+
+
+if __name__ == "__main__":
+    main()
