@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -102,7 +102,9 @@ class Meeting:
         place = own.index(self._rank)
         address = text or str(Address("127.0.0.1", 1))  # a group of one asks no store
         check_whole(self._bond)
-        with self._bond.tying(group):
+        is_cuda = self._device.type == "cuda"  # NCCL takes the device that is current
+        on_device = torch.cuda.device(self._device) if is_cuda else nullcontext()
+        with self._bond.tying(group), on_device:
             group.configure(f"{address}/gang", place, len(own), global_ranks=[ranks[rank] for rank in own])
             group.barrier().wait()
 

@@ -261,7 +261,8 @@ class ElasticCoordinator(EpochCoordinator):
 
     def _make_groups(self, timeout: timedelta) -> EpochGroups:
         cpu = ProcessGroupGloo(timeout)
-        return EpochGroups(cpu, ProcessGroupNCCL(timeout) if self.device.type == "cuda" else cpu)
+        device = ProcessGroupNCCL(timeout) if self.device.type == "cuda" else cpu
+        return EpochGroups(cpu, device, self.device)
 
     def __repr__(self) -> str:
         place = f"rank {self.rank_in_group} of {self.world_size}" if self.membership else "no members"

@@ -7,6 +7,7 @@ what is decided (see `elastic_ballot`), and only then touches the coordinator.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import (
@@ -36,14 +38,22 @@ _logger = logging.getLogger(__name__)
 
 
 class EpochGroups(NamedTuple):
-    """The process groups of one epoch; both are the same where the device is a CPU."""
+    """The process groups of one epoch; both are the same where the tensors are on a CPU."""
 
     cpu: ProcessGroup
     device: ProcessGroup
+    place: torch.device
 
     def each(self) -> list[ProcessGroup]:
         """Every group once."""
         return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
+
+    def configure(self, store_address: str, rank: int, world_size: int) -> None:
+        """Meet the other members, each group under a prefix of its own."""
+        is_cuda = self.place.type == "cuda"  # what is current is a matter of the thread
+        with torch.cuda.device(self.place) if is_cuda else contextlib.nullcontext():
+            for number, group in enumerate(self.each()):
+                group.configure(f"{store_address}/{number}", rank, world_size)
 
     def abort(self, reason: str) -> None:
         """End what is under way, and give everything back aside."""
@@ -175,9 +185,7 @@ class Change:
         self._prepared.set()
 
     def _meet(self, groups: EpochGroups, rank: int) -> None:
-        size = len(self.membership.members)
-        for number, group in enumerate(groups.each()):
-            group.configure(f"{self.membership.store_address}/{number}", rank, size)
+        groups.configure(self.membership.store_address, rank, len(self.membership.members))
         self._ballot.say(rank, self.membership.digest)
         if (reason := differing(self.membership, self._ballot.hear())) is not None:
             raise ValueError(reason)
