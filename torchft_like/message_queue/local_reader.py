@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from torchft_like.descriptors import receive_descriptors
 from torchft_like.errors import (
@@ -228,12 +229,17 @@ class LocalReader:
     def _wait(self, ring: RingReader, word: int, value: int, deadline: float, seconds: float) -> None:
         """Until a word of the writer has a value."""
         words, started = ring.words, time.monotonic()
-        if not self._patience.watch(lambda: words[word] >= value, deadline):
-            while words[word] < value:
+
+        def reached() -> bool:
+            return words[word] >= value
+
+        if not self._patience.watch(reached, deadline):
+            while not reached():
                 self._require_writer(ring, word, value)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
-                self._sleep(ring, word, value, min(deadline - now, RECHECK_S))
+                if self._sleep(reached, min(deadline - now, RECHECK_S)):
+                    self._patience.watch(reached, deadline, is_announced=True)
                 self._require_open()
         self._patience.learn(time.monotonic() - started)
 
@@ -250,16 +256,15 @@ class LocalReader:
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
-    def _sleep(self, ring: RingReader, word: int, value: int, seconds: float) -> None:
-        words = ring.words
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Until somebody wakes this reader; whether the writer did."""
+        while self._hear():  # of earlier sleeps
+            pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
         try:
-            if words[word] < value:
-                self._events.poll(seconds * 1000)
-                if words[word] < value:  # else what the writer said can wait until the next sleep
-                    self._hear()
+            return not reached() and bool(self._events.poll(seconds * 1000))
         finally:
             self._words[SLEEPING] = 0
 

@@ -38,6 +38,7 @@ class Writer:
         self._ending = threading.Lock()
         self._is_closing = False
         self._is_closed = False
+        self._is_broken = False  # in the middle of a message
         self._is_ready = False
         self._patience = Patience()
         self._sleeps = 0
@@ -78,11 +79,12 @@ class Writer:
 
     def enqueue(self, value: object, deadline: float, seconds: float) -> None:
         """Write a message."""
-        structure, leaves = dissect(value)
-        parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
-        nbytes = sum(map(len, parts)) if leaves else len(structure)
         with self._lock:
             self._require_open()
+            self._local.announce()
+            structure, leaves = dissect(value)
+            parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
+            nbytes = sum(map(len, parts)) if leaves else len(structure)
             if not self._is_ready:
                 self._attend()
                 self._is_ready = self._all_joined()
@@ -103,7 +105,7 @@ class Writer:
             os.eventfd_write(self._stop, 1)
             with self._lock:
                 self._is_closed = True
-                self._ring.words[CLOSED] = 1
+                self._ring.words[CLOSED] = not self._is_broken
                 self._release()
 
     def forget(self) -> None:
@@ -158,7 +160,7 @@ class Writer:
         try:
             self._ring.write(kind, parts, nbytes, self._local.wake)
         except BaseException:  # Ctrl-C in the middle of a message: readers must not wait for the rest
-            self._is_closing = True
+            self._is_closing = self._is_broken = True
             self._local.close()
             raise
 

@@ -442,6 +442,28 @@ def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
     assert reader.dequeue(LIMIT_S) == "last"
 
 
+def test_a_writer_interrupted_in_the_middle_of_a_message_is_lost_to_its_readers(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
+    writer.enqueue("whole", LIMIT_S)
+    pieces = iter([None, None])
+
+    def interrupt() -> None:
+        if next(pieces, "none left"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        writer.enqueue(b"x" * 3 * PIECE_BYTES, LIMIT_S)
+    with pytest.raises(QueueClosedError):
+        writer.enqueue("more", LIMIT_S)
+    writer.shutdown()
+    assert reader.dequeue(LIMIT_S) == "whole"
+    with pytest.raises(QueueWriterLostError):
+        reader.dequeue(LIMIT_S)
+
+
 def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
     nobody looks again by himself."""
@@ -449,7 +471,7 @@ def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
     writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
     for end in (writer, *readers):
-        monkeypatch.setattr(end._end._patience, "watch", lambda *_: False)  # type: ignore[union-attr]
+        monkeypatch.setattr(end._end._patience, "watch", lambda *_, **__: False)  # type: ignore[union-attr]
     count = 2000
 
     def read(reader: MessageQueue) -> list[object]:
