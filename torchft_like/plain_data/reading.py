@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.dtypes import DTYPES, numpy_dtype
-from torchft_like.errors import PlainDataError
+from torchft_like.errors import FaultToleranceError, PlainDataError
 from torchft_like.plain_data.schema import (
     ARRAY,
     DEPTH_MAX,
@@ -77,10 +77,13 @@ def assemble_from(structure: bytes, leaves: LeafSource) -> object:
 
     Raises:
         PlainDataError: these are not the bytes of a structure.
+        FaultToleranceError: what the source of the leaves raised.
     """
     try:
         specs, start = _read_specs(structure)
         return _read_value(structure, start, specs, leaves)
+    except FaultToleranceError:
+        raise
     except _FOREIGN as error:
         raise _foreign(error) from error
 

@@ -464,6 +464,28 @@ def test_a_writer_interrupted_in_the_middle_of_a_message_is_lost_to_its_readers(
         reader.dequeue(LIMIT_S)
 
 
+def test_a_reader_that_times_out_in_the_middle_of_a_message_gets_it_later(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
+    pieces, go_on = iter([None, None]), threading.Event()
+
+    def pause() -> None:
+        if next(pieces, "none left"):
+            go_on.wait(LIMIT_S)
+
+    monkeypatch.setattr(writer._end._local, "wake", pause)  # type: ignore[union-attr]
+    value = torch.arange(3 * PIECE_BYTES // 8)
+    writing = queues.run(writer.enqueue, value, LIMIT_S)
+    wait_for(lambda: reader._end._ring.words[PUBLISHED] > 0)  # type: ignore[union-attr]
+    for _ in range(2):
+        with pytest.raises(QueueTimeoutError):
+            reader.dequeue(0.01)
+    go_on.set()
+    writing.result(LIMIT_S)
+    assert same(reader.dequeue(LIMIT_S), value)
+
+
 def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
     nobody looks again by himself."""
