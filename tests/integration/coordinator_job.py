@@ -50,6 +50,16 @@ def make(here: Here, rank: int, *arguments: Any) -> str:
     return outcome_of(lambda: GroupCoordinator(*arguments, options=CoordinatorOptions(timeout=5)))
 
 
+def make_without_the_last(here: Here, rank: int) -> str:
+    """What comes of it when one rank does not come."""
+    if rank == 3:
+        return "not there"
+    options = CoordinatorOptions(timeout=0.5)
+    return outcome_of(
+        lambda: GroupCoordinator([[0, 1, 2, 3]], 0, "gloo", True, False, "short", options=options)
+    )
+
+
 def make_with(here: Here, rank: int, arguments: list[list[Any]]) -> str:
     """Each rank with arguments of its own."""
     return make(here, rank, *arguments[rank])

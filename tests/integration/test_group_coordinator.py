@@ -117,6 +117,12 @@ def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(ranks:
         assert all("Error" in text for text in texts)
 
 
+def test_a_rank_that_does_not_come_to_make_a_coordinator_is_named(ranks: Ranks) -> None:
+    for text in ranks.ask(job.make_without_the_last)[:3]:
+        assert "CollectiveTimeoutError" in text
+        assert "rank 3 did not come" in text
+
+
 # ------------------------------------------------------------------------- faults
 
 

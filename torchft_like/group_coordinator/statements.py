@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import string
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ PAYLOAD_BYTES_MAX = 1024
 _COUNTS_MAX = 8
 _TERM_CHARACTERS_MAX = 80
 _TEXT_CHARACTERS_MAX = 240
+_PLAIN = frozenset(string.printable) - frozenset("\t\n\r\x0b\x0c")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _fitting(value: str) -> str:
 
 def _cut(text: str, characters_max: int) -> str:
     """Plain characters only: in JSON others are longer than they look."""
-    plain = text.encode("ascii", "replace").decode()
+    plain = "".join(character if character in _PLAIN else "?" for character in text[: 2 * characters_max])
     return plain if len(plain) <= characters_max else f"{plain[: characters_max - 3]}..."
 
 

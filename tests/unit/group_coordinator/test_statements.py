@@ -57,8 +57,11 @@ def test_what_is_long_is_cut_and_differs_where_the_whole_does() -> None:
     check({0: one, 1: one})
 
 
-def test_a_long_reason_is_cut() -> None:
-    found = decode(encode(HERE.refused(ValueError("ü" * 5000))))
+@pytest.mark.parametrize("character", ["ü", "\0", '"', "\n", "\ud800", "\\"])
+def test_a_long_reason_is_cut(character: str) -> None:
+    data = encode(HERE.refused(ValueError(character * 5000)))
+    assert len(data) == STATEMENT_BYTES
+    found = decode(data)
     assert found.refusal is not None
     assert found.refusal.startswith("ValueError: ")
     assert len(found.refusal) < 300
