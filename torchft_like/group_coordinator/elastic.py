@@ -243,7 +243,7 @@ class ElasticCoordinator(EpochCoordinator):
         rank = membership.members.index(self.name)
         everyone = list(range(len(membership.members)))
         place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
-        self._begin_epoch(Epoch(membership.epoch), place)
+        self._begin_epoch(Epoch(membership.epoch, mark=membership.epoch), place)
 
     def _leave(self, membership: Membership) -> None:
         self._end_epoch(f"{self.name} has left with epoch {membership.epoch}")

@@ -12,21 +12,26 @@ from typing import TypeVar
 
 from torchft_like.errors import GroupCoordinatorError, StaleEpochError
 from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.group_coordinator.transport import FIRST_TAG, Group, Transport
 
 T = TypeVar("T")
+_MARKS, _NUMBERS = 1 << 10, 1 << 20  # together the tags that there are
 
 
 class Epoch:
     """Whether the members of an epoch are still the present ones.
+
+    Args:
+        mark: of its messages; the same on all members.
 
     Attributes:
         number: of the epoch.
         ended: why it is over; None while it is not.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, mark: int = 0) -> None:
         self.number = number
+        self.mark = mark
         self.ended: str | None = None
 
     def end(self, reason: str) -> None:
@@ -79,6 +84,11 @@ class EpochTransport(Transport):
         """See Transport.guard; an error of an epoch that is over says that."""
         with self.epoch.telling(f"{operation} over {self}"), super().guard(operation):
             yield
+
+    def tag(self, direction: str, peer: int) -> int:
+        """See Transport.tag; of another epoch than any message of the last thousand."""
+        number = super().tag(direction, peer) - FIRST_TAG
+        return FIRST_TAG + self.epoch.mark % _MARKS * _NUMBERS + number % _NUMBERS
 
     def over(self, cpu_group: Group, device_group: Group | None) -> Transport:
         """See Transport.over."""

@@ -311,3 +311,12 @@ def test_an_elastic_coordinator_says_who_it_is(crew: Crew) -> None:
     coordinator.destroy()
     with pytest.raises(GroupCoordinatorError, match="destroyed"):
         coordinator.all_reduce(torch.ones(1))
+
+
+def test_messages_of_two_epochs_have_no_tag_in_common(crew: Crew) -> None:
+    tags = []
+    for _ in range(2):
+        crew.change("ab")
+        transport = crew["a"]._current()
+        tags.append({transport.tag("to", 1) for _ in range(100)})
+    assert len(tags[0] | tags[1]) == 200
