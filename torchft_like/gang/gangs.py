@@ -6,6 +6,7 @@ that is the whole is the whole gang itself, and a part of one is a FakeGang: nei
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -39,8 +40,9 @@ class Gangs:
 
     def close(self) -> None:
         """Close every gang, the root last. Safe to call again."""
-        for gang in _unique(self.pp, self.tp, self.sdp, self.rdp, self.dp, self.root):
-            gang.close()
+        with ExitStack() as all_of_them:  # whatever becomes of one
+            for gang in _unique(self.root, self.dp, self.rdp, self.sdp, self.tp, self.pp):
+                all_of_them.callback(gang.close)
 
     def __enter__(self) -> Self:
         current.push(self)

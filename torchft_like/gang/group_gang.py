@@ -132,7 +132,7 @@ class GroupGang(Gang):
         with self._communicating("broadcast_objects") as group:
             sending.transfer(objects, size, self._broadcast_checked)
 
-    def exchange(self, group: dist.ProcessGroup, record: bytes) -> list[bytes]:
+    def _exchange(self, group: dist.ProcessGroup, record: bytes) -> list[bytes]:
         """What every member of `group` has passed, all of the same length."""
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self._device)
         return [each.cpu().numpy().tobytes() for each in self._gather_checked(group, own)]

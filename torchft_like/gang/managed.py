@@ -105,7 +105,7 @@ class ManagedGang(GroupGang):
         parts = check_partition(partition, self.size)
         with self._communicating("create_gang"):
             whole = self._manager.process_group
-            part = Meeting(whole, self._device, parts).hold(lambda record: self.exchange(whole, record))
+            part = Meeting(whole, self._device, parts).hold(lambda record: self._exchange(whole, record))
         if part is None:
             return None
         return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)

@@ -36,10 +36,15 @@ class ProcessGroupGang(GroupGang):
         pg: any that `torch.distributed` takes: its own, ours, wrapped or not. It stays the caller's:
             `close` leaves it alone.
         device: where the group's tensors are.
+
+    Raises:
+        ValueError: `pg` is what torch gives to those who are not in a group.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(device)
+        if not isinstance(pg, dist.ProcessGroup):
+            raise ValueError(f"{pg!r} is no process group that the caller is a member of")
         self._pg = pg
         self._swallowers = swallowers(pg)
         self._part: Part | None = None
@@ -134,7 +139,7 @@ class ProcessGroupGang(GroupGang):
         """See Gang.split."""
         parts = check_partition(partition, self.size)
         with self._communicating("create_gang") as group:
-            part = Meeting(group, self._device, parts).hold(lambda record: self.exchange(group, record))
+            part = Meeting(group, self._device, parts).hold(lambda record: self._exchange(group, record))
         return None if part is None else ProcessGroupGang.over(part, self._device, self._tell, self._check)
 
     @classmethod

@@ -11,6 +11,7 @@ Who shall be a member is not decided here: a `Membership` says it, which a launc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -172,7 +173,9 @@ class ElasticCoordinator(EpochCoordinator):
         self.options = options or CoordinatorOptions()
         self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
+        self._change: Change | None = None
         self._tried = 0
+        self._is_destroyed = False
         self._why_none = "it has no members yet: begin a change"
 
     def change(self, membership: Membership, timeout: timedelta | float | None = None) -> None:
@@ -187,12 +190,15 @@ class ElasticCoordinator(EpochCoordinator):
     def begin_change(self, membership: Membership, timeout: timedelta | float | None = None) -> Change:
         """Begin to meet the members of `membership`, beside the present ones, with whom calls go on.
 
+        A change that was begun before and is not over is rolled back.
+
         Those who are to leave begin it, too, if they can: they hear of the decision in `complete`.
 
         Args:
             timeout: for the members to meet, and for the decision; that of the options if left out.
 
         Raises:
+            GroupCoordinatorError: the coordinator was destroyed.
             ValueError: its epoch is not larger than every one that was tried before, or the caller is
                 neither one of these members nor of the present ones.
         """
@@ -202,10 +208,14 @@ class ElasticCoordinator(EpochCoordinator):
             )
         if membership.rank_of(self.name) is None and self.membership is None:
             raise ValueError(f"{self.name} is not a member, and will not be: {membership}")
+        if self._is_destroyed:
+            raise GroupCoordinatorError(f"{self!r} was destroyed")
         self._tried = membership.epoch
+        self._give_up_change(f"{self.name} goes on to {membership}")
         limit = as_timedelta(self.options.timeout if timeout is None else timeout)
         settling = Settling(self._enter, self._leave, self._lose)
-        return Change(self.name, membership, limit, self._make_groups, settling)
+        self._change = Change(self.name, membership, limit, self._make_groups, settling)
+        return self._change
 
     def is_due(self, change: Change | None) -> bool:
         """Whether all present members are ready for the same change: then each calls `complete`.
@@ -224,8 +234,9 @@ class ElasticCoordinator(EpochCoordinator):
 
     def destroy(self) -> None:
         """Give back the groups; from now on there are no members, and no change to come."""
-        self._end_epoch("the coordinator was destroyed")
-        self._why_none = "it was destroyed"
+        self._is_destroyed = True
+        self._give_up_change(f"{self.name} was destroyed")
+        self._end_epoch("it was destroyed")
         super().destroy()
 
     def _current(self) -> Transport:
@@ -233,6 +244,12 @@ class ElasticCoordinator(EpochCoordinator):
             error = StaleEpochError if self.epoch else GroupCoordinatorError
             raise error(f"{self!r} cannot communicate: {self._why_none}")
         return self._transport
+
+    def _give_up_change(self, reason: str) -> None:
+        """The others need not wait for this member in the change that it has begun, if it has not voted."""
+        if self._change is not None:
+            with contextlib.suppress(ChangeInDoubtError):
+                self._change.roll_back(reason)
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
         reason = f"its members are those of epoch {membership.epoch} now"

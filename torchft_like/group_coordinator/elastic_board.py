@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -17,7 +18,6 @@ from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
 from torchft_like.process_group.wrapper import as_timedelta
 
-_EPOCHS = "epochs"
 _LATEST = "latest"
 
 
@@ -41,12 +41,15 @@ class MembershipBoard:
             ProcessGroupError, TimeoutError: the store was lost.
         """
         with self._asking() as store:
-            epoch = store.add(_EPOCHS, 1)
-            place = StoreAddress(self._address.server, f"{self._address.prefix}/epoch/{epoch}")
-            membership = Membership(epoch, str(place), tuple(members))
-            store.set(_key(epoch), json.dumps([membership.store_address, membership.members]))
-            store.set(_LATEST, str(epoch))
-        return membership
+            epoch = _latest(store)
+            while True:  # until nobody else was first to write down an epoch of that number
+                epoch += 1
+                place = StoreAddress(self._address.server, f"{self._address.prefix}/epoch/{epoch}")
+                membership = Membership(epoch, str(place), tuple(members))
+                text = json.dumps([uuid.uuid4().hex, membership.store_address, membership.members])
+                if store.compare_set(_key(epoch), "", text) == text.encode():
+                    store.set(_LATEST, str(epoch))
+                    return membership
 
     def latest(self) -> Membership | None:
         """What was announced last; None if nothing was.
@@ -55,9 +58,8 @@ class MembershipBoard:
             ProcessGroupError, TimeoutError: the store was lost.
         """
         with self._asking() as store:
-            if not store.check([_LATEST]):
+            if (epoch := _latest(store)) == 0:
                 return None
-            epoch = int(store.multi_get([_LATEST])[0])
             return _membership(epoch, store.multi_get([_key(epoch)])[0])
 
     def wait_for(self, after: int, timeout: timedelta | float | None = None) -> Membership:
@@ -73,10 +75,8 @@ class MembershipBoard:
         limit = self._timeout if timeout is None else as_timedelta(timeout)
         with self._asking() as store:
             store.wait([_key(after + 1)], limit)
-        found = self.latest()
-        while found is None or found.epoch <= after:  # written a moment after its own key
-            found = self.latest()
-        return found
+            epoch = _latest(store, after + 1)
+            return _membership(epoch, store.multi_get([_key(epoch)])[0])
 
     def withdraw(self, membership: Membership, reason: str) -> None:
         """Have a change rolled back that will not come about, unless it is decided already.
@@ -96,13 +96,22 @@ class MembershipBoard:
             yield store
 
 
+def _latest(store: AbortableStore, known: int = 0) -> int:
+    """The number of the last epoch that was written down; 0 if none was. There are no gaps."""
+    if store.check([_LATEST]):  # which may lag behind a little, and saves the way from the first on
+        known = max(known, int(store.multi_get([_LATEST])[0]))
+    while store.check([_key(known + 1)]):
+        known += 1
+    return known
+
+
 def _key(epoch: int) -> str:
     return f"membership/{epoch}"
 
 
 def _membership(epoch: int, text: bytes) -> Membership:
     try:
-        address, members = json.loads(text)
+        _, address, members = json.loads(text)
         return Membership(epoch, address, tuple(members))
     except (ValueError, TypeError) as error:
         raise GroupCoordinatorError(

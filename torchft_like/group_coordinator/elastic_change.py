@@ -156,7 +156,7 @@ class Change:
             self._settling.enter(self.membership, self._groups)
 
     def roll_back(self, reason: str) -> None:
-        """Instead of `complete`: nobody switches. Does nothing if it is over.
+        """Instead of `complete`: nobody switches. Does nothing if it is over, or decided otherwise.
 
         Raises:
             ChangeInDoubtError: `complete` is under way in another thread, and may have voted.
@@ -211,7 +211,8 @@ class Change:
         """
         self._prepared.wait(_left_s(deadline))
         try:
-            if self._groups is not None and self._failure is None and self._prepared.is_set():
+            is_ready = self._failure is None and self._prepared.is_set()
+            if self._groups is not None and is_ready and not self._ballot.has_voted:
                 self._vote(self._groups)
             return self._read(deadline)
         except STORE_LOST as error:

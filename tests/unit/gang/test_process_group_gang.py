@@ -382,6 +382,13 @@ def test_hybrid_sharding_over_four_processes(crew: MakeCrew) -> None:
 # -------------------------------------------------------------------------------- errors
 
 
+def test_who_is_not_in_a_group_has_no_gang() -> None:
+    with pytest.raises(ValueError, match="member"):
+        ProcessGroupGang(dist.GroupMember.NON_GROUP_MEMBER, CPU)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not meta"):
+        ProcessGroupGang.create_default_process_group(torch.device("meta"))
+
+
 def abort(gangs: Crew, rank: int) -> None:
     group: Any = gangs.gangs[rank].as_process_group()
     group.abort("the test says so")

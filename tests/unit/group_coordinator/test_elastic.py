@@ -213,6 +213,31 @@ def test_members_that_were_told_different_things_do_not_switch(crew: Crew) -> No
     assert crew.sums("ab") == [2, 2]
 
 
+def test_a_later_announcement_rolls_back_the_one_before(crew: Crew) -> None:
+    crew.change("ab")
+    first = crew.begin("ab", crew.board.announce("abx"), ready=False)
+    second = crew.board.announce("abc")
+    begun = crew.begin("a", second, ready=False)
+    with pytest.raises(ChangeRolledBackError, match="a goes on to epoch 3"):
+        first["b"].complete()
+    assert first["a"].is_over
+    begun |= crew.begin("bc", second)
+    assert crew.complete(begun) == [""] * 3
+    assert crew.sums("abc") == [3, 3, 3]
+
+
+def test_the_board_has_no_gaps_and_one_membership_for_each_epoch(crew: Crew) -> None:
+    with pytest.raises(ValueError, match="members"):
+        crew.board.announce([])
+    many = [crew.aside(crew.board.announce, "abcdef"[: number + 1]) for number in range(6)]
+    found = sorted((each.result(LIMIT_S) for each in many), key=lambda m: m.epoch)
+    assert [membership.epoch for membership in found] == [1, 2, 3, 4, 5, 6]
+    assert crew.board.latest() == found[-1]
+    assert crew.board.wait_for(after=2) == found[-1]
+    with pytest.raises(TimeoutError):
+        crew.board.wait_for(after=6, timeout=0.05)
+
+
 def test_who_leaves_and_does_not_care_does_not_stop_the_others(crew: Crew) -> None:
     crew.change("abc")
     membership = crew.board.announce("ab")
@@ -311,6 +336,8 @@ def test_an_elastic_coordinator_says_who_it_is(crew: Crew) -> None:
     coordinator.destroy()
     with pytest.raises(GroupCoordinatorError, match="destroyed"):
         coordinator.all_reduce(torch.ones(1))
+    with pytest.raises(GroupCoordinatorError, match="destroyed"):
+        coordinator.begin_change(Membership(1, "127.0.0.1:1/x", ("a",)))
 
 
 def test_messages_of_two_epochs_have_no_tag_in_common(crew: Crew) -> None:
