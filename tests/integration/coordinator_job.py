@@ -106,7 +106,9 @@ def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
         return graph.forward
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return coordinator.reduce_scatter(coordinator.all_gather(coordinator.all_reduce(x * 2), 0), 0) + 1
+        everyones = coordinator.all_gather(coordinator.all_reduce(x * 2), 0)
+        own: torch.Tensor = coordinator.reduce_scatter(everyones, 0)
+        return own + 1
 
     found = torch.compile(function, backend=keep, fullgraph=True)(torch.full((2,), float(rank)))
     assert torch.equal(found, function(torch.full((2,), float(rank))))
@@ -125,6 +127,18 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
     group.configure(address, place, 3)
     here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed")
     here.coordinator.barrier()
+    here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))  # for a combine to come
+
+
+def use_a_queue(here: Here, rank: int) -> Any:
+    """From now on rank 0 broadcasts objects through a queue; what it broadcasts first."""
+    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster()
+    return here.coordinator.broadcast_object(["first"])
+
+
+def broadcast_object(here: Here, rank: int) -> str:
+    """What comes of one more."""
+    return outcome_of(lambda: here.coordinator.broadcast_object(["second"]))
 
 
 def begin(here: Here, rank: int, name: str) -> None:
@@ -194,5 +208,7 @@ CALLS: dict[str, Call] = {
     "isend_tensor_dict": lambda c: c.isend_tensor_dict(big(c)).wait(),
     "barrier": lambda c: c.barrier(),
     "dispatch": lambda c: c.dispatch(torch.ones(c.rank, 4), torch.ones(c.rank, 2)),
+    "combine": lambda c: c.combine(torch.ones(6, 4)),
     "create_mq_broadcaster": lambda c: c.create_mq_broadcaster(),
+    "create_single_reader_mq_broadcasters": lambda c: c.create_single_reader_mq_broadcasters(),
 }

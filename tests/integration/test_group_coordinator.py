@@ -133,16 +133,21 @@ def victim() -> Iterator[Rank]:
     rank.end()
 
 
+def meet(store: TCPStore, members: Ranks, swallows: bool = False) -> None:
+    """A group for one fault."""
+    address = f"127.0.0.1:{store.port}/faults/{next(_prefixes)}"
+    for place, rank in enumerate(members):
+        rank.tell(job.meet, place, place, address, swallows)
+    for rank in members:
+        rank.answer()
+
+
 def run_into_a_death(
     store: TCPStore, ranks: Ranks, victim: Rank, name: str, swallows: bool = False
 ) -> list[str]:
     """Rank 2 is killed inside a call in which rank 1 waits, too; then rank 0 comes. How it ends for both."""
-    address = f"127.0.0.1:{store.port}/faults/{next(_prefixes)}"
     late, waiting = ranks[0], ranks[1]
-    for place, rank in enumerate((late, waiting, victim)):
-        rank.tell(job.meet, place, place, address, swallows)
-    for rank in (late, waiting, victim):
-        rank.answer()
+    meet(store, Ranks([late, waiting, victim]), swallows)
     for rank in (victim, waiting):
         rank.ask(job.begin, 0, name)
     assert waiting.ask(job.is_blocked, 0)
@@ -166,3 +171,27 @@ def test_a_group_that_hides_its_errors_does_not_hide_them_here(
 ) -> None:
     for text in run_into_a_death(store, ranks, victim, name, swallows=True):
         assert text.startswith("GroupCoordinatorError"), text
+
+
+def test_readers_of_a_queue_hear_of_the_death_of_its_writer(
+    store: TCPStore, ranks: Ranks, victim: Rank
+) -> None:
+    members = Ranks([victim, ranks[0], ranks[1]])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    for rank in members[1:]:
+        rank.tell(job.broadcast_object, 1)
+    victim.kill()
+    for rank in members[1:]:
+        assert rank.answer().startswith("GroupCoordinatorError")
+
+
+def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
+    store: TCPStore, ranks: Ranks, victim: Rank
+) -> None:
+    members = Ranks([ranks[0], ranks[1], victim])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    victim.kill()
+    assert "ranks [2] do not read" in ranks[0].ask(job.broadcast_object, 0)
+    assert "second" in ranks[1].ask(job.broadcast_object, 1)  # it was written before the writer knew
