@@ -1,4 +1,4 @@
-"""More cases for coordinators: what comes of wrong arguments, above all of those that one rank alone passes."""
+"""More cases for coordinators: what comes of wrong arguments, most of them of one rank alone."""
 
 from __future__ import annotations
 
