@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -30,7 +33,8 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------- fixed members
 
 
-def start_default_gang(here: Here, rank: int, port: int, world_size: int, backend: str | None) -> int:
+def be_started(rank: int, port: int, world_size: int) -> None:
+    """As if by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -39,6 +43,10 @@ def start_default_gang(here: Here, rank: int, port: int, world_size: int, backen
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
+
+
+def start_default_gang(here: Here, rank: int, port: int, world_size: int, backend: str | None) -> int:
+    be_started(rank, port, world_size)
     here.gang = ProcessGroupGang.create_default_process_group(CPU, backend=backend)
     return int(here.gang.size)
 
@@ -98,6 +106,14 @@ def shard_over_a_part(here: Here, rank: int) -> list[float]:
     part.close()
     gradient: list[float] = whole[0].tolist()
     return gradient
+
+
+def run_example(here: Here, rank: int, port: int, world_size: int) -> str:
+    """examples/parallel_gangs.py in this process: what it prints."""
+    be_started(rank, port, world_size)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path("examples/parallel_gangs.py", run_name="__main__")
+    return output.getvalue()
 
 
 def close(here: Here, rank: int) -> bool:

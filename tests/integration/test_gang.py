@@ -42,10 +42,18 @@ def test_fsdp_takes_the_group_of_a_part() -> None:
         assert ranks.ask(gang_job.shard_over_a_part) == [[0.5, 0.5]] * 2
 
 
-def test_the_example_trains_the_network_that_is_in_one_piece(processes: Processes) -> None:
+def test_the_example_trains_the_network_that_is_in_one_piece() -> None:
+    store = serve_store()
+    with running(4) as ranks:
+        output = "".join(ranks.ask(gang_job.run_example, store.port, 4))
+    assert "process 2: tensor parallel with [2, 3], data parallel with [0, 2]" in output
+    assert "largest difference" in output
+
+
+@pytest.mark.slow
+def test_the_example_starts_its_processes_itself(processes: Processes) -> None:
     example = processes.start(sys.executable, "examples/parallel_gangs.py")
-    assert example.wait() == 0
-    assert "process 2: tensor parallel with [2, 3], data parallel with [0, 2]" in example.output
+    assert example.wait(110) == 0
     assert "largest difference" in example.output
 
 
