@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchft_like.group_coordinator.arguments import checked_tensor, tensor_terms
+from torchft_like.group_coordinator.arguments import Terms, checked_tensor, tensor_terms
 from torchft_like.group_coordinator.numbers import addable, as_before
 from torchft_like.group_coordinator.plans import checked_dim, checked_rank, with_rows
-from torchft_like.group_coordinator.statements import Statement
 from torchft_like.group_coordinator.transport import Transport, as_bytes
 from torchft_like.group_coordinator.variable import reduce_scatter_by_rows
 
@@ -20,12 +19,11 @@ from torchft_like.group_coordinator.variable import reduce_scatter_by_rows
 def all_reduce(transport: Transport, input_: Tensor) -> Tensor:
     """The sum over all ranks, in a new tensor."""
 
-    def prepare() -> tuple[Statement, Tensor]:
-        checked_tensor(input_)
-        return Statement("all_reduce", tensor_terms(input_)), addable(transport.carried(input_))
+    def prepare() -> Tensor:
+        return addable(transport.carried(checked_tensor(input_)))
 
     with transport.guard("all_reduce"):
-        ready = transport.agree_if_checking(prepare, "all_reduce")
+        ready = transport.agree_if_checking(prepare, "all_reduce", lambda _: tensor_terms(input_))
         total = ready.clone()
         if transport.world_size > 1 and total.numel():
             transport.allreduce(total).land()
@@ -35,12 +33,11 @@ def all_reduce(transport: Transport, input_: Tensor) -> Tensor:
 def all_gather(transport: Transport, input_: Tensor, dim: int) -> Tensor:
     """The tensors of all ranks joined along `dim`."""
 
-    def prepare() -> tuple[Statement, int]:
-        at = checked_dim(dim, checked_tensor(input_).dim())
-        return Statement("all_gather", (*tensor_terms(input_), ("dim", str(at)))), at
+    def prepare() -> int:
+        return checked_dim(dim, checked_tensor(input_).dim())
 
     with transport.guard("all_gather"):
-        at = transport.agree_if_checking(prepare, "all_gather")
+        at = transport.agree_if_checking(prepare, "all_gather", lambda at: _terms(input_, dim=at))
         if transport.world_size == 1:
             return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
@@ -53,17 +50,17 @@ def all_gather(transport: Transport, input_: Tensor, dim: int) -> Tensor:
 def reduce_scatter(transport: Transport, input_: Tensor, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum over all ranks."""
 
-    def prepare() -> tuple[Statement, int]:
+    def prepare() -> int:
         at = checked_dim(dim, checked_tensor(input_).dim())
         if input_.shape[at] % transport.world_size:
             raise ValueError(
                 f"{input_.shape[at]} rows along dim {at} cannot be shared out evenly among "
                 f"{transport.world_size} ranks: use reduce_scatterv"
             )
-        return Statement("reduce_scatter", (*tensor_terms(input_), ("dim", str(at)))), at
+        return at
 
     with transport.guard("reduce_scatter"):
-        at = transport.agree_if_checking(prepare, "reduce_scatter")
+        at = transport.agree_if_checking(prepare, "reduce_scatter", lambda at: _terms(input_, dim=at))
         rows = input_.shape[at] // transport.world_size
         return reduce_scatter_by_rows(transport, [input_], at, (rows,) * transport.world_size)[0]
 
@@ -71,14 +68,12 @@ def reduce_scatter(transport: Transport, input_: Tensor, dim: int) -> Tensor:
 def gather(transport: Transport, input_: Tensor, dst: int, dim: int) -> Tensor | None:
     """The tensors of all ranks joined along `dim` on rank `dst`; None elsewhere."""
 
-    def prepare() -> tuple[Statement, int]:
-        at = checked_dim(dim, checked_tensor(input_).dim())
+    def prepare() -> int:
         checked_rank(dst, transport.world_size, "dst")
-        terms = (*tensor_terms(input_), ("dst", str(dst)), ("dim", str(at)))
-        return Statement("gather", terms), at
+        return checked_dim(dim, checked_tensor(input_).dim())
 
     with transport.guard("gather"):
-        at = transport.agree_if_checking(prepare, "gather")
+        at = transport.agree_if_checking(prepare, "gather", lambda at: _terms(input_, dst=dst, dim=at))
         if transport.world_size == 1:
             return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
@@ -92,12 +87,12 @@ def gather(transport: Transport, input_: Tensor, dst: int, dim: int) -> Tensor |
 def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
     """Bring the tensor of rank `src` into that of every other rank; gives the same tensor."""
 
-    def prepare() -> tuple[Statement, None]:
+    def prepare() -> Tensor:
         checked_rank(src, transport.world_size, "src")
-        return Statement("broadcast", (*tensor_terms(checked_tensor(input_)), ("src", str(src)))), None
+        return checked_tensor(input_)
 
     with transport.guard("broadcast"):
-        transport.agree_if_checking(prepare, "broadcast")
+        transport.agree_if_checking(prepare, "broadcast", lambda _: _terms(input_, src=src))
         if transport.world_size > 1 and input_.numel():
             moved = transport.carried(input_)
             transport.broadcast(as_bytes(moved), src).land()
@@ -105,6 +100,10 @@ def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
                 with torch.no_grad():
                     input_.copy_(moved)
         return input_
+
+
+def _terms(tensor: Tensor, **more: int) -> Terms:
+    return *tensor_terms(tensor), *((name, str(number)) for name, number in more.items())
 
 
 def _joined_along(parts: Tensor, dim: int) -> Tensor:

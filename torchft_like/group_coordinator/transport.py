@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import (
 )
 
 from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
+from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement, check, decode, encode
 from torchft_like.process_group import ProcessGroup
@@ -205,9 +206,20 @@ class Transport:
         check(dict(enumerate(said)))
         return said, prepared
 
-    def agree_if_checking(self, prepare: Callable[[], tuple[Statement, T]], operation: str) -> T:
-        """As `agree` where the options ask for it; else the caller's own arguments only are looked at."""
-        return (self.agree(prepare, operation) if self.is_checking else prepare())[1]
+    def agree_if_checking(self, prepare: Callable[[], T], operation: str, terms: Callable[[T], Terms]) -> T:
+        """As `agree` where the options ask for it; else the caller's own arguments only are looked at.
+
+        Args:
+            terms: what the ranks must agree on, from what `prepare` gives.
+        """
+        if not self.is_checking:
+            return prepare()
+
+        def state() -> tuple[Statement, T]:
+            prepared = prepare()
+            return Statement(operation, terms(prepared)), prepared
+
+        return self.agree(state, operation)[1]
 
     def _exchange(self, statement: Statement) -> list[Statement]:
         if self.world_size == 1:
