@@ -141,6 +141,9 @@ class Worker:
     def do_dequeue(self, timeout: float | None = None) -> object:
         return self._queue().dequeue(timeout)
 
+    def do_shutdown(self) -> None:
+        self._queue().shutdown()
+
     def do_readers(self) -> object:
         return [self._queue().readers, self._queue().lost_readers]
 

@@ -218,6 +218,18 @@ def test_a_fork_of_a_reader_neither_reads_nor_hides_its_death(cast: Cast) -> Non
     assert psutil.pid_exists(fork)
 
 
+def test_forks_of_both_ends_of_a_remote_queue_leave_it_alone(cast: Cast) -> None:
+    writer, (reader,) = cast.queue(0, 1)
+    fork, said = reader.ask("fork")
+    cast.forks.append(fork)
+    assert said == "QueueClosedError"
+    cast.forks.append(writer.ask("fork")[0])
+    fill(writer)
+    assert read(reader, CHUNKS) == list(range(CHUNKS))
+    writer.ask("shutdown")
+    assert "QueueClosedError" in reader.fails("dequeue", timeout=None)
+
+
 def test_readers_that_wait_use_no_processor(cast: Cast) -> None:
     _, readers = cast.queue(1, 1)
     for reader in readers:

@@ -9,7 +9,6 @@ evicted, and the page is its own file.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -133,10 +132,13 @@ class Audience:
 
     def announce(self) -> None:
         """Wake those who sleep already: while they wake up, the message is written."""
+        dead = None
         for member in self._members.values():
             sleep = member.words[SLEEPING]
-            if sleep and sleep != member.rung:
-                self._ring(member, sleep)
+            if sleep and sleep != member.rung and not _ring(member, sleep):
+                dead = member
+        if dead is not None:  # others are noticed when they are waited for
+            self._evict(dead, "it cannot be woken")
 
     def attend(self) -> None:
         """Let readers in, and take note of those who left. Waits for nothing."""
@@ -187,13 +189,6 @@ class Audience:
         except OSError as error:
             self._evict(member, f"its connection failed ({error.strerror})")
 
-    def _ring(self, member: _Member, sleep: int) -> None:
-        member.rung = sleep
-        if member.connection is None:
-            return
-        with contextlib.suppress(OSError):  # full: it has plenty to wake up to; ended: `attend` sees it
-            member.connection.send(WAKE, socket.MSG_DONTWAIT)
-
     def _evict(self, member: _Member, reason: str) -> None:
         self._remove(member)
         self.lost.append(member.rank)
@@ -202,3 +197,17 @@ class Audience:
     def _remove(self, member: _Member) -> None:
         del self._members[member.rank]
         member.close()
+
+
+def _ring(member: _Member, sleep: int) -> bool:
+    """Whether the reader will wake up."""
+    if member.connection is None:
+        return True
+    member.rung = sleep
+    try:
+        member.connection.send(WAKE, socket.MSG_DONTWAIT)
+    except BlockingIOError:  # it has plenty to wake up to
+        return True
+    except OSError:
+        return False
+    return True

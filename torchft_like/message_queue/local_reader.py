@@ -36,7 +36,7 @@ from torchft_like.message_queue.leaves import (
     reading_ring,
 )
 from torchft_like.message_queue.memory import map_received
-from torchft_like.message_queue.patience import RECHECK_S, Patience
+from torchft_like.message_queue.patience import RECHECK_S, Patience, stare
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
@@ -175,8 +175,9 @@ class LocalReader:
             return assembled(ring.read(ring.place_of(record), record.nbytes), NO_LEAVES)
 
         def streamed(nbytes: int) -> None:
-            if ring.words[STREAMED] < nbytes:
-                self._wait(ring, STREAMED, nbytes, deadline, seconds)
+            if not stare(lambda: ring.words[STREAMED] >= nbytes):
+                # The writer lost its core. Sleep until all is there, rather than once for every piece.
+                self._wait(ring, STREAMED, record.start + record.nbytes, deadline, seconds)
 
         if record.is_long:
             streamed(record.start + record.structure_bytes)
@@ -235,7 +236,7 @@ class LocalReader:
 
         if not self._patience.watch(reached, deadline):
             while not reached():
-                self._require_writer(ring, word, value)
+                self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
                 if self._sleep(reached, min(deadline - now, RECHECK_S)):
@@ -243,14 +244,13 @@ class LocalReader:
                 self._require_open()
         self._patience.learn(time.monotonic() - started)
 
-    def _require_writer(self, ring: RingReader, word: int, value: int) -> None:
+    def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
         """Raise if what is awaited will never come."""
-        words = ring.words
-        is_closed = words[CLOSED]
+        is_closed = ring.words[CLOSED]
         if not (is_closed or self._writer_is_gone):
             return
         full_fence()
-        if words[word] >= value:  # it was the last
+        if reached():  # it was the last
             return
         if is_closed:
             raise QueueClosedError("the writer has shut the queue down, and everything was read")

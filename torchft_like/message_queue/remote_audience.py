@@ -16,6 +16,7 @@ import logging
 import struct
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import zmq
 
@@ -34,6 +35,9 @@ _SMALL_BYTES_MAX = 1024  # of what readers say
 _PROBE_S = 1.0
 
 _logger = logging.getLogger(__name__)
+
+
+Prepared: TypeAlias = "Sequence[bytes | zmq.Frame]"
 
 
 class _Reader:
@@ -125,13 +129,12 @@ class RemoteAudience:
             for identity in list(self._readers):
                 self._tell(identity, [TAG_PROBE])
 
-    def send(self, parts: Sequence[Bytes]) -> None:
-        """Send a message to everybody; the caller knows that there is room."""
-        if not self._readers:
-            return
-        # One copy, which the messages to all readers share.
-        message: list[bytes | zmq.Frame] = [NUMBERED.pack(TAG_DATA, self._sent)]
-        message += [zmq.Frame(part, copy=True) for part in parts]
+    def prepare(self, parts: Sequence[Bytes]) -> Prepared:
+        """A copy of the next message, which all readers share; makes of `send` a call that cannot fail."""
+        return [NUMBERED.pack(TAG_DATA, self._sent), *(zmq.Frame(part, copy=True) for part in parts)]
+
+    def send(self, message: Prepared) -> None:
+        """Send the message prepared last to everybody; the caller knows that there is room."""
         self._sent += 1
         for identity in list(self._readers):
             self._tell(identity, message)
@@ -186,7 +189,7 @@ class RemoteAudience:
         self._readers[identity] = _Reader(rank, self._sent)
         self._tell(identity, [NUMBERED.pack(TAG_WELCOME, self._sent)])
 
-    def _tell(self, identity: bytes, message: Sequence[bytes | zmq.Frame]) -> None:
+    def _tell(self, identity: bytes, message: Prepared) -> None:
         try:
             self._router.send_multipart([identity, *message], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

@@ -44,13 +44,20 @@ class Writer:
         self._sleeps = 0
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
         purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
-        self._descriptor = reserve(geometry.memory_bytes, purpose)
-        self._memory = map_to_write(self._descriptor, geometry.memory_bytes)
-        seal(self._descriptor)
-        self._ring = RingWriter(memoryview(self._memory), geometry)
-        self._local = Audience(geometry, self._descriptor, local_ranks, token)
         self._remote = remote
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with contextlib.ExitStack() as undo:
+            self._descriptor = reserve(geometry.memory_bytes, purpose)
+            undo.callback(os.close, self._descriptor)
+            self._memory = map_to_write(self._descriptor, geometry.memory_bytes)
+            undo.callback(self._memory.close)
+            seal(self._descriptor)
+            self._ring = RingWriter(memoryview(self._memory), geometry)
+            undo.callback(self._ring.release)
+            self._local = Audience(geometry, self._descriptor, local_ranks, token)
+            undo.callback(self._local.close)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._stop)
+            self._undo = undo.pop_all()
 
     @property
     def name(self) -> str:
@@ -88,13 +95,14 @@ class Writer:
             if not self._is_ready:
                 self._attend()
                 self._is_ready = self._all_joined()
+            prepared = self._remote.prepare(parts) if self._remote else []
             if nbytes <= self._ring.geometry.message_bytes_max:
                 self._await_room(self._ring.geometry.slots_for(nbytes), False, deadline, seconds)
                 self._write(INLINE, parts, nbytes)
             else:
                 self._write_file(parts, nbytes, deadline, seconds)
             if self._remote:
-                self._remote.send(parts)
+                self._remote.send(prepared)
 
     def shutdown(self) -> None:
         """Let readers read what was written, and let go of them."""
@@ -117,13 +125,10 @@ class Writer:
             self._release()
 
     def _release(self) -> None:
-        self._local.close()
+        self._local.close()  # first: who waits need not wait for a farewell to remote readers
         if self._remote:
             self._remote.close()
-        self._ring.release()
-        self._memory.close()
-        os.close(self._descriptor)
-        os.close(self._stop)
+        self._undo.close()
 
     def _require_open(self) -> None:
         if self._is_closing:
