@@ -45,7 +45,7 @@ class Plan:
     idle_seconds: float = 3.0
 
 
-QUICK = Plan(rounds=2, idle_seconds=1.0)
+QUICK: Plan = Plan(rounds=2, idle_seconds=1.0)
 
 
 def main(plan: Plan) -> Result:
