@@ -69,3 +69,13 @@ def test_a_member_killed_inside_each_kind_of_call_is_a_gang_error_on_the_others(
                 ranks[2].kill()
                 ranks[1].ask(gang_job.begin, 1, call)
                 assert survivors.ask(gang_job.outcome) == [("GangError", True)] * 2, call
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "create_gang"])
+def test_a_dead_member_of_a_group_of_torchs_own_is_a_gang_error(call: str) -> None:
+    store = serve_store()
+    with running(2) as ranks:
+        ranks.ask(gang_job.start_default_gang, store.port, 2, "gloo")
+        ranks[0].ask(gang_job.begin, 0, call)
+        ranks[1].kill()
+        assert ranks[0].ask(gang_job.outcome, 0) == ("GangError", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -347,3 +348,35 @@ def test_messages_of_two_epochs_have_no_tag_in_common(crew: Crew) -> None:
         transport = crew["a"]._current()
         tags.append({transport.tag("to", 1) for _ in range(100)})
     assert len(tags[0] | tags[1]) == 200
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_goes_wrong_all_members_decide_alike(crew: Crew, seed: int) -> None:
+    """Random changes, in which one member at random gives up, dawdles or is gone: agreement, and progress."""
+    choose = random.Random(seed)
+    crew.change("abc")
+    felt = set()
+    for _ in range(8):
+        members = "".join(choose.sample("abcdef", choose.randint(1, 5)))
+        present = [name for name, c in crew.coordinators.items() if c.membership is not None]
+        fault, victim = (
+            choose.choice(["none", "none", "gives up", "dawdles", "is gone"]),
+            choose.choice(members),
+        )
+        changes = crew.begin("".join({*members, *present}), crew.board.announce(members), timeout=0.5)
+        if fault == "is gone":
+            groups = changes.pop(victim)._groups
+            assert groups is not None
+            groups.abort("gone")
+        elif fault != "none":
+            given_up = changes.pop(victim)
+            if fault == "gives up":
+                given_up.roll_back("at random")
+        outcomes = set(crew.complete(changes)) if changes else {"ChangeRolledBackError"}
+        assert outcomes == ({""} if fault == "none" else {"ChangeRolledBackError"})
+        felt.add(fault)
+        serving = [name for name, c in crew.coordinators.items() if c.membership is not None]
+        epochs = {crew[name].membership for name in serving}
+        assert len(epochs) == 1
+        assert crew.sums("".join(serving)) == [len(serving)] * len(serving)
+    assert len(felt) > 1
