@@ -142,6 +142,10 @@ def meet(store: TCPStore, members: Ranks, swallows: bool = False) -> None:
         rank.answer()
 
 
+# In which rank 0 gives and gets nothing: what it gave may have left before it hears, with its next call.
+ONLY_GIVING = ("broadcast", "gather")
+
+
 def run_into_a_death(
     store: TCPStore, ranks: Ranks, victim: Rank, name: str, swallows: bool = False
 ) -> list[str]:
@@ -153,8 +157,13 @@ def run_into_a_death(
     assert waiting.ask(job.is_blocked, 0)
     assert victim.ask(job.is_blocked, 0)
     victim.kill()
+    texts = [waiting.ask(job.end, 0)]
+    if name in ONLY_GIVING:
+        late.ask(job.begin, 0, name)
+        late.ask(job.end, 0)
+        name = "all_reduce"
     late.ask(job.begin, 0, name)
-    return [waiting.ask(job.end, 0), late.ask(job.end, 0)]
+    return [*texts, late.ask(job.end, 0)]
 
 
 @pytest.mark.parametrize("name", job.CALLS)
