@@ -1,0 +1,119 @@
+"""What the two ends of a remote connection make of nonsense from the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from tests.unit.message_queue.test_queue import LIMIT_S, Queues, wait_for
+from torchft_like.errors import QueueClosedError, QueueCorruptError
+from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue.remote_audience import (
+    HELLO,
+    NUMBERED,
+    TAG_CLOSED,
+    TAG_DATA,
+    TAG_HELLO,
+    TAG_LEAVE,
+    TAG_READ,
+)
+from torchft_like.plain_data import disassemble, dissect
+
+
+@pytest.fixture
+def queues() -> Iterator[Queues]:
+    made = Queues()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def stranger(writer: MessageQueue) -> Iterator[zmq.Socket[bytes]]:
+    """A socket that has the key, and so a connection."""
+    handle: Any = writer.export_handle()
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, handle["server_key"])
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        dealer.connect(handle["address"])
+        yield dealer
+
+
+def test_a_connection_that_says_nonsense_disturbs_nobody(queues: Queues) -> None:
+    writer, (reader, remote) = queues.make(2, remote=[1])
+    token: Any = writer.export_handle()["token"]
+    with stranger(writer) as dealer:
+        for said in (b"", b"H", b"?" * 500, NUMBERED.pack(TAG_READ, 2**60), TAG_LEAVE):
+            dealer.send(said)
+        dealer.send_multipart([b"several", b"parts"])
+        dealer.send(HELLO.pack(TAG_HELLO, bytes(32), 1))
+        dealer.send(HELLO.pack(TAG_HELLO, token, 1))  # knows everything, and comes too late
+        refused: list[bytes] = []
+        wait_for(lambda: bool(writer.readers) and _heard(dealer, refused))
+        assert b"joined already" in refused[0]
+        for number in range(6):
+            writer.enqueue(number, LIMIT_S)
+            assert [end.dequeue(LIMIT_S) for end in (reader, remote)] == [number, number]
+        dealer.send(b"!" * 100_000)  # longer than anything a reader says: the end of the connection
+        writer.enqueue("after", LIMIT_S)
+        assert remote.dequeue(LIMIT_S) == "after"
+    assert writer.readers == [0, 1]
+    assert writer.lost_readers == []
+
+
+def _heard(dealer: zmq.Socket[bytes], found: list[bytes]) -> bool:
+    with contextlib.suppress(zmq.Again):
+        found.append(dealer.recv(zmq.NOBLOCK))
+    return bool(found)
+
+
+def test_a_reader_that_has_read_what_was_never_written_is_evicted(queues: Queues) -> None:
+    writer, (reader, hostile) = queues.make(2, remote=[1])
+    hostile._end._tell(NUMBERED.pack(TAG_READ, 7))  # type: ignore[union-attr]
+    wait_for(lambda: writer.lost_readers == [1])
+    writer.enqueue("on", LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "on"
+
+
+STRUCTURE, LEAVES = dissect({"t": torch.ones(3)})
+LEAF = b"\x00" * 12
+MESSAGES = {
+    "no number": [b"", STRUCTURE, LEAF],
+    "another number": [NUMBERED.pack(TAG_DATA, 5), STRUCTURE, LEAF],
+    "another tag": [NUMBERED.pack(b"?", 0), STRUCTURE, LEAF],
+    "no structure": [NUMBERED.pack(TAG_DATA, 0)],
+    "a damaged structure": [NUMBERED.pack(TAG_DATA, 0), STRUCTURE[:-1], LEAF],
+    "a leaf too few": [NUMBERED.pack(TAG_DATA, 0), STRUCTURE],
+    "a leaf too many": [NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF, LEAF],
+    "a leaf too short": [NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF[:-1]],
+    "a goodbye too early": [NUMBERED.pack(TAG_CLOSED, 3)],
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_a_message_that_is_none_is_an_error_and_the_reader_leaves(
+    queues: Queues, message: list[bytes]
+) -> None:
+    writer, (reader,) = queues.make(remote=[0])
+    writer._end._remote.send(message)  # type: ignore[union-attr]
+    with pytest.raises(QueueCorruptError, match="reader 0 has left"):
+        reader.dequeue(LIMIT_S)
+    with pytest.raises(QueueClosedError):
+        reader.dequeue(LIMIT_S)
+    wait_for(lambda: writer.readers == [])
+
+
+def test_the_message_that_those_are_made_of_is_one(queues: Queues) -> None:
+    writer, (reader,) = queues.make(remote=[0])
+    assert disassemble({"t": torch.ones(3)}).structure == STRUCTURE
+    writer._end._remote.send([NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF])  # type: ignore[union-attr]
+    assert reader.dequeue(LIMIT_S)["t"].tolist() == [0.0] * 3  # type: ignore[index]
