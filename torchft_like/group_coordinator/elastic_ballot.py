@@ -4,12 +4,13 @@ One key of the new membership's store is written once, by whoever is first, with
 What stands there binds everybody. A member
 
 1. meets the others in new process groups, beside the old ones, which it goes on using;
-2. votes: it adds one to a counter, and if that makes it the last of n, writes "switch";
+2. votes: it sets a key of its own, and if it finds that all n have voted then, writes "switch";
 3. waits for the key. One that cannot wait any longer, that could not meet the others, or that sees one
    of them die, writes "roll back".
 
 The write is a compare-and-set in a store that one thread serves, so of two who write the second finds
-what the first has written. "switch" is written only after n votes, and each member votes once.
+what the first has written. "switch" is written only when all have voted. Everything that is written can
+be written again: a question whose answer was lost is asked once more, over a new connection.
 
 What a member knows when it loses the store:
 
@@ -30,22 +31,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
-from torchft_like.errors import FaultToleranceError
+from torchft_like.errors import FaultToleranceError, ProcessGroupError
 from torchft_like.group_coordinator.elastic_membership import SWITCH, Verdict
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import StoreAddress
 
 _DECISION = "decision"
-_VOTES = "votes"
+RETRY_S = 1.0
 NEVER = timedelta(days=365)
 REASON_CHARACTERS_MAX = 1000
 
 # What losing the store looks like: it is gone, or does not answer.
 STORE_LOST = (FaultToleranceError, TimeoutError, OSError)
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -68,7 +72,7 @@ class Ballot:
         self._voters = voters
         self._timeout = timeout
         self._listening: AbortableStore | None = None
-        self._closed = threading.Event()
+        self._is_closed = False
         self.verdict: Future[Verdict] = Future()
         self.has_voted = False
 
@@ -79,19 +83,23 @@ class Ballot:
             ProcessGroupError, TimeoutError: the store cannot be reached.
         """
         self._listening = store = AbortableStore(self._address, self._timeout)
-        store.connect()
+        _connect(store)
         threading.Thread(target=self._listen, args=(store,), name="torchft-ballot", daemon=True).start()
 
-    def vote(self) -> None:
-        """This member is ready. The last one to say so decides.
+    def vote(self, rank: int) -> None:
+        """This member is ready. One that sees that all are decides.
 
         Raises:
             ProcessGroupError, TimeoutError: the store was lost; whether the vote has reached it is not known.
         """
-        with self._asking() as store:
+
+        def vote(store: AbortableStore) -> None:
             self.has_voted = True  # from here on nobody can tell
-            if store.add(_VOTES, 1) == self._voters:
+            store.set(f"vote/{rank}", "1")
+            if store.check([f"vote/{voter}" for voter in range(self._voters)]):
                 store.compare_set(_DECISION, "", SWITCH.text)
+
+        self._ask(vote)
 
     def refuse(self, reason: str) -> None:
         """Roll back, unless it is decided already; `verdict` tells.
@@ -99,8 +107,8 @@ class Ballot:
         Raises:
             ProcessGroupError, TimeoutError: the store was lost.
         """
-        with self._asking() as store:
-            store.compare_set(_DECISION, "", Verdict(False, reason[:REASON_CHARACTERS_MAX]).text)
+        text = Verdict(False, reason[:REASON_CHARACTERS_MAX]).text
+        self._ask(lambda store: store.compare_set(_DECISION, "", text))
 
     def try_to_refuse(self, reason: str) -> None:
         """As `refuse`; where the store is lost the others find that out for themselves."""
@@ -111,36 +119,67 @@ class Ballot:
 
     def say(self, rank: int, text: str) -> None:
         """For the others to `hear`."""
-        with self._asking() as store:
-            store.set(f"said/{rank}", text)
+        self._ask(lambda store: store.set(f"said/{rank}", text))
 
     def hear(self) -> list[str]:
         """What all voters have said; waits until they have."""
         keys = [f"said/{rank}" for rank in range(self._voters)]
-        with self._asking() as store:
+
+        def hear(store: AbortableStore) -> list[bytes]:
             store.wait(keys)
-            return [said.decode(errors="replace") for said in store.multi_get(keys)]
+            return store.multi_get(keys)
+
+        return [said.decode(errors="replace") for said in self._ask(hear)]
 
     def close(self) -> None:
         """Listen no more. From any thread."""
-        self._closed.set()
+        self._is_closed = True
         if self._listening is not None:
             self._listening.abort()
 
     def _listen(self, store: AbortableStore) -> None:
         try:
-            with contextlib.closing(store):
-                store.wait([_DECISION], NEVER)
-                text = store.multi_get([_DECISION])[0].decode(errors="replace")
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for the verdict
+            try:
+                found = _awaited(store)
+            except STORE_LOST:
+                found = self._listen_again()  # it may be the connection that was lost, and not the store
+        except STORE_LOST as error:
             self.verdict.set_exception(error)
         else:
-            self.verdict.set_result(Verdict.parse(text))
+            self.verdict.set_result(found)
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[AbortableStore]:
-        # A connection for each question: one whose answer was not waited for cannot be used again.
+    def _listen_again(self) -> Verdict:
+        self._listening = store = AbortableStore(self._address, timedelta(seconds=RETRY_S))
+        if self._is_closed:
+            store.abort()
+        _connect(store)
+        return _awaited(store)
+
+    def _ask(self, question: Callable[[AbortableStore], T]) -> T:
+        """Over a connection of its own: one whose answer was not waited for cannot be used again."""
         store = AbortableStore(self._address, self._timeout)
         with contextlib.closing(store):
             store.connect()
-            yield store
+            try:
+                return question(store)
+            except ProcessGroupError as lost:
+                again = AbortableStore(self._address, timedelta(seconds=RETRY_S))
+                with contextlib.closing(again):
+                    again.connect()
+                    again.set_timeout(self._timeout)
+                    _logger.info("asking the store once more: %s", lost)
+                    return question(again)
+
+
+def _connect(store: AbortableStore) -> None:
+    try:
+        store.connect()
+    except BaseException:
+        store.close()
+        raise
+
+
+def _awaited(store: AbortableStore) -> Verdict:
+    with contextlib.closing(store):
+        store.wait([_DECISION], NEVER)
+        return Verdict.parse(store.multi_get([_DECISION])[0].decode(errors="replace"))

@@ -212,8 +212,8 @@ class Change:
         self._prepared.wait(_left_s(deadline))
         try:
             is_ready = self._failure is None and self._prepared.is_set()
-            if self._groups is not None and is_ready and not self._ballot.has_voted:
-                self._vote(self._groups)
+            if self.rank is not None and is_ready and not self._ballot.has_voted:
+                self._vote(self.rank)
             return self._read(deadline)
         except STORE_LOST as error:
             if self.rank is not None and not self._ballot.has_voted:
@@ -222,15 +222,17 @@ class Change:
                 f"{self._name} lost the store while epoch {self.membership.epoch} was decided: {error}"
             ) from error
 
-    def _vote(self, groups: EpochGroups) -> None:
+    def _vote(self, rank: int) -> None:
         """Ready; a member that dies from now on is noticed by a barrier, and not by a timeout only."""
+        if self._groups is None:
+            return
         try:
-            met = groups.cpu.barrier()  # here, so that it comes before any call of the new epoch
+            met = self._groups.cpu.barrier()  # here, so that it comes before any call of the new epoch
         except ProcessGroupError as error:
             self._ballot.refuse(f"{self._name} has lost the others after it had met them: {error}")
             return
         threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
-        self._ballot.vote()
+        self._ballot.vote(rank)
 
     def _watch(self, met: Work) -> None:
         try:

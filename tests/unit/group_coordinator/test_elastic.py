@@ -291,7 +291,7 @@ def test_a_store_that_is_lost_after_the_vote_leaves_the_member_in_doubt_until_th
     crew.change("ab")
     changes = crew.begin("ab", crew.board.announce("ba"), timeout=1.0)
     completing = crew.aside(changes["a"].complete)
-    assert wait_for_vote(changes["a"]._ballot)
+    changes["a"]._ballot._ask(lambda store: store.wait(["vote/1"]))
     crew.lose_the_store()
     with pytest.raises(ChangeInDoubtError):
         completing.result(LIMIT_S)
@@ -305,12 +305,14 @@ def test_a_store_that_is_lost_after_the_vote_leaves_the_member_in_doubt_until_th
     another.end()
 
 
-def wait_for_vote(ballot: Ballot) -> bool:
-    """Until the vote has been counted, as far as another client can see."""
-    while True:
-        with ballot._asking() as store:
-            if store.add("votes", 0) == 1:
-                return True
+def test_a_connection_that_is_lost_is_not_the_store(crew: Crew) -> None:
+    crew.change("ab")
+    changes = crew.begin("ab", crew.board.announce("ba"))
+    listening = changes["a"]._ballot._listening
+    assert listening is not None
+    listening.abort()
+    assert crew.complete(changes) == ["", ""]
+    assert crew.sums("ab") == [2, 2]
 
 
 def test_of_votes_and_refusals_at_once_exactly_one_thing_stands(crew: Crew) -> None:
@@ -323,7 +325,7 @@ def test_of_votes_and_refusals_at_once_exactly_one_thing_stands(crew: Crew) -> N
         def act(place: int, ballots: list[Ballot] = ballots, gate: threading.Barrier = gate) -> Verdict:
             ballots[place].listen()
             gate.wait(LIMIT_S)
-            ballots[place].vote() if place < 3 else ballots[place].refuse("too late")
+            ballots[place].vote(place) if place < 3 else ballots[place].refuse("too late")
             return ballots[place].verdict.result(LIMIT_S)
 
         verdicts = {each.result(LIMIT_S) for each in [crew.aside(act, place) for place in range(4)]}
