@@ -26,7 +26,7 @@ def test_a_gang_over_the_default_group_does_everything(backend: str | None) -> N
                 "dp": 101 if rank % 2 == 0 else 1010,
                 "turned": [3, 2, 1, 0],
                 "object": 2 + rank % 2,
-                "mean": [1.5],
+                "rows": [[rank, 1.5, rank]] * 2,
             }
             for rank in range(4)
         ]
