@@ -195,7 +195,7 @@ CALLS: dict[str, Call] = {
     "all_gatherv": lambda c: c.all_gatherv(torch.ones(c.rank, 4)),
     "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(6)),
     "reduce_scatterv": lambda c: c.reduce_scatterv(torch.ones(7)),
-    "gather": lambda c: c.gather(torch.ones(4), 1),
+    "gather": lambda c: c.gather(torch.ones(4), 0),
     "broadcast": lambda c: c.broadcast(torch.ones(4), 0),
     "broadcast_object": lambda c: c.broadcast_object({"a": 1}),
     "broadcast_object_list": lambda c: c.broadcast_object_list([1]),
