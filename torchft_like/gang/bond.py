@@ -92,8 +92,7 @@ class Bond:
 
 def _signal_of(whole: dist.ProcessGroup) -> AbortSignal | None:
     inner = innermost(whole)
-    generation = inner._generation if isinstance(inner, ReconfigurableProcessGroup) else None
-    return None if generation is None else generation.abort_signal
+    return inner.ending if isinstance(inner, ReconfigurableProcessGroup) else None
 
 
 def check_whole(bond: Bond) -> None:

@@ -37,9 +37,7 @@ def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
     if isinstance(inner, ProcessGroupDummy):
         return ProcessGroupDummy(0, 1)
     if isinstance(inner, ReconfigurableProcessGroup):
-        made = type(inner)(inner._timeout)
-        made._is_checking = inner._is_checking
-        return made
+        return inner.make_alike()
     timeout = timeout_of(group, device)
     return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)
 
@@ -69,7 +67,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The limit of each operation."""
     inner = innermost(group)
     if isinstance(inner, ReconfigurableProcessGroup):
-        return inner._timeout
+        return inner.timeout
     options = getattr(inner._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
@@ -79,7 +77,7 @@ def store_of(group: dist.ProcessGroup) -> Address | None:
     """Where the members of the group have met, if that is known."""
     inner = innermost(group)
     if isinstance(inner, ReconfigurableProcessGroup):
-        return None if inner._members is None else inner._members.store.server
+        return None if inner.store_address is None else inner.store_address.server
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
@@ -204,6 +204,22 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def store_address(self) -> StoreAddress | None:
         """Where the members of the last generation met; None before the first `configure`."""
         return None if self._members is None else self._members.store
+
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of each operation and of `configure`."""
+        return self._timeout
+
+    @property
+    def ending(self) -> AbortSignal | None:
+        """Set when the present configuration is over: by an abort, or by the next `configure`."""
+        return None if self._generation is None else self._generation.abort_signal
+
+    def make_alike(self) -> Self:
+        """Another group of this class, with its timeout and options, that is not configured."""
+        made = type(self)(self._timeout)
+        made._is_checking = self._is_checking
+        return made
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -396,3 +396,25 @@ def test_every_name_of_a_collective_can_be_forwarded() -> None:
     inner = ProcessGroupDummy(0, 1)
     for name in BY_NAME:
         assert callable(getattr(ProcessGroupWrapper(pg=inner), name))
+
+
+def test_a_group_makes_another_of_its_kind() -> None:
+    made = ProcessGroupGloo(17, check_collectives=False).make_alike()
+    assert isinstance(made, ProcessGroupGloo)
+    assert made.timeout == timedelta(seconds=17)
+    assert not made._is_checking
+    assert made.ending is None
+
+
+def test_the_end_of_a_configuration_is_set_by_an_abort_and_by_the_next_one(party: Party) -> None:
+    (group,) = party.meet(1)
+    assert isinstance(group, ProcessGroupGloo)
+    first = group.ending
+    assert first is not None
+    assert first.reason is None
+    party.configure([group])
+    assert first.reason == "the group is being configured anew"
+    second = group.ending
+    assert second is not None
+    group.abort("the test says so")
+    assert second.reason == "the test says so"
