@@ -31,8 +31,8 @@ METHOD = [
     "After a pause: 20 ms of silence before each message, so that the reader sleeps. Idle: the processor "
     "time of a reader that waits for 3 s, as a share of a core.",
     "Broadcast: a dict of some numbers and words, from the call on the writer to the moment when the last of "
-    "three readers has the object; after a barrier. torch's `broadcast_object_list` is over Gloo, in the "
-    "same processes. A sample is the median of a block of 100.",
+    "three readers has the object; the next one when all have confirmed the last. `broadcast_object_list` is "
+    "over Gloo, in the same processes. A sample is the median of a block of 100.",
     "multiprocessing's connection is a Unix socket with pickle.",
 ]
 

@@ -60,7 +60,7 @@ class Worker:
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS)
         self._to_all = _queue(rank, 0, [1, 2, 3])
         self._to_one = _queue(rank, 0, [1])
-        self._back = _queue(rank, 1, [0])
+        self._confirmed = [_queue(rank, reader, [0]) for reader in range(1, RANKS)]
         self._pipe = _pipe(rank)
 
     def one_way(self, via: str, payload: str, count: int, pause: float) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Worker:
             for _ in range(count):
                 time.sleep(pause)
                 send((time.perf_counter_ns(), value))
-                self._back.dequeue(LIMIT_S)  # type: ignore[union-attr]
+                self._confirmed[0].dequeue(LIMIT_S)  # type: ignore[union-attr]
         if self._rank != 1:
             return {}
         receive = self._to_one.dequeue if via == "MessageQueue" else self._pipe.recv  # type: ignore[union-attr]
@@ -79,13 +79,12 @@ class Worker:
             sent_ns, _value = receive()  # type: ignore[misc]
             found.append((time.perf_counter_ns() - sent_ns) / 1e3)
             del _value
-            self._back.enqueue(None, LIMIT_S)  # type: ignore[union-attr]
+            self._confirm()
         return {"us": found}
 
     def broadcast(self, via: str, count: int) -> dict[str, Any]:
         moments = []
         for _ in range(count):
-            dist.barrier()
             value: list[object] = [SMALL_OBJECT if self._rank == 0 else None]
             start = time.perf_counter_ns()
             if via == "MessageQueue":
@@ -95,7 +94,16 @@ class Worker:
             moments.append(start if self._rank == 0 else time.perf_counter_ns())
             if value[0] != SMALL_OBJECT:
                 raise RuntimeError(f"rank {self._rank} got {value[0]}")
+            self._confirm()
         return {"ns": moments}
+
+    def _confirm(self) -> None:
+        """Readers say that they have it; the writer goes on when all have said so."""
+        if self._rank > 0:
+            self._confirmed[self._rank - 1].enqueue(None, LIMIT_S)  # type: ignore[union-attr]
+            return
+        for queue in self._confirmed:
+            queue.dequeue(LIMIT_S)  # type: ignore[union-attr]
 
     def idle(self, seconds: float) -> dict[str, Any]:
         dist.barrier()

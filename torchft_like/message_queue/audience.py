@@ -126,12 +126,8 @@ class Audience:
                 self._evict(member, f"it takes no file ({error.strerror})")
 
     def wake(self) -> None:
-        """Wake those who sleep, each once per sleep, now that there is something to read."""
+        """Wake those who sleep, each once per sleep."""
         full_fence()
-        self.announce()
-
-    def announce(self) -> None:
-        """Wake those who sleep already: while they wake up, the message is written."""
         dead = None
         for member in self._members.values():
             sleep = member.words[SLEEPING]

@@ -239,8 +239,7 @@ class LocalReader:
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
-                if self._sleep(reached, min(deadline - now, RECHECK_S)):
-                    self._patience.watch(reached, deadline, is_announced=True)
+                self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._require_open()
         self._patience.learn(time.monotonic() - started)
 
@@ -256,15 +255,15 @@ class LocalReader:
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
-    def _sleep(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Until somebody wakes this reader; whether the writer did."""
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
         while self._hear():  # of earlier sleeps
             pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
         try:
-            return not reached() and bool(self._events.poll(seconds * 1000))
+            if not reached():
+                self._events.poll(seconds * 1000)
         finally:
             self._words[SLEEPING] = 0
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 
 SPIN_S_MAX = 1e-3
-SPIN_S_MIN = 20e-6
-STARE_S = 100e-6
+STARE_S = 50e-6
 CROWDED_S = 100e-6
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 _WEIGHT = 0.25
@@ -25,7 +24,7 @@ _CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
 
 
 def stare(reached: Callable[[], bool]) -> bool:
-    """Watch without giving way, for the moment that it takes another process to copy a piece of memory."""
+    """Watch without giving way, for the moment in which another process is bound to finish something."""
     if reached():
         return True
     until = time.monotonic() + STARE_S
@@ -43,22 +42,18 @@ class Patience:
 
     def spin_s(self) -> float:
         """How long to watch this time."""
-        return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else SPIN_S_MIN
+        return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else 0.0
 
-    def watch(self, reached: Callable[[], bool], deadline: float, *, is_announced: bool = False) -> bool:
-        """Look again and again; False when it is time to sleep, or `deadline`.
-
-        Args:
-            is_announced: it is known to be on its way.
-        """
-        budget_s = SPIN_S_MAX if is_announced else self.spin_s()
+    def watch(self, reached: Callable[[], bool], deadline: float) -> bool:
+        """Look again and again; False when it is time to sleep, or `deadline`."""
+        if not (budget_s := self.spin_s()):
+            return reached()
         last = time.monotonic()
         until = min(last + budget_s, deadline)
         while not reached():
             if last >= until:
                 return False
-            if budget_s > SPIN_S_MIN:
-                os.sched_yield()
+            os.sched_yield()
             now = time.monotonic()
             if now - last > CROWDED_S:
                 self._usual_s = _CROWDED_USUAL_S

@@ -105,7 +105,7 @@ class RingWriter:
 
         Args:
             parts: the structure first; `nbytes` together.
-            tell: called whenever there is something new to read.
+            tell: called when there is something to read, and when all of it is there.
         """
         slots = self.geometry.slots_for(nbytes)
         start = self.published % self.geometry.slots * self.geometry.slot_bytes
@@ -116,7 +116,8 @@ class RingWriter:
             self._publish(slots)
         else:
             self._publish(slots)
-            self._stream(parts, start + RECORD_BYTES, tell)
+            tell()
+            self._stream(parts, start + RECORD_BYTES)
         tell()
 
     def _publish(self, slots: int) -> None:
@@ -124,7 +125,7 @@ class RingWriter:
         before_publishing()
         self.words[PUBLISHED] = self.published
 
-    def _stream(self, parts: Sequence[Bytes], at: int, tell: Callable[[], None]) -> None:
+    def _stream(self, parts: Sequence[Bytes], at: int) -> None:
         for part in parts:
             memory = memoryview(part)
             for begin in range(0, len(memory), PIECE_BYTES):
@@ -133,7 +134,6 @@ class RingWriter:
                 self._streamed += len(piece)
                 before_publishing()
                 self.words[STREAMED] = self._streamed
-                tell()
 
     def _copy(self, parts: Sequence[Bytes], at: int) -> None:
         for part in parts:

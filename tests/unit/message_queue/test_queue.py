@@ -447,11 +447,9 @@ def test_a_writer_interrupted_in_the_middle_of_a_message_is_lost_to_its_readers(
 ) -> None:
     writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
     writer.enqueue("whole", LIMIT_S)
-    pieces = iter([None, None])
 
     def interrupt() -> None:
-        if next(pieces, "none left"):
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[union-attr]
     with pytest.raises(KeyboardInterrupt):
@@ -468,13 +466,8 @@ def test_a_reader_that_times_out_in_the_middle_of_a_message_gets_it_later(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
-    pieces, go_on = iter([None, None]), threading.Event()
-
-    def pause() -> None:
-        if next(pieces, "none left"):
-            go_on.wait(LIMIT_S)
-
-    monkeypatch.setattr(writer._end._local, "wake", pause)  # type: ignore[union-attr]
+    go_on = threading.Event()
+    monkeypatch.setattr(writer._end._local, "wake", lambda: go_on.wait(LIMIT_S))  # type: ignore[union-attr]
     value = torch.arange(3 * PIECE_BYTES // 8)
     writing = queues.run(writer.enqueue, value, LIMIT_S)
     wait_for(lambda: reader._end._ring.words[PUBLISHED] > 0)  # type: ignore[union-attr]
