@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from tests.integration.coordinator_mistakes import CASES
 from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
-from torchft_like.group_coordinator.transport import Lane
+from torchft_like.group_coordinator.lane import Lane
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupGloo
 
 Here = SimpleNamespace

@@ -1,8 +1,8 @@
 """How a coordinator's bytes move: which process group takes them, and what becomes of its errors.
 
-A lane is one process group: torch's own or any of ours, registered with torch or not. A coordinator
-has one for memory of the CPU and one for that of its device, which on a CPU are the same. What the
-calls of a coordinator mean is not known here; a lane moves tensors without gaps.
+A lane is one process group. A coordinator has one for memory of the CPU and one for that of its device,
+which on a CPU are the same. What the calls of a coordinator mean is not known here; a lane moves tensors
+without gaps.
 
 INVARIANTS
 * Every wait ends: in the group's timeout, its abort, or the death of a peer.
@@ -18,27 +18,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    Work,
-)
+from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, GatherOptions
 
 from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
 from torchft_like.group_coordinator.arguments import Terms
+from torchft_like.group_coordinator.lane import Flight, Group, Lane
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement, check, decode, encode
-from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import is_wanted
-from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.swallowing import SwallowingGroup
-from torchft_like.process_group.wrapper import ProcessGroupWrapper, ReconfigurableProcessGroup
+
+__all__ = ["FIRST_TAG", "Flight", "Group", "Transport", "as_bytes", "from_bytes"]
 
 T = TypeVar("T")
 # Of the messages of a coordinator; whoever uses the group beside it takes smaller ones.
@@ -46,65 +39,6 @@ FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 # Found before data moves, or after all of it has: nobody waits for the other half of the call.
 HARMLESS = (CollectiveRefusedError, NotImplementedError, QueueMemoryError, ValueError, TypeError)
-
-# Any object that has torch's collectives as methods.
-Group = Any
-
-
-class Lane:
-    """One process group, as it is configured now."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._epoch = self._present_epoch()
-        self._hides_errors = _hides_errors(group)
-
-    def start(self, method: str, *args: Any) -> Flight:
-        """Begin one collective."""
-        return Flight(getattr(self.group, method)(*args), self)
-
-    def check(self) -> None:
-        """Raise what a group hides.
-
-        Raises:
-            GroupCoordinatorError: the group has failed, or its members are others by now.
-        """
-        if self._hides_errors and (error := self.group.errored()) is not None:
-            raise GroupCoordinatorError(f"its process group has failed: {error}") from error
-        if self._present_epoch() != self._epoch:
-            raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
-
-    def break_off(self, reason: str) -> None:
-        """Let no peer wait for what this rank will not do any more. Torch's own groups cannot be ended."""
-        if isinstance(self.group, ProcessGroup) and self._present_epoch() == self._epoch:
-            self.group.abort(reason)
-
-    def store_address(self) -> StoreAddress | None:
-        """Where the members met, if the group is one of ours."""
-        group = self.group
-        while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
-            group = group.parent
-        return group.store_address if isinstance(group, ReconfigurableProcessGroup) else None
-
-    def _present_epoch(self) -> int | None:
-        return self.group.epoch if isinstance(self.group, ProcessGroup) else None
-
-
-class Flight(NamedTuple):
-    """A collective that is under way."""
-
-    work: Work
-    lane: Lane
-
-    def land(self) -> None:
-        """Wait for its end.
-
-        Raises:
-            GroupCoordinatorError: the group hid that it failed.
-            RuntimeError: it failed.
-        """
-        self.work.wait()
-        self.lane.check()
 
 
 class Transport:
@@ -297,15 +231,6 @@ class Transport:
 
     def __str__(self) -> str:
         return f"group {self.name} (rank {self.rank} of {self.world_size})"
-
-
-def _hides_errors(group: Group) -> bool:
-    """Whether one of the groups around the innermost one does. To ask others would wait for the device."""
-    while isinstance(group, ProcessGroupWrapper) and not isinstance(group, ReconfigurableProcessGroup):
-        if isinstance(group, SwallowingGroup):
-            return True
-        group = group.parent
-    return False
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
