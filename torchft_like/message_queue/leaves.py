@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchft_like.errors import QueueCorruptError
 from torchft_like.message_queue.memory import reserve
-from torchft_like.message_queue.ring import PIECE_BYTES, Bytes, Record, RingReader
+from torchft_like.message_queue.ring import Bytes, Record, RingReader
 from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
 
 FILE_RECORD = struct.Struct("<QQQ")  # number of the message, bytes of its structure, bytes of all of it
@@ -120,27 +120,17 @@ def assembled(structure: bytes, source: Source) -> object:
     return value
 
 
-def reading_ring(
-    ring: RingReader, record: Record, streamed: Callable[[int], None]
-) -> Callable[[memoryview], None]:
-    """Fills memory with the bytes of a message's leaves.
-
-    Args:
-        streamed: waits until STREAMED has a value.
-    """
-    place, offset = ring.place_of(record), record.structure_bytes
+def reading_ring(ring: RingReader, record: Record) -> Callable[[memoryview], None]:
+    """Fills memory with the bytes of a message's leaves."""
+    at = ring.place_of(record) + record.structure_bytes
 
     def fill(memory: memoryview) -> None:
-        nonlocal offset
-        step = PIECE_BYTES if record.is_long else max(len(memory), 1)
-        for begin in range(0, len(memory), step):
-            end = min(begin + step, len(memory))
-            if record.is_long:
-                streamed(record.start + offset + end - begin)
-            for segment in ring.segments(place + offset, end - begin):
-                memory[begin : begin + len(segment)] = segment
-                begin += len(segment)  # noqa: PLW2901
-                offset += len(segment)
+        nonlocal at
+        begin = 0
+        for segment in ring.segments(at, len(memory)):
+            memory[begin : begin + len(segment)] = segment
+            begin += len(segment)
+        at += begin
 
     return fill
 

@@ -1,7 +1,6 @@
 """The end of a queue for a reader on the writer's machine.
 
-It reads where the writer wrote, and frees the slots when it has its own copy. A call that times out has
-freed nothing, and the next one starts the message anew.
+It reads where the writer wrote, and frees the slots when it has its own copy.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ from torchft_like.message_queue.leaves import (
     reading_ring,
 )
 from torchft_like.message_queue.memory import map_received
-from torchft_like.message_queue.patience import RECHECK_S, Patience, stare
+from torchft_like.message_queue.patience import RECHECK_S, Patience
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
     IN_FILE,
-    INLINE,
     PAGE_BYTES,
     PUBLISHED,
     SLEEPING,
-    STREAMED,
     Record,
     RingReader,
 )
@@ -86,10 +83,10 @@ class LocalReader:
             self._require_open()
             ring = self._ring or self._joined(deadline, seconds)
             if ring.words[PUBLISHED] <= ring.consumed:
-                self._wait(ring, PUBLISHED, ring.consumed + 1, deadline, seconds)
+                self._wait(ring, deadline, seconds)
             try:
                 record = ring.next_record()
-                value = self._read(ring, record, deadline, seconds)
+                value = self._read(ring, record)
             except (PlainDataError, QueueCorruptError) as error:
                 self._leave()
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
@@ -170,22 +167,15 @@ class LocalReader:
 
     # ------------------------------------------------------------------------------- reading
 
-    def _read(self, ring: RingReader, record: Record, deadline: float, seconds: float) -> object:
-        if record.kind == INLINE and record.structure_bytes == record.nbytes and not record.is_long:
-            return assembled(ring.read(ring.place_of(record), record.nbytes), NO_LEAVES)
-
-        def streamed(nbytes: int) -> None:
-            if not stare(lambda: ring.words[STREAMED] >= nbytes):
-                # The writer lost its core. Sleep until all is there, rather than once for every piece.
-                self._wait(ring, STREAMED, record.start + record.nbytes, deadline, seconds)
-
-        if record.is_long:
-            streamed(record.start + record.structure_bytes)
+    def _read(self, ring: RingReader, record: Record) -> object:
         structure = ring.read(ring.place_of(record), record.structure_bytes)
         if record.kind == IN_FILE:
             return self._read_file(structure)
-        source = Source(record.nbytes - record.structure_bytes, reading_ring(ring, record, streamed))
-        return assembled(structure, source)
+        if record.structure_bytes == record.nbytes:
+            return assembled(structure, NO_LEAVES)
+        return assembled(
+            structure, Source(record.nbytes - record.structure_bytes, reading_ring(ring, record))
+        )
 
     def _read_file(self, note: bytes) -> object:
         if len(note) != FILE_RECORD.size:
@@ -227,12 +217,12 @@ class LocalReader:
 
     # ------------------------------------------------------------------------------- waiting
 
-    def _wait(self, ring: RingReader, word: int, value: int, deadline: float, seconds: float) -> None:
-        """Until a word of the writer has a value."""
-        words, started = ring.words, time.monotonic()
+    def _wait(self, ring: RingReader, deadline: float, seconds: float) -> None:
+        """Until there is a message."""
+        words, consumed, started = ring.words, ring.consumed, time.monotonic()
 
         def reached() -> bool:
-            return words[word] >= value
+            return words[PUBLISHED] > consumed
 
         if not self._patience.watch(reached, deadline):
             while not reached():
@@ -277,6 +267,8 @@ class LocalReader:
             data, descriptors = b"", []
         if len(data) == FILE.size and data[:1] == FILE_TAG and len(descriptors) == 1:
             _, number = FILE.unpack(data)
+            if number in self._files:  # the writer was interrupted and began once more
+                os.close(self._files[number])
             self._files[number] = descriptors[0]
             return True
         for descriptor in descriptors:

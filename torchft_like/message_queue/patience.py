@@ -15,23 +15,11 @@ import time
 from collections.abc import Callable
 
 SPIN_S_MAX = 1e-3
-STARE_S = 50e-6
 CROWDED_S = 100e-6
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 _WEIGHT = 0.25
 _LONG_S = 4 * SPIN_S_MAX
 _CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
-
-
-def stare(reached: Callable[[], bool]) -> bool:
-    """Watch without giving way, for the moment in which another process is bound to finish something."""
-    if reached():
-        return True
-    until = time.monotonic() + STARE_S
-    while not reached():
-        if time.monotonic() > until:
-            return False
-    return True
 
 
 class Patience:

@@ -11,15 +11,13 @@ a slot is filled again once all readers are done with it.
 The words are 64 bits, only ever grow (but SLEEPING), and have one writer each:
 
     PUBLISHED   (writer)  number of the first slot that holds nothing yet
-    STREAMED    (writer)  bytes of long messages written so far, all of them together
     SLEEPING    (either)  0 while awake, otherwise the number of the sleep
     CLOSED      (writer)  1 once nothing will follow
     CONSUMED    (reader)  number of the first slot that it still needs
 
 INVARIANTS
 * The writer touches no slot unless CONSUMED of every reader is beyond its last message.
-* A short message is complete before PUBLISHED tells of it. A long one is told of at once, and STREAMED
-  tells how far it is: readers copy its first part while the writer copies the next.
+* A message is complete before PUBLISHED tells of it: whatever happens to the writer, there are no half ones.
 * A reader takes nothing for granted: each number is checked against the ring before it is used.
 
 This module knows nothing of sockets, waiting, or of what the bytes mean.
@@ -28,7 +26,7 @@ This module knows nothing of sockets, waiting, or of what the bytes mean.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchft_like.errors import QueueCorruptError
@@ -36,15 +34,14 @@ from torchft_like.message_queue.fence import after_seeing, before_publishing
 
 PAGE_BYTES = 4096
 SLOT_BYTES_MIN = 256
-PIECE_BYTES = 128 * 1024
 
 # Words by index; a cache line is 8 of them.
-PUBLISHED, STREAMED, SLEEPING, CLOSED = 0, 8, 16, 24
+PUBLISHED, SLEEPING, CLOSED = 0, 8, 16
 CONSUMED = 0
 
 INLINE, IN_FILE = 1, 2
 
-_RECORD = struct.Struct("<QQQIII")
+_RECORD = struct.Struct("<QQIII")
 RECORD_BYTES = 64
 
 Bytes = bytes | bytearray | memoryview
@@ -72,22 +69,13 @@ class Geometry(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known of a message before its bytes are read.
-
-    Of a long message, n bytes are there once STREAMED is `start` + n.
-    """
+    """What is known of a message before its bytes are read."""
 
     number: int
-    start: int
     nbytes: int
     structure_bytes: int
     slots: int
     kind: int
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it was told of before it was complete."""
-        return self.nbytes > PIECE_BYTES
 
 
 class RingWriter:
@@ -95,49 +83,28 @@ class RingWriter:
 
     def __init__(self, memory: memoryview, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.published = 0
         self.words = memory[:PAGE_BYTES].cast("Q")
         self._area = memory[PAGE_BYTES:]
-        self._streamed = 0
 
-    def write(self, kind: int, parts: Sequence[Bytes], nbytes: int, tell: Callable[[], None]) -> None:
+    @property
+    def published(self) -> int:
+        """The number of the first slot that holds nothing yet."""
+        return self.words[PUBLISHED]
+
+    def write(self, kind: int, parts: Sequence[Bytes], nbytes: int) -> None:
         """Write a message; the caller knows that its slots are free.
 
         Args:
             parts: the structure first; `nbytes` together.
-            tell: called when there is something to read, and when all of it is there.
         """
-        slots = self.geometry.slots_for(nbytes)
-        start = self.published % self.geometry.slots * self.geometry.slot_bytes
-        record = (self.published, self._streamed, nbytes, len(parts[0]), slots, kind)
-        _RECORD.pack_into(self._area, start, *record)
-        if nbytes <= PIECE_BYTES:
-            self._copy(parts, start + RECORD_BYTES)
-            self._publish(slots)
-        else:
-            self._publish(slots)
-            tell()
-            self._stream(parts, start + RECORD_BYTES)
-        tell()
-
-    def _publish(self, slots: int) -> None:
-        self.published += slots
-        before_publishing()
-        self.words[PUBLISHED] = self.published
-
-    def _stream(self, parts: Sequence[Bytes], at: int) -> None:
-        for part in parts:
-            memory = memoryview(part)
-            for begin in range(0, len(memory), PIECE_BYTES):
-                piece = memory[begin : begin + PIECE_BYTES]
-                at = self._put(at, piece)
-                self._streamed += len(piece)
-                before_publishing()
-                self.words[STREAMED] = self._streamed
-
-    def _copy(self, parts: Sequence[Bytes], at: int) -> None:
+        slots, published = self.geometry.slots_for(nbytes), self.published
+        at = published % self.geometry.slots * self.geometry.slot_bytes
+        _RECORD.pack_into(self._area, at, published, nbytes, len(parts[0]), slots, kind)
+        at += RECORD_BYTES
         for part in parts:
             at = self._put(at, part)
+        before_publishing()
+        self.words[PUBLISHED] = published + slots
 
     def _put(self, at: int, data: Bytes) -> int:
         area, end = self._area, at + len(data)
@@ -174,7 +141,7 @@ class RingReader:
         """
         after_seeing()
         slots, slot_bytes = self.geometry
-        number, start, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(
+        number, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(
             self.area, self.consumed % slots * slot_bytes
         )
         ahead = self.words[PUBLISHED] - self.consumed
@@ -182,7 +149,7 @@ class RingReader:
             raise QueueCorruptError(f"slot {self.consumed} of the ring holds no message")
         if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
             raise QueueCorruptError(f"the message in slot {self.consumed} has an impossible length")
-        return Record(number, start, nbytes, structure_bytes, taken, kind)
+        return Record(number, nbytes, structure_bytes, taken, kind)
 
     def place_of(self, record: Record) -> int:
         """Where its bytes begin."""

@@ -25,7 +25,7 @@ from torchft_like.message_queue.ring import CLOSED, IN_FILE, INLINE, SLEEPING, B
 from torchft_like.plain_data import dissect
 
 if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
-    from torchft_like.message_queue.remote_audience import RemoteAudience
+    from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience
 
 
 class Writer:
@@ -38,7 +38,7 @@ class Writer:
         self._ending = threading.Lock()
         self._is_closing = False
         self._is_closed = False
-        self._is_broken = False  # in the middle of a message
+        self._is_broken = False  # interrupted while it wrote
         self._is_ready = False
         self._patience = Patience()
         self._sleeps = 0
@@ -97,11 +97,9 @@ class Writer:
             prepared = self._remote.prepare(parts) if self._remote else []
             if nbytes <= self._ring.geometry.message_bytes_max:
                 self._await_room(self._ring.geometry.slots_for(nbytes), False, deadline, seconds)
-                self._write(INLINE, parts, nbytes)
+                self._write(INLINE, parts, nbytes, prepared)
             else:
-                self._write_file(parts, nbytes, deadline, seconds)
-            if self._remote:
-                self._remote.send(prepared)
+                self._write_file(parts, nbytes, deadline, seconds, prepared)
 
     def shutdown(self) -> None:
         """Let readers read what was written, and let go of them."""
@@ -147,7 +145,9 @@ class Writer:
         parts = [f"local readers {missing}"] * bool(missing) + [f"{remote} remote readers"] * bool(remote)
         return f"{' and '.join(parts)} did not join: each has to call wait_until_ready", missing
 
-    def _write_file(self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float) -> None:
+    def _write_file(
+        self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float, prepared: Prepared
+    ) -> None:
         """A message that no ring holds travels as a file in memory, and its slot only says so."""
         slots = self._ring.geometry.slots_for(FILE_RECORD.size)
         self._await_room(slots, True, deadline, seconds)
@@ -158,12 +158,15 @@ class Writer:
         finally:
             os.close(descriptor)
         record = FILE_RECORD.pack(number, len(parts[0]), nbytes)
-        self._write(IN_FILE, [record], len(record))
+        self._write(IN_FILE, [record], len(record), prepared)
 
-    def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int) -> None:
+    def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, prepared: Prepared) -> None:
         try:
-            self._ring.write(kind, parts, nbytes, self._local.wake)
-        except BaseException:  # Ctrl-C in the middle of a message: readers must not wait for the rest
+            self._ring.write(kind, parts, nbytes)
+            self._local.wake()
+            if self._remote:
+                self._remote.send(prepared)
+        except BaseException:  # Ctrl-C: who knows which readers have the message
             self._is_closing = self._is_broken = True
             self._local.close()
             raise

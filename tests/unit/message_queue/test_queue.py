@@ -25,7 +25,7 @@ from torchft_like.errors import (
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.audience import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
-from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PIECE_BYTES, PUBLISHED
+from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED
 
 LIMIT_S = 60.0
 
@@ -125,13 +125,12 @@ def test_every_reader_gets_every_value(queues: Queues, remote: Sequence[int]) ->
         sent.result(LIMIT_S)
 
 
-def test_a_long_message_is_read_while_it_is_written(queues: Queues) -> None:
-    writer, (reader,) = queues.make(chunk_bytes=PIECE_BYTES, chunks=16)
-    for _ in range(5):  # each begins elsewhere in the ring
-        value = [torch.randint(0, 255, (9 * PIECE_BYTES + 5,), dtype=torch.uint8), "end"]
-        found = queues.run(reader.dequeue, LIMIT_S)
+def test_messages_of_many_slots_begin_anywhere_in_the_ring(queues: Queues) -> None:
+    writer, (reader,) = queues.make(chunk_bytes=4096, chunks=16)
+    for size in (1, 9000, 60_000, 30_000, 50_000, 5, 62_000, 7000):
+        value = [torch.randint(0, 255, (size,), dtype=torch.uint8), "end"]
         writer.enqueue(value, LIMIT_S)
-        assert same(found.result(LIMIT_S), value)
+        assert same(reader.dequeue(LIMIT_S), value)
 
 
 def test_what_was_sent_and_what_was_received_share_no_memory(queues: Queues) -> None:
@@ -349,7 +348,7 @@ def _read_all(reader: MessageQueue) -> None:
         reader.dequeue(LIMIT_S)
 
 
-@pytest.mark.parametrize("at", [0, 16, 24, 28, 64, 70], ids=lambda at: f"byte {at}")
+@pytest.mark.parametrize("at", [0, 8, 16, 20, 24, 64, 70], ids=lambda at: f"byte {at}")
 def test_a_damaged_message_is_an_error_and_the_reader_leaves(queues: Queues, at: int) -> None:
     writer, (reader, other) = queues.make(2)
     writer.enqueue({"a": [1, 2, 3]}, LIMIT_S)
@@ -442,41 +441,23 @@ def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
     assert reader.dequeue(LIMIT_S) == "last"
 
 
-def test_a_writer_interrupted_in_the_middle_of_a_message_is_lost_to_its_readers(
+def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
-    writer.enqueue("whole", LIMIT_S)
+    writer, (reader,) = queues.make()
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[union-attr]
     with pytest.raises(KeyboardInterrupt):
-        writer.enqueue(b"x" * 3 * PIECE_BYTES, LIMIT_S)
+        writer.enqueue("who knows who has it", LIMIT_S)
     with pytest.raises(QueueClosedError):
         writer.enqueue("more", LIMIT_S)
     writer.shutdown()
-    assert reader.dequeue(LIMIT_S) == "whole"
+    assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)
-
-
-def test_a_reader_that_times_out_in_the_middle_of_a_message_gets_it_later(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, (reader,) = queues.make(chunk_bytes=4 * PIECE_BYTES)
-    go_on = threading.Event()
-    monkeypatch.setattr(writer._end._local, "wake", lambda: go_on.wait(LIMIT_S))  # type: ignore[union-attr]
-    value = torch.arange(3 * PIECE_BYTES // 8)
-    writing = queues.run(writer.enqueue, value, LIMIT_S)
-    wait_for(lambda: reader._end._ring.words[PUBLISHED] > 0)  # type: ignore[union-attr]
-    for _ in range(2):
-        with pytest.raises(QueueTimeoutError):
-            reader.dequeue(0.01)
-    go_on.set()
-    writing.result(LIMIT_S)
-    assert same(reader.dequeue(LIMIT_S), value)
 
 
 def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:

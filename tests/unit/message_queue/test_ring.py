@@ -12,10 +12,8 @@ from torchft_like.message_queue.leaves import reading_ring
 from torchft_like.message_queue.ring import (
     INLINE,
     PAGE_BYTES,
-    PIECE_BYTES,
     PUBLISHED,
     RECORD_BYTES,
-    STREAMED,
     Geometry,
     RingReader,
     RingWriter,
@@ -30,24 +28,17 @@ class Pair:
         self.memory = bytearray(self.geometry.memory_bytes)
         self.writer = RingWriter(memoryview(self.memory), self.geometry)
         self.reader = RingReader(memoryview(self.memory), self.geometry)
-        self.told = 0
 
     def write(self, *parts: bytes) -> None:
-        self.writer.write(INLINE, parts, sum(map(len, parts)), self._tell)
+        self.writer.write(INLINE, parts, sum(map(len, parts)))
 
     def read(self) -> bytes:
         record = self.reader.next_record()
         leaves = bytearray(record.nbytes - record.structure_bytes)
         structure = self.reader.read(self.reader.place_of(record), record.structure_bytes)
-        reading_ring(self.reader, record, self._require_streamed)(memoryview(leaves))
+        reading_ring(self.reader, record)(memoryview(leaves))
         self.reader.consumed += record.slots
         return structure + bytes(leaves)
-
-    def _tell(self) -> None:
-        self.told += 1
-
-    def _require_streamed(self, nbytes: int) -> None:
-        assert self.reader.words[STREAMED] >= nbytes
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(1, 256), (3, 256), (7, 320), (2, 64 * 1024)])
@@ -76,18 +67,6 @@ def test_a_message_takes_as_many_slots_as_it_needs() -> None:
     assert geometry.slots_for(geometry.message_bytes_max + 1) == 5
 
 
-def test_a_long_message_is_told_of_before_it_is_complete() -> None:
-    pair = Pair(4, 2 * PIECE_BYTES)
-    pair.write(b"short")
-    assert pair.told == 1
-    message = random.Random(2).randbytes(5 * PIECE_BYTES + 7)
-    pair.write(message[:10], message[10:])
-    assert pair.told == 3  # when it began, and when it was complete
-    assert pair.reader.words[STREAMED] == len(message)
-    assert pair.read() == b"short"
-    assert pair.read() == message
-
-
 def test_a_message_that_was_overwritten_is_not_believed() -> None:
     pair = Pair(2, 256)
     for _ in range(3):  # a writer that waits for nobody
@@ -98,10 +77,10 @@ def test_a_message_that_was_overwritten_is_not_believed() -> None:
 
 FIELDS = {
     "number": (0, "<Q"),
-    "nbytes": (16, "<Q"),
-    "structure": (24, "<I"),
-    "slots": (28, "<I"),
-    "kind": (32, "<I"),
+    "nbytes": (8, "<Q"),
+    "structure": (16, "<I"),
+    "slots": (20, "<I"),
+    "kind": (24, "<I"),
 }
 
 
@@ -134,7 +113,7 @@ def test_random_damage_never_reads_beyond_the_ring() -> None:
         for length in (10, 300, 20):
             pair.write(luck.randbytes(length))
         for _ in range(4):
-            pair.memory[luck.randrange(PAGE_BYTES, PAGE_BYTES + 40)] ^= 1 << luck.randrange(8)
+            pair.memory[luck.randrange(PAGE_BYTES, PAGE_BYTES + 28)] ^= 1 << luck.randrange(8)
         try:
             assert len(pair.read()) <= pair.geometry.message_bytes_max
         except QueueCorruptError:
