@@ -74,8 +74,17 @@ def open_step(here: Here, rank: int) -> int:
 def open_part(here: Here, rank: int) -> int:
     """Begin a step and derive the gangs; `begin` is called on the tensor parallel one."""
     here.manager.start_quorum()
-    here.part = here.gangs.current().tp
+    here.part = here.old = here.gangs.current().tp
     return int(here.part.rank)
+
+
+def use_old_part(here: Here, rank: int) -> str:
+    """The class of the error."""
+    try:
+        here.old.barrier()
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return type(error).__name__
+    return "no error"
 
 
 def close_step(here: Here, rank: int) -> bool:

@@ -161,12 +161,12 @@ class ProcessGroupGang(GroupGang):
         return gang
 
     def _usable_group(self) -> dist.ProcessGroup:
-        if self._is_closed:
-            raise GangError(f"{self!r} was closed")
         if self._part is not None and (reason := self._part.bond.broken) is not None:
             stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
             self._tell(stale)
             raise stale
+        if self._is_closed:
+            raise GangError(f"{self!r} was closed")
         self._check()
         return self._pg
 

@@ -447,7 +447,7 @@ def test_a_part_ends_with_the_configuration_in_which_it_was_made(party: Party) -
     inner = party.together(parts[:2], lambda _, gang: gang.create_gang([1, 0]))
     blocked = party.aside(inner[0].barrier)
     party.configure(groups)
-    with pytest.raises(GangError, match="configured anew"):
+    with pytest.raises(GangError):  # its own end, or that of the other member, whichever came first
         blocked.result(60)
     for part in (*parts, *inner):
         assert part is not None
