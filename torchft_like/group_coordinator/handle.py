@@ -56,18 +56,17 @@ class Handle(Generic[T]):
             StillUnderWayError: it takes longer than `timeout`. It goes on; wait again.
             GroupCoordinatorError: it failed.
         """
+        if self._is_over is not None:
+            self._run_once()
+        try:
+            outcome = self._outcome.result(timeout)
+        except FutureTimeoutError:
+            if self._outcome.done():  # the operation's own error
+                raise
+            raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
         with self._settling:
-            if self._settled:
-                return self._settled[0]
-            if self._is_over is not None and not self._outcome.done():
-                self._run()
-            try:
-                outcome = self._outcome.result(timeout)
-            except FutureTimeoutError:
-                if self._outcome.done():  # the operation's own error
-                    raise
-                raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
-            self._settled.append(self._settle(outcome))
+            if not self._settled:
+                self._settled.append(self._settle(outcome))
             return self._settled[0]
 
     def is_done(self) -> bool:
@@ -76,6 +75,11 @@ class Handle(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
+
+    def _run_once(self) -> None:
+        with self._settling:
+            if not self._outcome.done():
+                self._run()
 
     def _run(self) -> None:
         try:

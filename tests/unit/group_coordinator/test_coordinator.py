@@ -115,6 +115,15 @@ def test_a_dummy_group_carries_a_coordinator_of_one() -> None:
     alone.barrier()
 
 
+def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    tensor = torch.ones(2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for add in (alone.all_reduce, alone.reduce_scatter, alone.reduce_scatterv):
+        with pytest.raises(ValueError, match="cannot be added"):
+            add(tensor)
+    assert alone.all_gather(tensor).view(torch.uint8).tolist() == [1, 1]
+
+
 def test_groups_and_ranks_that_do_not_fit_are_refused(party: Party) -> None:
     two, other = party.meet(2, gloo), party.meet(2, gloo)
     with pytest.raises(ValueError, match="3 ranks for a group of 2"):
