@@ -262,7 +262,7 @@ class QueueMemoryError(QueueError, MemoryError):
         missing = max(self.needed - self.available, 0)
         return (
             f"{self.purpose} needs {self.needed} bytes of shared memory and {self.available} are available: "
-            f"{missing} are missing. Free some, raise the limit, or ask for less (max_chunks, max_chunk_bytes)"
+            f"{missing} are missing. Free some, raise the limit, ask for less (max_chunks, max_chunk_bytes)"
         )
 
 
