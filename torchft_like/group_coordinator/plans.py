@@ -12,7 +12,7 @@ from collections.abc import Sequence
 SMALL_BYTES_MAX = 64 * 1024
 PARCEL_BYTES_MAX = 4 * 1024 * 1024
 ADDED_AT_ONCE_BYTES_MAX = 256 * 1024
-UNEVENNESS_MAX = 1.1
+RECEIVED_TIMES_MAX = 1.1
 
 
 def checked_dim(dim: int, dimensions: int) -> int:
@@ -64,14 +64,15 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
 def adding_sizes(wanted: Sequence[int], width: int) -> tuple[int, ...]:
     """How many elements each rank adds up so that each may have as many of the sum as it wants.
 
-    Its own, where that is about the same for all or the whole is small; else an even part, which costs one
-    more exchange and keeps a rank that wants much from doing most of the work.
+    Its own, where the whole is small, or the rank that wants most still receives hardly more than the size of
+    the whole. Else an even part: one more exchange keeps that rank from doing most of the work.
 
     Args:
         width: bytes of an element.
     """
     total = sum(wanted)
-    if total * width <= ADDED_AT_ONCE_BYTES_MAX or max(wanted) * len(wanted) <= total * UNEVENNESS_MAX:
+    received_max = max(wanted) * (len(wanted) - 1)
+    if total * width <= ADDED_AT_ONCE_BYTES_MAX or received_max <= total * RECEIVED_TIMES_MAX:
         return tuple(wanted)
     return even_sizes(total, len(wanted))
 

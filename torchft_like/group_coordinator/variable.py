@@ -143,8 +143,8 @@ class Gathering:
 class _Summing:
     """One tensor whose parts are on their way to the ranks that add them up.
 
-    Work is shared out evenly however uneven the sizes are: where they are, each rank adds up an even part
-    of the elements first, and then hands what it has to those who shall have it.
+    Work is shared out however uneven the sizes are: where they are very uneven, each rank adds up an even
+    part of the elements first, and then hands what it has to those who shall have it.
     """
 
     def __init__(self, transport: Transport, tensor: Tensor, dim: int, sizes: Sizes) -> None:

@@ -86,6 +86,9 @@ def test_uneven_sums_are_shared_out_where_that_pays() -> None:
     many = ADDED_AT_ONCE_BYTES_MAX
     assert adding_sizes([many, 0, 0, 0], 4) == (many // 4,) * 4
     assert adding_sizes([many, many - 10, many, many], 4) == (many, many - 10, many, many)
+    assert adding_sizes([many, 0], 4) == (many, 0)  # of two ranks, none receives more than the whole
+    assert adding_sizes([many, many, 0], 4) == (many, many, 0)
+    assert adding_sizes([2 * many, many, 0], 4) == (many, many, many)
     assert adding_sizes([100, 0, 0, 0], 4) == (100, 0, 0, 0)
     assert adding_sizes([0, 0], 4) == (0, 0)
 
