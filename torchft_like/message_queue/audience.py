@@ -1,7 +1,8 @@
 """The local readers as the writer sees them: how far each is, who sleeps, who is gone.
 
-Each has a page of shared memory for its words and a connection for waking it. A reader that dies closes
-the connection, which the writer notices when it next looks or waits; from then on nobody waits for it.
+Each has a page of shared memory for its words and a connection, whose end tells of its death: the writer
+notices when it next looks or waits, and from then on nobody waits for it. One bell, an eventfd, wakes all
+who sleep with one call: woken one by one, the first would take the writer's core before the others are.
 
 INVARIANT: what a reader writes into its page can only harm itself. A number that makes no sense gets it
 evicted, and the page is its own file.
@@ -9,6 +10,7 @@ evicted, and the page is its own file.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -60,6 +62,7 @@ class Audience:
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._members: dict[int, _Member] = {}
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             for rank in ranks:
                 self._members[rank] = _Member(rank)
@@ -126,15 +129,16 @@ class Audience:
                 self._evict(member, f"it takes no file ({error.strerror})")
 
     def wake(self) -> None:
-        """Wake those who sleep, each once per sleep."""
+        """Wake those who sleep, all at once, and once per sleep."""
         full_fence()
-        dead = None
+        is_needed = False
         for member in self._members.values():
             sleep = member.words[SLEEPING]
-            if sleep and sleep != member.rung and not _ring(member, sleep):
-                dead = member
-        if dead is not None:  # others are noticed when they are waited for
-            self._evict(dead, "it cannot be woken")
+            if sleep != member.rung and sleep:
+                member.rung = sleep
+                is_needed = True
+        if is_needed:
+            _ring(self._bell)
 
     def attend(self) -> None:
         """Let readers in, and take note of those who left. Waits for nothing."""
@@ -150,6 +154,9 @@ class Audience:
         for member in self._members.values():
             member.close()
         self._members.clear()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
 
     def _slowest(self, published: int) -> int:
         while True:
@@ -167,7 +174,7 @@ class Audience:
         member = self._members[arrival.rank]
         member.connection = arrival.connection
         try:
-            welcome(arrival.connection, [self._ring_descriptor, member.descriptor])
+            welcome(arrival.connection, [self._ring_descriptor, member.descriptor, self._bell])
         except OSError as error:
             self._evict(member, f"it is gone ({error.strerror})")
 
@@ -195,15 +202,10 @@ class Audience:
         member.close()
 
 
-def _ring(member: _Member, sleep: int) -> bool:
-    """Whether the reader will wake up."""
-    if member.connection is None:
-        return True
-    member.rung = sleep
+def _ring(bell: int) -> None:
     try:
-        member.connection.send(WAKE, socket.MSG_DONTWAIT)
-    except BlockingIOError:  # it has plenty to wake up to
-        return True
-    except OSError:
-        return False
-    return True
+        os.eventfd_write(bell, 1)
+    except BlockingIOError:  # a hostile reader has filled it: no honest one writes, or reads
+        with contextlib.suppress(BlockingIOError):  # and may go on; the others look again by themselves
+            os.eventfd_read(bell)
+            os.eventfd_write(bell, 1)

@@ -27,6 +27,7 @@ from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
+SHARED = 3  # descriptors that a reader gets: the ring, its page, the bell
 
 _HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
 _MAGIC = b"tfq1"
@@ -166,14 +167,14 @@ def hear_welcome(connection: socket.socket) -> list[int]:
         QueueError: it does not let this reader in; says why.
     """
     try:
-        data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, 2)
+        data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, SHARED)
     except OSError as error:
         raise QueueWriterLostError("the writer went away before it let this reader in") from error
     if not data:
         raise QueueWriterLostError("the writer went away, or was shut down, before it let this reader in")
     if data[:1] == _REFUSED:
         raise QueueError(f"the writer refuses this reader: {data[1:].decode(errors='replace')}")
-    if len(descriptors) != 2:
+    if len(descriptors) != SHARED:
         for descriptor in descriptors:
             os.close(descriptor)
         raise QueueError("the shared memory did not arrive: is the limit of open files reached?")

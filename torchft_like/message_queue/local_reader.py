@@ -64,12 +64,13 @@ class LocalReader:
         self._rung = 0
         self._files: dict[int, int] = {}
         self._ring: RingReader | None = None
+        self._bell = -1
         self._memory: list[mmap.mmap] = []
         self._connection = call(handle, rank)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events = select.poll()
-        self._events.register(self._stop, select.POLLIN)
-        self._events.register(self._connection, select.POLLIN)
+        self._events = select.epoll()
+        self._events.register(self._stop, select.EPOLLIN)
+        self._events.register(self._connection, select.EPOLLIN)
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
         """Until the writer has let this reader in."""
@@ -120,7 +121,10 @@ class LocalReader:
 
     def _release(self) -> None:
         self._connection.close()
+        self._events.close()
         os.close(self._stop)
+        if self._bell >= 0:
+            os.close(self._bell)
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
@@ -143,8 +147,12 @@ class LocalReader:
             deadline, seconds, "the writer did not let this reader in: it has to call wait_until_ready"
         )
         geometry = self._handle.geometry
-        ring_descriptor, page_descriptor = hear_welcome(self._connection)
+        ring_descriptor, page_descriptor, bell = hear_welcome(self._connection)
         try:
+            # Nobody ever takes from the bell's counter, which would be taking it from the other readers:
+            # every stroke is an edge.
+            self._events.register(bell, select.EPOLLIN | select.EPOLLET)
+            self._bell = bell
             page = map_received(page_descriptor, PAGE_BYTES, writable=True)
             self._memory.append(page)
             memory = map_received(ring_descriptor, geometry.memory_bytes, writable=False)
@@ -163,7 +171,7 @@ class LocalReader:
             self._require_open()
             if (now := time.monotonic()) >= deadline:
                 raise QueueTimeoutError(seconds, what)
-            ready = {descriptor for descriptor, _ in self._events.poll(min(deadline - now, 3600) * 1000)}
+            ready = {descriptor for descriptor, _ in self._events.poll(min(deadline - now, 3600))}
 
     # ------------------------------------------------------------------------------- reading
 
@@ -253,7 +261,7 @@ class LocalReader:
         full_fence()
         try:
             if not reached():
-                self._events.poll(seconds * 1000)
+                self._events.poll(seconds)
         finally:
             self._words[SLEEPING] = 0
 

@@ -194,7 +194,7 @@ def _admit(lobby: Lobby) -> list[Arrival]:
 def test_who_knows_the_token_is_let_in_and_gets_the_memory(lobby: Lobby) -> None:
     caller = call(_known(lobby), 3)
     (arrival,) = _admit(lobby)
-    files = [os.memfd_create("one"), os.memfd_create("two")]
+    files = [os.memfd_create(name) for name in ("ring", "page", "bell")]
     welcome(arrival.connection, files)
     received = hear_welcome(caller)
     assert [os.fstat(got).st_ino for got in received] == [os.fstat(sent).st_ino for sent in files]

@@ -25,7 +25,7 @@ from torchft_like.errors import (
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.audience import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
-from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED
+from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
 
 LIMIT_S = 60.0
 
@@ -341,6 +341,21 @@ def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) 
     # What is gone for the hostile one is its connection: it reads what the ring still holds, at the most.
     with pytest.raises((QueueWriterLostError, QueueCorruptError)):
         _read_all(hostile)
+
+
+def test_a_reader_that_blocks_the_bell_keeps_nobody_asleep(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_like.message_queue.local_reader.RECHECK_S", 2 * LIMIT_S)
+    writer, (hostile, honest) = queues.make(2)
+    for number in range(3):
+        os.eventfd_write(hostile._end._bell, 2**64 - 2)  # type: ignore[union-attr]
+        waiting = queues.run(honest.dequeue, LIMIT_S)
+        wait_for(lambda: honest._end._words[SLEEPING] > 0)  # type: ignore[union-attr]
+        writer.enqueue(number, LIMIT_S)
+        assert waiting.result(LIMIT_S) == number
+        hostile.dequeue(LIMIT_S)
+        os.eventfd_read(hostile._end._bell)  # type: ignore[union-attr]
 
 
 def _read_all(reader: MessageQueue) -> None:
