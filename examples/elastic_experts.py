@@ -100,7 +100,8 @@ class Worker:
         self.answers, self.wrong, self.in_epoch = 0, 0, 0
 
     def serve(self) -> None:
-        self.follow_board()
+        self.group.follow(self.board)
+        self.begin_epoch()
         while True:
             try:
                 if self.has_switched():
@@ -110,7 +111,8 @@ class Worker:
                 self.answer(request(self.name, self.answers))
             except GroupCoordinatorError as error:
                 print(f"{self.name}: {str(error)[:70]}...; waits for other members", flush=True)
-                self.follow_board()
+                self.group.follow(self.board)
+                self.begin_epoch()
         summary = {"worker": self.name, "answers": self.answers, "wrong": self.wrong}
         print(json.dumps(summary), flush=True)
         self.group.destroy()
@@ -123,34 +125,20 @@ class Worker:
     def has_switched(self) -> bool:
         """Prepare what was announced, and switch when all members are ready for it."""
         announced = self.board.latest()
-        known = self.change.membership.epoch if self.change is not None else self.group.epoch
-        if announced is not None and announced.epoch > known:
+        if announced is not None and announced.epoch > self.group.epoch_tried:
             self.change = self.group.begin_change(announced)
-        if not self.group.is_due(self.change):
+        is_due = self.group.is_due(self.change)
+        if self.change is None or not is_due:
             return False
         try:
-            self.switch()
+            self.change.complete()
         except ChangeRolledBackError as error:
             print(f"{self.name}: {error}", flush=True)
+        self.begin_epoch()
         return True
 
-    def follow_board(self) -> None:
-        """Without members to call: take what is announced, until a change comes about."""
-        while True:
-            tried = self.change.membership.epoch if self.change is not None else 0
-            if tried <= self.group.epoch:
-                self.change = self.group.begin_change(self.board.wait_for(after=self.group.epoch))
-            try:
-                self.switch()
-                return
-            except ChangeRolledBackError as error:
-                print(f"{self.name}: {error}", flush=True)
-                self.change = self.group.begin_change(self.board.wait_for(after=tried))
-
-    def switch(self) -> None:
-        if self.change is None:
-            raise RuntimeError("no change was begun")
-        self.change.complete()
+    def begin_epoch(self) -> None:
+        """Say which experts this process has now."""
         self.in_epoch = 0
         experts = ", ".join(str(expert) for expert in self.layer.own_experts())
         print(

@@ -12,15 +12,22 @@ Who shall be a member is not decided here: a `Membership` says it, which a launc
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from torchft_like.errors import ChangeInDoubtError, GroupCoordinatorError, StaleEpochError
+from torchft_like.errors import (
+    ChangeInDoubtError,
+    ChangeRolledBackError,
+    GroupCoordinatorError,
+    StaleEpochError,
+)
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
+from torchft_like.group_coordinator.elastic_board import MembershipBoard
 from torchft_like.group_coordinator.elastic_change import Change, EpochGroups, Settling, retire
 from torchft_like.group_coordinator.elastic_epoch import Epoch, EpochHandle, EpochTransport
 from torchft_like.group_coordinator.elastic_membership import Membership
@@ -33,6 +40,8 @@ from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
 _DIGEST_BITS = 62
+
+_logger = logging.getLogger(__name__)
 
 
 class EpochCoordinator(GroupCoordinator):
@@ -140,7 +149,7 @@ class ElasticCoordinator(EpochCoordinator):
     """The communication of a group whose members grow, shrink and are replaced; any of them, rank 0 too.
 
         coordinator = ElasticCoordinator("worker-3")
-        coordinator.change(board.wait_for(after=0))  # the first members meet
+        coordinator.follow(board)  # the first members meet
         ...
         change = coordinator.begin_change(membership)  # prepared aside; calls go on
         if coordinator.is_due(change):  # on all members, between two calls
@@ -158,6 +167,7 @@ class ElasticCoordinator(EpochCoordinator):
     Attributes:
         name: as it was given.
         membership: the present one; None if there is none.
+        epoch_tried: the largest epoch that a change was begun for.
     """
 
     def __init__(
@@ -174,7 +184,7 @@ class ElasticCoordinator(EpochCoordinator):
         self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
         self._change: Change | None = None
-        self._tried = 0
+        self.epoch_tried = 0
         self._is_destroyed = False
         self._why_none = "it has no members yet: begin a change"
 
@@ -202,20 +212,48 @@ class ElasticCoordinator(EpochCoordinator):
             ValueError: its epoch is not larger than every one that was tried before, or the caller is
                 neither one of these members nor of the present ones.
         """
-        if membership.epoch <= self._tried:
+        if membership.epoch <= self.epoch_tried:
             raise ValueError(
-                f"epoch {membership.epoch} comes after {self._tried}: each change needs a new one"
+                f"epoch {membership.epoch} comes after {self.epoch_tried}: each change needs a new one"
             )
         if membership.rank_of(self.name) is None and self.membership is None:
             raise ValueError(f"{self.name} is not a member, and will not be: {membership}")
         if self._is_destroyed:
             raise GroupCoordinatorError(f"{self!r} was destroyed")
-        self._tried = membership.epoch
+        self.epoch_tried = membership.epoch
         self._give_up_change(f"{self.name} goes on to {membership}")
         limit = as_timedelta(self.options.timeout if timeout is None else timeout)
         settling = Settling(self._enter, self._leave, self._lose)
         self._change = Change(self.name, membership, limit, self._make_groups, settling)
         return self._change
+
+    def follow(self, board: MembershipBoard, timeout: timedelta | float | None = None) -> Membership:
+        """Complete the change that was begun, or the next that is announced; blocks until one comes about.
+
+        For those who have no members yet, or whose members do not answer. One that is rolled back is followed
+        by the next, and an announcement that is none of the caller's business by the one after it.
+
+        Args:
+            timeout: for an announcement to come, seconds or timedelta; that of the board if left out.
+
+        Raises:
+            TimeoutError: nothing was announced in time.
+            ChangeInDoubtError: see Change.complete; follow again.
+            ProcessGroupError: the board's store was lost.
+        """
+        after = self.epoch_tried
+        while True:
+            if (change := self._change) is None or change.is_over:
+                membership = board.wait_for(after, timeout)
+                after = membership.epoch
+                if membership.rank_of(self.name) is None and self.membership is None:
+                    continue
+                change = self.begin_change(membership)
+            try:
+                change.complete()
+                return change.membership
+            except ChangeRolledBackError as error:
+                _logger.info("%s", error)
 
     def is_due(self, change: Change | None) -> bool:
         """Whether all present members are ready for the same change: then each calls `complete`.

@@ -214,6 +214,25 @@ def test_members_that_were_told_different_things_do_not_switch(crew: Crew) -> No
     assert crew.sums("ab") == [2, 2]
 
 
+def test_members_follow_the_board_until_a_change_comes_about(crew: Crew) -> None:
+    crew.change("ab")
+    joining = crew.aside(crew["d"].follow, crew.board, LIMIT_S)
+    withdrawn = crew.board.announce("abx")  # no business of d's
+    following = [crew.aside(crew[name].follow, crew.board, LIMIT_S) for name in "ab"]
+    crew.board.withdraw(withdrawn, "x has died")
+    announced = crew.board.announce("dba")
+    assert [each.result(LIMIT_S) for each in (joining, *following)] == [announced] * 3
+    assert crew.sums("dba") == [3, 3, 3]
+    with pytest.raises(TimeoutError):
+        crew["a"].follow(crew.board, timeout=0.05)
+
+
+def test_who_follows_completes_what_was_begun(crew: Crew) -> None:
+    crew.change("ab")
+    crew.begin("ab", crew.board.announce("ba"))
+    assert [m.epoch for m in crew.together("ab", lambda c: c.follow(crew.board))] == [2, 2]
+
+
 def test_a_later_announcement_rolls_back_the_one_before(crew: Crew) -> None:
     crew.change("ab")
     first = crew.begin("ab", crew.board.announce("abx"), ready=False)
