@@ -18,8 +18,8 @@ from tests.integration.queue_worker import LIMIT_S, Peer
 pytestmark = pytest.mark.integration
 
 CHUNKS = 4
-COUNT = 60
-SIZES = [1, 1000, 300_000, 7, 60_000]  # elements; a slot, some slots, a file
+COUNT = 30
+SIZES = [1, 1000, 150_000, 7, 20_000]  # elements; a slot, some slots, a file
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_readers_killed_in_the_middle_of_long_messages_leave_the_others_whole(
     cast: Cast, victim: int
 ) -> None:
     writer, readers = cast.queue(1, 1, chunk_bytes=2 * 1024 * 1024)
-    sizes, count = [500_000, 5], 60
+    sizes, count = [500_000, 5], 40
     for reader in readers:
         reader.begin("drain", sizes=sizes, count=count)
     writer.begin("stream", sizes=sizes, count=count)
@@ -226,8 +226,9 @@ def test_forks_of_both_ends_of_a_remote_queue_leave_it_alone(cast: Cast) -> None
     cast.forks.append(writer.ask("fork")[0])
     fill(writer)
     assert read(reader, CHUNKS) == list(range(CHUNKS))
-    writer.ask("shutdown")
+    writer.begin("shutdown")
     assert "QueueClosedError" in reader.fails("dequeue", timeout=None)
+    writer.result()
 
 
 def test_readers_that_wait_use_no_processor(cast: Cast) -> None:
