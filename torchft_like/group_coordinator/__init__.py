@@ -1,11 +1,11 @@
 """One object for all that a group of processes says to each other: tensors, objects, dicts of both."""
 
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
-from torchft_like.group_coordinator.elastic import ElasticCoordinator
-from torchft_like.group_coordinator.elastic_board import MembershipBoard
-from torchft_like.group_coordinator.elastic_change import Change
-from torchft_like.group_coordinator.elastic_managed import ManagedCoordinator
-from torchft_like.group_coordinator.elastic_membership import Membership
+from torchft_like.group_coordinator.elastic.board import MembershipBoard
+from torchft_like.group_coordinator.elastic.change import Change
+from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinator
+from torchft_like.group_coordinator.elastic.managed import ManagedCoordinator
+from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.group_coordinator.graph import GraphCaptureContext
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.options import CoordinatorOptions

@@ -19,8 +19,8 @@ from torchft_like.errors import (
     StaleEpochError,
 )
 from torchft_like.group_coordinator import ElasticCoordinator, Membership
-from torchft_like.group_coordinator.elastic_ballot import Ballot
-from torchft_like.group_coordinator.elastic_membership import SWITCH, Verdict
+from torchft_like.group_coordinator.elastic.ballot import Ballot
+from torchft_like.group_coordinator.elastic.membership import SWITCH, Verdict
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 The new members meet on a thread of the change's own, in process groups of the new epoch, while the old
 groups serve. `complete` is for the thread that makes the calls, between two of them: it votes, waits for
-what is decided (see `elastic_ballot`), and only then touches the coordinator.
+what is decided (see `ballot`), and only then touches the coordinator.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     ProcessGroupError,
 )
-from torchft_like.group_coordinator.elastic_ballot import STORE_LOST, Ballot
-from torchft_like.group_coordinator.elastic_membership import Membership, Verdict, differing
+from torchft_like.group_coordinator.elastic.ballot import STORE_LOST, Ballot
+from torchft_like.group_coordinator.elastic.membership import Membership, Verdict, differing
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.wrapper import as_timedelta

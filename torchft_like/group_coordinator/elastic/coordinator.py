@@ -1,7 +1,7 @@
 """A group coordinator whose members change while it is used.
 
 A change is prepared beside the old members and then comes about on all new members, or on none; how that
-is decided, and what happens to one who dies in between, is in `elastic_ballot`. The coordinator is the
+is decided, and what happens to one who dies in between, is in `ballot`. The coordinator is the
 same object before and after: its epoch, rank and size change, and nothing of an old epoch, a message,
 a handle, tokens that were dispatched, is ever taken for something of a new one.
 
@@ -27,10 +27,10 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
-from torchft_like.group_coordinator.elastic_board import MembershipBoard
-from torchft_like.group_coordinator.elastic_change import Change, EpochGroups, Settling, retire
-from torchft_like.group_coordinator.elastic_epoch import Epoch, EpochHandle, EpochTransport
-from torchft_like.group_coordinator.elastic_membership import Membership
+from torchft_like.group_coordinator.elastic.board import MembershipBoard
+from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Settling, retire
+from torchft_like.group_coordinator.elastic.epoch import Epoch, EpochHandle, EpochTransport
+from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.membership import Place
 from torchft_like.group_coordinator.options import CoordinatorOptions

@@ -37,7 +37,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from torchft_like.errors import FaultToleranceError, ProcessGroupError
-from torchft_like.group_coordinator.elastic_membership import SWITCH, Verdict
+from torchft_like.group_coordinator.elastic.membership import SWITCH, Verdict
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import StoreAddress
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.elastic import EpochCoordinator
-from torchft_like.group_coordinator.elastic_epoch import Epoch
+from torchft_like.group_coordinator.elastic.coordinator import EpochCoordinator
+from torchft_like.group_coordinator.elastic.epoch import Epoch
 from torchft_like.group_coordinator.membership import Place
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.transport import Transport

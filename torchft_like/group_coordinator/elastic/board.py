@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.elastic_ballot import Ballot
-from torchft_like.group_coordinator.elastic_membership import Membership
+from torchft_like.group_coordinator.elastic.ballot import Ballot
+from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
 from torchft_like.process_group.wrapper import as_timedelta
