@@ -15,13 +15,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from tests.integration.coordinator_mistakes import CASES
 from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
+from torchft_like.group_coordinator.creation import KEEPS_ORDER
 from torchft_like.group_coordinator.lane import Lane
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupGloo
 
 Here = SimpleNamespace
 LIMIT_S = 60.0
 CHECKED = CoordinatorOptions(check_collectives=True)
-SHARES = {4: [[0, 1, 2, 3]], 3: [[0, 1, 2], [3]], 2: [[0, 2], [3, 1]], 1: [[0], [1], [2], [3]]}
+OTHERS = [3, 1] if KEEPS_ORDER else [1, 3]
+SHARES = {4: [[0, 1, 2, 3]], 3: [[0, 1, 2], [3]], 2: [[0, 2], OTHERS], 1: [[0], [1], [2], [3]]}
 
 
 def init(here: Here, rank: int, port: int) -> list[list[int]]:
@@ -34,8 +36,11 @@ def init(here: Here, rank: int, port: int) -> list[list[int]]:
         str(size): GroupCoordinator(groups, rank, "gloo", True, group_name=f"of {size}")
         for size, groups in SHARES.items()
     }
+    theirs = dist.distributed_c10d._world.pg_map  # torch's groups, in the order of their making
+    assert GroupCoordinator.from_groups(list(theirs)[-1]).ranks == [rank]
     here.coordinators["torch's own"] = GroupCoordinator.from_groups(dist.group.WORLD)
     here.coordinators["queue"] = GroupCoordinator(SHARES[3], rank, "gloo", True, True)
+    assert all(coordinator.rank == rank for coordinator in here.coordinators.values())
     return [here.coordinators[str(size)].ranks for size in SHARES]
 
 

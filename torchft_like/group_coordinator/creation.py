@@ -11,6 +11,7 @@ names for torch's own.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.registration import BACKENDS
 
 CPU_BACKEND = "torchft-gloo"
@@ -30,6 +32,7 @@ ANONYMOUS = "anonymous"
 OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
 NAME_CHARACTERS_MAX = 100
 _TEXT_CHARACTERS_MAX = 200
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer ones do
 _numbers: Counter[str] = Counter()
 
 
@@ -98,7 +101,7 @@ def make_groups(wish: Wish) -> Made:
 
 
 def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
-    """The groups, in which every rank of the default group occurs once.
+    """The groups, in which every rank of the default group occurs once; ranks in a group are in that order.
 
     Raises:
         ValueError: they are other groups than that.
@@ -113,6 +116,8 @@ def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> lis
         raise ValueError(f"group_ranks has ranks that the default group has not: {foreign[:16]}")
     if missing := sorted(set(range(world_size)) - counted.keys()):
         raise ValueError(f"group_ranks leaves out ranks of the default group: {missing[:16]}")
+    if not KEEPS_ORDER and groups != [sorted(ranks) for ranks in groups]:
+        raise ValueError(f"torch {torch.__version__} sorts the ranks of a group: name them in that order")
     return groups
 
 
@@ -147,6 +152,16 @@ def unique_name(name: str) -> str:
     return f"{name}:{number}"
 
 
+def ranks_of(group: Any) -> list[int]:
+    """The ranks in the whole job of a group's members, as far as the group, or torch, knows them."""
+    known: Sequence[int] = ()
+    if isinstance(group, ProcessGroup):
+        known = group._member_ranks()
+    elif group in c10d._world.pg_group_ranks:
+        known = dist.get_process_group_ranks(group)
+    return list(known if len(known) == group.size() else range(group.size()))
+
+
 def destroy_group(group: Any) -> None:
     """Give back what `make_groups` made; nothing if torch has forgotten it since."""
     if dist.is_initialized() and group in c10d._world.pg_map:
@@ -157,7 +172,8 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
     """The caller's group, of all that all ranks make in the same order."""
     own = None
     for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name)
+        more: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=name, **more)
         if dist.get_rank() in ranks:
             own = group
     return own

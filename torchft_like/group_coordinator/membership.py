@@ -11,7 +11,14 @@ from torch._C._distributed_c10d import Store
 
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.barrier import Barriers
-from torchft_like.group_coordinator.creation import ANONYMOUS, Wish, destroy_group, make_groups, unique_name
+from torchft_like.group_coordinator.creation import (
+    ANONYMOUS,
+    Wish,
+    destroy_group,
+    make_groups,
+    ranks_of,
+    unique_name,
+)
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.transport import Group, Transport
 from torchft_like.message_queue import MessageQueue
@@ -101,7 +108,8 @@ class Members:
         Args:
             cpu_group: takes CPU tensors.
             device_group: takes tensors on `device`; the CPU group does, if that is a CPU.
-            ranks: of the members in the whole job; 0, 1, 2... if left out.
+            ranks: of the members in the whole job; where left out those that the group, or torch, knows, or
+                else 0, 1, 2...
             store: that all members reach, for barriers to name who is missing; several coordinators in one
                 store need names that differ. Groups of ours that were configured, and groups that torch
                 made, bring one.
@@ -114,7 +122,7 @@ class Members:
             device_group.size(),
         ):
             raise ValueError(f"the caller's place differs in the two groups: {cpu_group} and {device_group}")
-        known = list(range(cpu_group.size()) if ranks is None else ranks)
+        known = ranks_of(cpu_group) if ranks is None else list(ranks)
         if len(known) != cpu_group.size():
             raise ValueError(f"{len(known)} ranks for a group of {cpu_group.size()}")
         made = cls.__new__(cls)

@@ -146,6 +146,12 @@ def test_ranks_of_the_job_are_told_from_ranks_of_the_group(party: Party) -> None
     assert "rank 1 of [7, 3], on cpu" in repr(coordinators[1])
 
 
+def test_ranks_of_the_job_that_a_group_knows_are_taken_over(party: Party) -> None:
+    group = party.own(gloo())
+    group.configure(party.prefix(), 0, 1, global_ranks=[5])
+    assert GroupCoordinator.from_groups(group).rank == 5
+
+
 def test_tensors_go_over_the_device_group_and_words_over_the_other(party: Party) -> None:
     quiet, busy = party.meet(2, gloo), party.meet(2, lambda: FaultInjectingProcessGroup(gloo()))
     coordinators = [
