@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
+.PHONY: demo test slow gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,6 +41,10 @@ bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
 simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
 	$(BIN)/python -m tests.simulation --seeds 0:100000 --jobs 2
 	$(BIN)/python -m tests.simulation --seeds 0:2000 --jobs 2 --mutants
+
+slow: $(READY)  ## the tests that are too long for `make test`, but for those below
+	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \
+		tests/integration tests/chaos tests/stress
 
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py

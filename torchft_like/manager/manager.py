@@ -318,7 +318,7 @@ class Manager:
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
-        DivergenceError: this replica's state differs from its peers', and healing is no way out.
+            DivergenceError: this replica's state differs from its peers', and healing is no way out.
         """
         attempt = self._driver.current()
         attempt.wait_ready(self._driver.why_no_quorum)
