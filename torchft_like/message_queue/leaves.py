@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchft_like.errors import QueueCorruptError
-from torchft_like.message_queue.memory import reserve
+from torchft_like.errors import QueueCorruptError, QueueMemoryError
+from torchft_like.message_queue.memory import available_bytes, create, seal_content
 from torchft_like.message_queue.ring import Bytes, Record, RingReader
 from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
 
@@ -39,7 +39,8 @@ def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
     Raises:
         QueueMemoryError: there is no room for it.
     """
-    descriptor = reserve(nbytes, f"a message of {nbytes} bytes, more than the ring holds,")
+    purpose = f"a message of {nbytes} bytes, more than the ring holds,"
+    descriptor = create(nbytes, purpose)
     try:
         at = 0
         for part in parts:
@@ -48,6 +49,10 @@ def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
                 written = os.pwrite(descriptor, left, at)
                 at += written
                 left = left[written:]
+        seal_content(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,8 +1,9 @@
-"""Memory for processes to share: files without a name, reserved in full before anybody uses them.
+"""Memory for processes to share: files without a name.
 
-A file in memory belongs to those who have it open: whoever is killed, and whenever, the system takes
-it back when the last of them is gone. What is mapped is sealed before it is handed out: it can neither
-shrink, which would kill who touches it, nor be written to by those who got it to read.
+A file in memory belongs to those who have it open: whoever is killed, and whenever, the system takes it
+back when the last of them is gone. What is mapped was reserved in full, since touching a page that the
+system cannot give kills, and is sealed before it is handed out: it can neither shrink, which would kill
+who touches it, nor be written to by those who got it to read.
 """
 
 from __future__ import annotations
@@ -29,17 +30,25 @@ def reserve(nbytes: int, purpose: str) -> int:
         QueueMemoryError: the machine, or the limit of this control group, has no room; says how much is
             missing.
     """
+    descriptor = create(nbytes, purpose)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
+    return descriptor
+
+
+def create(nbytes: int, purpose: str) -> int:
+    """The descriptor of a new file in memory, empty yet, for which there is room.
+
+    Raises:
+        QueueMemoryError: there is none.
+    """
     available = available_bytes()
     if nbytes > available:
         raise QueueMemoryError(purpose, nbytes, available)
-    descriptor = os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise QueueMemoryError(purpose, nbytes, available) from error
-    return descriptor
+    return os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -60,6 +69,11 @@ def seal(descriptor: int) -> None:
 def seal_size(descriptor: int) -> None:
     """Fix the size."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+
+
+def seal_content(descriptor: int) -> None:
+    """Nobody writes to the file any more, this process included."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_WRITE)
 
 
 def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:

@@ -27,6 +27,7 @@ from torchft_like.message_queue.handshake import (
     hear_welcome,
     welcome,
 )
+from torchft_like.message_queue.leaves import file_of
 from torchft_like.message_queue.memory import available_bytes, map_received, map_to_write, reserve, seal
 from torchft_like.message_queue.patience import CROWDED_S, SPIN_S_MAX, Patience
 from torchft_like.message_queue.ring import Geometry
@@ -259,3 +260,20 @@ def test_a_door_nobody_opens_any_more_is_a_lost_writer(lobby: Lobby) -> None:
     waiting.close()
     with pytest.raises(QueueWriterLostError, match="finds no writer"):
         call(_known(lobby), 0)
+
+
+def test_a_file_with_a_message_is_written_once() -> None:
+    descriptor = file_of([b"structure", memoryview(b"leaf")], 13)
+    assert os.pread(descriptor, 100, 0) == b"structureleaf"
+    for change in (lambda: os.pwrite(descriptor, b"x", 0), lambda: os.truncate(descriptor, 0)):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(descriptor)
+
+
+def test_a_file_for_which_there_is_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100)
+    with pytest.raises(
+        QueueMemoryError, match=r"200 bytes, more than the ring holds, needs.*100 are missing"
+    ):
+        file_of([b"x" * 200], 200)
