@@ -33,8 +33,9 @@ class Barriers:
 
     def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
         self._transport = transport
-        store = store or _store_of(transport)
-        self._roll = _Roll(transport, store, name) if transport.world_size > 1 else None
+        self._roll: _Roll | None = None
+        if transport.world_size > 1:
+            self._roll = _Roll(transport, store or _store_of(transport), name)
 
     def wait(self, timeout: timedelta | float | None) -> None:
         """Until all members have come.
