@@ -131,10 +131,14 @@ def _read_shape(structure: bytes, at: int, dimensions: int) -> tuple[tuple[int, 
 
 
 def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    expected = [(spec.dtype, spec.shape) for spec in specs]
-    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    if expected != found:
-        raise ValueError(f"the structure speaks of the tensors {expected}, and these came: {found}")
+    if len(specs) != len(tensors):
+        raise ValueError(f"the structure speaks of {len(specs)} tensors, and {len(tensors)} came")
+    for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+        if spec.dtype != tensor.dtype or spec.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"the structure speaks of tensor {index} as {spec.dtype} {spec.shape}, and it came as "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
 
 
 class _Tensors:
