@@ -15,6 +15,7 @@ from collections.abc import Callable
 from benchmarks import (
     check_collectives,
     divergence,
+    group_coordinator,
     growth,
     heal,
     lighthouse_cost,
@@ -47,6 +48,9 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     ),
     "divergence": lambda quick: divergence.main(divergence.QUICK if quick else divergence.Plan()),
     **{name: _of_groups(name) for name in process_groups.RESULTS},
+    "group_coordinator": lambda quick: group_coordinator.main(
+        group_coordinator.QUICK if quick else group_coordinator.Plan()
+    ),
     "message_queue": lambda quick: message_queue.main(message_queue.QUICK if quick else message_queue.Plan()),
 }
 
