@@ -153,12 +153,17 @@ def main(control: socket.socket) -> None:
             os.close(watch)
 
 
+def end_with(parent: int) -> None:
+    """In a fork: have the kernel kill this process when its parent ends, even if that has happened already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _become(env: Mapping[str, str], output: int, server: int) -> None:
     """A session, an environment and an output of its own; and an end when the server ends."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
+    end_with(server)
     os.environ.clear()
     os.environ.update(env)
     with open(os.devnull, "rb") as nothing:

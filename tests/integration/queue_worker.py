@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.warm import end_with
 from torchft_like.errors import FaultToleranceError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.plain_data import assemble, disassemble
@@ -211,11 +212,13 @@ def _serve(connection: socket.socket) -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks end without being waited for
+    host = os.getpid()
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(f"port {server.getsockname()[1]}", flush=True)
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:
+                end_with(host)
                 server.close()
                 _serve(connection)
                 sys.exit(0)

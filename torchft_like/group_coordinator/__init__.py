@@ -9,6 +9,7 @@ from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.group_coordinator.graph import GraphCaptureContext
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.options import CoordinatorOptions
+from torchft_like.message_queue import MessageQueue
 
 __all__ = [
     "Change",
@@ -20,4 +21,5 @@ __all__ = [
     "ManagedCoordinator",
     "Membership",
     "MembershipBoard",
+    "MessageQueue",
 ]
