@@ -154,7 +154,7 @@ def main(control: socket.socket) -> None:
 
 
 def end_with(parent: int) -> None:
-    """In a fork: have the kernel kill this process when its parent ends, even if that has happened already."""
+    """In a fork: have the kernel kill this process when its parent ends, or at once if it has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
