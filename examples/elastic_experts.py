@@ -13,7 +13,6 @@ The launcher is a stand-in for a scheduler: it knows who lives, and announces wh
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -51,15 +50,15 @@ def launch() -> int:
     workers = {name: start(name, address) for name in "abc"}
     everybody = list(workers.values())
     try:
-        print("a, b and c are started", flush=True)
+        say("a, b and c are started")
         serve_for_a_while(board, "abc", address)
 
-        print(f"b (process {workers['b'].pid}) is killed", flush=True)
+        say(f"b (process {workers['b'].pid}) is killed")
         workers["b"].send_signal(signal.SIGKILL)
         workers.pop("b").wait()
         serve_for_a_while(board, "ac", address)
 
-        print("b is started again", flush=True)
+        say("b is started again")
         workers["b"] = start("b", address)
         everybody.append(workers["b"])
         serve_for_a_while(board, "acb", address)
@@ -110,11 +109,11 @@ class Worker:
                     break
                 self.answer(request(self.name, self.answers))
             except GroupCoordinatorError as error:
-                print(f"{self.name}: {str(error)[:70]}...; waits for other members", flush=True)
+                call = str(error).partition(" failed")[0]
+                say(f"{self.name}: {call} was broken off; waits for other members")
                 self.group.follow(self.board)
                 self.begin_epoch()
-        summary = {"worker": self.name, "answers": self.answers, "wrong": self.wrong}
-        print(json.dumps(summary), flush=True)
+        say(f"{self.name}: {self.answers} answers, {self.wrong} of them wrong")
         self.group.destroy()
         sys.exit(0 if self.wrong == 0 else 1)
 
@@ -133,7 +132,7 @@ class Worker:
         try:
             self.change.complete()
         except ChangeRolledBackError as error:
-            print(f"{self.name}: {error}", flush=True)
+            say(f"{self.name}: {error}")
         self.begin_epoch()
         return True
 
@@ -141,11 +140,8 @@ class Worker:
         """Say which experts this process has now."""
         self.in_epoch = 0
         experts = ", ".join(str(expert) for expert in self.layer.own_experts())
-        print(
-            f"{self.name}: epoch {self.group.epoch}, rank {self.group.rank_in_group} of "
-            f"{self.group.world_size}, experts {experts}",
-            flush=True,
-        )
+        place = f"rank {self.group.rank_in_group} of {self.group.world_size}"
+        say(f"{self.name}: epoch {self.group.epoch}, {place}, experts {experts}")
 
     def answer(self, tokens: Tensor) -> None:
         self.wrong += not torch.allclose(self.layer(tokens), self.layer.reference(tokens), atol=1e-5)
@@ -191,6 +187,11 @@ def request(name: str, number: int) -> Tensor:
     """Some tokens; sometimes none."""
     generator = torch.Generator().manual_seed(1000 * ord(name) + number)
     return torch.randn(number % 7, WIDTH, generator=generator)
+
+
+def say(line: str) -> None:
+    """At once, and in one piece: the processes share the output."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 if __name__ == "__main__":
