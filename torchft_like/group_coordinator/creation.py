@@ -125,18 +125,19 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     """Where the tensors of a backend are, on the rank with this number on its host.
 
     Raises:
-        ValueError: no device has that number.
+        ValueError: no device has that number, or torch has no such backend.
     """
     if not isinstance(local_rank, int) or isinstance(local_rank, bool) or local_rank < 0:
         raise ValueError(f"local_rank is {local_rank!r}: it must be a whole number from 0 on")
     is_cuda = "cuda" in BACKENDS[backend].devices if backend in BACKENDS else "nccl" in backend
-    if not is_cuda:
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if is_cuda and local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local_rank is {local_rank}, and there are {torch.cuda.device_count()} CUDA devices"
         )
-    return torch.device("cuda", local_rank)
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    if unknown := [name for name in names if not dist.is_backend_available(name)]:
+        raise ValueError(f"torch_distributed_backend {backend!r}: torch has no backend {', '.join(unknown)}")
+    return torch.device("cuda", local_rank) if is_cuda else torch.device("cpu")
 
 
 def unique_name(name: str) -> str:

@@ -213,9 +213,9 @@ def _write_array(value: np.ndarray, sheet: _Sheet, _: int) -> None:
 
 
 def _refuse(value: object, _: _Sheet, __: int) -> None:
-    raise _Unfit(
-        f"is a {name_of(value)}, which does not travel; pass {_cure(value)}. What travels: {ALLOWED}"
-    )
+    name = name_of(value)
+    article = "an" if name[0] in "aeiou" else "a"
+    raise _Unfit(f"is {article} {name}, which does not travel; pass {_cure(value)}. What travels: {ALLOWED}")
 
 
 _WRITERS: Mapping[type, Callable[..., None]] = {

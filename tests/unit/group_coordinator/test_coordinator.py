@@ -345,6 +345,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         assert device_of(backend, 99) == torch.device("cpu")
 
 
+@pytest.mark.parametrize("backend", ["nope", "cpu:nope", "cpu:gloo,cuda:nope"])
+def test_a_backend_that_torch_does_not_know_is_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match="torch has no backend nope"):
+        device_of(backend, 0)
+
+
 def test_options_are_checked() -> None:
     assert CoordinatorOptions(timeout=2).timeout == timedelta(seconds=2)
     for wrong in ({"timeout": 0}, {"message_bytes_max": 0}):
