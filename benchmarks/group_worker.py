@@ -177,6 +177,8 @@ class Managed:
     def __init__(self, options: argparse.Namespace) -> None:
         package = importlib.import_module(options.package)
         groups = importlib.import_module(f"{options.package}.process_group")
+        # Its own: in one store two replica groups would overwrite each other's address of the ManagerServer.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._manager = package.Manager(
             pg=groups.ProcessGroupGloo(timeout=LIMIT),
             load_state_dict=lambda state: None,
@@ -186,7 +188,7 @@ class Managed:
             rank=0,
             world_size=1,
             store_addr="127.0.0.1",
-            store_port=options.store,
+            store_port=self._store.port,
             lighthouse_addr=options.lighthouse,
             replica_id=f"pair_{options.rank}",
             hostname="127.0.0.1",
