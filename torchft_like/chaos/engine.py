@@ -110,7 +110,7 @@ class Engine:
 
     def __init__(self, settings: JobSettings, folder: Path, offered: Features, tell: Tell, seed: int) -> None:
         self._settings = settings
-        self._folder = folder
+        self._folder = folder.resolve()  # processes in other namespaces and folders use it too
         self._offered = offered
         self._tell = tell
         self._seed = seed

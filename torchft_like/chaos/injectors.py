@@ -261,7 +261,7 @@ class SmallDisk:
     """
 
     def __init__(self, folder: Path) -> None:
-        mount_point = folder / "disk"
+        mount_point = folder.resolve() / "disk"
         mount_point.mkdir()
         options = f"size={DISK_KB}k"
         script = f'mount -t tmpfs -o {options} chaos "$0" && touch "$0/mounted" && exec sleep infinity'
@@ -271,7 +271,10 @@ class SmallDisk:
         self._filler = Path(self.path) / "filler"
         if not _appears(Path(self.path) / "mounted", _READY_S_MAX):
             self.close()
-            raise OSError(f"no small disk for checkpoints: {self._holder.tail()}")
+            raise OSError(
+                f"no small disk for checkpoints within {_READY_S_MAX:g} s: "
+                f"{self._holder.tail() or f'{command} printed nothing'}"
+            )
 
     @staticmethod
     def why_unavailable() -> str | None:
