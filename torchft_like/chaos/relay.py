@@ -29,10 +29,14 @@ class Relay:
         target: host and port of the server.
         open_filter: called for every connection; what it returns is called with each piece of the
             answer, on a thread of that connection, and returns what to send instead.
+        request: the same for what the clients say, of all connections.
     """
 
-    def __init__(self, target: tuple[str, int], open_filter: Callable[[], Filter]) -> None:
+    def __init__(
+        self, target: tuple[str, int], open_filter: Callable[[], Filter], request: Filter = bytes
+    ) -> None:
         self._target = target
+        self._request = request
         self._open_filter = open_filter
         self._listener = socket.create_server((target[0], 0))
         self.port = int(self._listener.getsockname()[1])
@@ -52,7 +56,7 @@ class Relay:
 
     def _serve(self, client: socket.socket, server: socket.socket, answer: Filter) -> None:
         """Carry both directions; the second thread ends with this one, for both sockets end here."""
-        there = threading.Thread(target=_copy, args=(client, server, bytes), daemon=True)
+        there = threading.Thread(target=_copy, args=(client, server, self._request), daemon=True)
         there.start()
         with client, server:
             _copy(server, client, answer)

@@ -10,7 +10,6 @@ import mmap
 import os
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 
@@ -23,6 +22,7 @@ from torchft_like.errors import (
     QueueWriterLostError,
 )
 from torchft_like.message_queue.audience import FILE, FILE_TAG, LEAVE, WAKE
+from torchft_like.message_queue.end import RECHECK_S, ReadingEnd
 from torchft_like.message_queue.fence import before_publishing, full_fence
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.handshake import call, hear_welcome
@@ -35,7 +35,6 @@ from torchft_like.message_queue.leaves import (
     reading_ring,
 )
 from torchft_like.message_queue.memory import map_received
-from torchft_like.message_queue.patience import RECHECK_S, Patience
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
@@ -46,18 +45,15 @@ from torchft_like.message_queue.ring import (
     Record,
     RingReader,
 )
+from torchft_like.patience import Patience
 
 
-class LocalReader:
+class LocalReader(ReadingEnd):
     """See MessageQueue."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
         self._handle = handle
         self._rank = rank
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
-        self._is_closing = False
-        self._is_closed = False
         self._writer_is_gone = False
         self._patience = Patience()
         self._sleeps = 0
@@ -67,7 +63,7 @@ class LocalReader:
         self._bell = -1
         self._memory: list[mmap.mmap] = []
         self._connection = call(handle, rank)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(f"reader {rank} has left the queue")
         self._events = select.epoll()
         self._events.register(self._stop, select.EPOLLIN)
         self._events.register(self._connection, select.EPOLLIN)
@@ -94,27 +90,7 @@ class LocalReader:
             self._free(ring, record)
             return value
 
-    def shutdown(self) -> None:
-        """Leave; the writer does not count on this reader any more."""
-        with self._ending:
-            if self._is_closed:
-                return
-            self._is_closing = True
-            os.eventfd_write(self._stop, 1)
-            with self._lock:
-                self._is_closed = True
-                self._leave()
-                self._release()
-
-    def forget(self) -> None:
-        """In a fork: let go of everything, and say nothing to the writer."""
-        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
-        self._is_closing = self._is_closed = True
-        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
-            self._release()
-
-    def _leave(self) -> None:
-        self._is_closing = True
+    def _say_goodbye(self) -> None:
         with contextlib.suppress(OSError):  # the writer is gone already
             self._connection.send(LEAVE, socket.MSG_DONTWAIT)
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -133,10 +109,6 @@ class LocalReader:
             self._words.release()
         for memory in self._memory:
             memory.close()
-
-    def _require_open(self) -> None:
-        if self._is_closing:
-            raise QueueClosedError(f"reader {self._rank} has left the queue")
 
     # ------------------------------------------------------------------------------- joining
 
@@ -237,8 +209,10 @@ class LocalReader:
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
-                self._sleep(reached, min(deadline - now, RECHECK_S))
+                is_announced = self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._require_open()
+                if is_announced:
+                    self._patience.watch(reached, deadline, is_announced=True)
         self._patience.learn(time.monotonic() - started)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
@@ -253,15 +227,17 @@ class LocalReader:
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
-    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Until something happens; whether it was the bell."""
         while self._hear():  # of earlier sleeps
             pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
         try:
-            if not reached():
-                self._events.poll(seconds)
+            if reached():
+                return False
+            return any(descriptor == self._bell for descriptor, _ in self._events.poll(seconds))
         finally:
             self._words[SLEEPING] = 0
 

@@ -9,9 +9,10 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from torchft_like.errors import NotSupportedError
+from torchft_like.message_queue.end import End, ReadingEnd
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 from torchft_like.message_queue.local_reader import LocalReader
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
@@ -92,7 +93,7 @@ class MessageQueue:
             QueueWriterLostError: the writer is gone.
         """
         known = QueueHandle.from_plain(handle)
-        reader: _Reader
+        reader: ReadingEnd
         if rank in known.local_ranks:
             reader = LocalReader(known, rank)
         else:
@@ -103,7 +104,7 @@ class MessageQueue:
         queue._become(reader, known, rank)
         return queue
 
-    def _become(self, end: Writer | _Reader, handle: QueueHandle, rank: int | None) -> None:
+    def _become(self, end: Writer | ReadingEnd, handle: QueueHandle, rank: int | None) -> None:
         self._end = end
         self._handle = handle
         self._rank = rank
@@ -242,16 +243,7 @@ def _deadline(timeout: float | None) -> tuple[float, float]:
     return time.monotonic() + timeout, timeout
 
 
-class _Reader(Protocol):
-    """The end of a queue for a reader, wherever it is."""
-
-    def wait_until_ready(self, deadline: float, seconds: float) -> None: ...
-    def dequeue(self, deadline: float, seconds: float) -> object: ...
-    def shutdown(self) -> None: ...
-    def forget(self) -> None: ...
-
-
-_ends: weakref.WeakSet[Writer | _Reader] = weakref.WeakSet()
+_ends: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def _forget_all() -> None:

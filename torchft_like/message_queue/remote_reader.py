@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 
 import zmq
@@ -21,6 +20,7 @@ from torchft_like.errors import (
     QueueTimeoutError,
     QueueWriterLostError,
 )
+from torchft_like.message_queue.end import ReadingEnd
 from torchft_like.message_queue.handle import QueueHandle, RemoteHandle
 from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.remote_audience import (
@@ -49,7 +49,7 @@ _ENDS = (
 )
 
 
-class RemoteReader:
+class RemoteReader(ReadingEnd):
     """See MessageQueue."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
@@ -58,19 +58,15 @@ class RemoteReader:
                 f"rank {rank} is no local reader ({list(handle.local_ranks)} are), and no remote one is due"
             )
         self._rank = rank
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
-        self._is_closing = False
-        self._is_closed = False
         self._writer_is_gone = False
         self._has_left = False
         self._number: int | None = None  # of the next message
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._monitor = self._dealer.get_monitor_socket(_ENDS)
         self._connect(handle.remote)
-        self._dealer.send(HELLO.pack(TAG_HELLO, handle.token, rank))
+        self._tell(HELLO.pack(TAG_HELLO, handle.token, rank))
         self._events = zmq.Poller()
         for watched in (self._dealer, self._monitor, self._stop):
             self._events.register(watched, zmq.POLLIN)
@@ -91,26 +87,8 @@ class RemoteReader:
             try:
                 return self._read(parts)
             except (PlainDataError, QueueCorruptError) as error:
-                self._is_closing = True
                 self._leave()
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
-
-    def shutdown(self) -> None:
-        """Leave; the writer does not count on this reader any more."""
-        with self._ending:
-            if self._is_closed:
-                return
-            self._is_closing = True
-            os.eventfd_write(self._stop, 1)
-            with self._lock:
-                self._is_closed = True
-                self._leave()
-                self._release()
-
-    def forget(self) -> None:
-        """In a fork: the connection is the parent's, and its threads do not exist here."""
-        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
-        self._is_closing = self._is_closed = True
 
     def _connect(self, remote: RemoteHandle) -> None:
         public, secret = zmq.curve_keypair()
@@ -157,7 +135,6 @@ class RemoteReader:
         if number != self._number:
             raise QueueCorruptError(f"message {number} came where {self._number} was due")
         if tag == TAG_CLOSED:
-            self._is_closing = True
             self._leave()
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         if tag != TAG_DATA or len(parts) < 2:
@@ -169,10 +146,12 @@ class RemoteReader:
         return value
 
     def _tell(self, data: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # no connection any more: the next wait sees it
+        with contextlib.suppress(
+            zmq.Again
+        ):  # no connection any more, or none came about: the next wait sees it
             self._dealer.send(data, zmq.NOBLOCK)
 
-    def _leave(self) -> None:
+    def _say_goodbye(self) -> None:
         if not self._has_left:
             self._has_left = True
             self._tell(TAG_LEAVE)
@@ -184,9 +163,8 @@ class RemoteReader:
         self._context.term()
         os.close(self._stop)
 
-    def _require_open(self) -> None:
-        if self._is_closing:
-            raise QueueClosedError(f"reader {self._rank} has left the queue, or the writer has shut it down")
+    def _abandon(self) -> None:
+        """ZeroMQ's threads do not exist in a fork: to close what they serve would wait for them."""
 
 
 class _Parts:

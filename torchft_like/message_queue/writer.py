@@ -10,34 +10,30 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torchft_like.errors import QueueClosedError, QueueReadersLostError, QueueTimeoutError
+from torchft_like.errors import QueueReadersLostError, QueueTimeoutError
 from torchft_like.message_queue.audience import Audience
+from torchft_like.message_queue.end import RECHECK_S, End
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
 from torchft_like.message_queue.memory import map_to_write, reserve, seal
-from torchft_like.message_queue.patience import RECHECK_S, Patience
 from torchft_like.message_queue.ring import CLOSED, IN_FILE, INLINE, SLEEPING, Bytes, Geometry, RingWriter
+from torchft_like.patience import Patience
 from torchft_like.plain_data import dissect
 
 if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
     from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience
 
 
-class Writer:
+class Writer(End):
     """See MessageQueue. Takes over `remote`."""
 
     def __init__(
         self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteAudience | None
     ) -> None:
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
-        self._is_closing = False
-        self._is_closed = False
         self._is_broken = False  # interrupted while it wrote
         self._is_ready = False
         self._patience = Patience()
@@ -55,7 +51,7 @@ class Writer:
             undo.callback(self._ring.release)
             self._local = Audience(geometry, self._descriptor, local_ranks, token)
             undo.callback(self._local.close)
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            super().__init__("this queue was shut down")
             undo.callback(os.close, self._stop)
             self._undo = undo.pop_all()
 
@@ -88,6 +84,7 @@ class Writer:
         """Write a message."""
         with self._lock:
             self._require_open()
+            self._local.announce()
             structure, leaves = dissect(value)
             parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
             nbytes = sum(map(len, parts)) if leaves else len(structure)
@@ -101,35 +98,18 @@ class Writer:
             else:
                 self._write_file(parts, nbytes, deadline, seconds, prepared)
 
-    def shutdown(self) -> None:
-        """Let readers read what was written, and let go of them."""
-        with self._ending:
-            if self._is_closed:
-                return
-            self._is_closing = True
-            os.eventfd_write(self._stop, 1)
-            with self._lock:
-                self._is_closed = True
-                self._ring.words[CLOSED] = not self._is_broken
-                self._release()
+    def _say_goodbye(self) -> None:
+        self._ring.words[CLOSED] = not self._is_broken
 
-    def forget(self) -> None:
-        """In a fork: let go of everything, and say nothing to the readers, who are the parent's."""
-        self._lock, self._ending = threading.Lock(), threading.Lock()  # who held them does not exist here
-        self._is_closing = self._is_closed = True
+    def _abandon(self) -> None:
         self._remote = None
-        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
-            self._release()
+        self._release()
 
     def _release(self) -> None:
         self._local.close()  # first: who waits need not wait for a farewell to remote readers
         if self._remote:
             self._remote.close()
         self._undo.close()
-
-    def _require_open(self) -> None:
-        if self._is_closing:
-            raise QueueClosedError("this queue was shut down")
 
     def _attend(self) -> None:
         self._local.attend()

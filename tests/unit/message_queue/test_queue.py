@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -27,64 +27,9 @@ from torchft_like.message_queue.audience import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
 
-LIMIT_S = 60.0
-
-
-class Queues:
-    """Makes queues with their readers, and closes them all."""
-
-    def __init__(self) -> None:
-        self._made: list[MessageQueue] = []
-        self._threads = ThreadPoolExecutor(8)
-
-    def make(
-        self, n_readers: int = 1, chunk_bytes: int = 4096, chunks: int = 4, remote: Sequence[int] = ()
-    ) -> tuple[MessageQueue, list[MessageQueue]]:
-        """A writer and its readers, ready."""
-        local = [rank for rank in range(n_readers) if rank not in remote]
-        writer = MessageQueue(n_readers, len(local), chunk_bytes, chunks, local_reader_ranks=local)
-        self._made.append(writer)
-        readers = [self.join(writer, rank) for rank in range(n_readers)]
-        ready = [self.run(reader.wait_until_ready, LIMIT_S) for reader in readers]
-        writer.wait_until_ready(LIMIT_S)
-        for one in ready:
-            one.result(LIMIT_S)
-        return writer, readers
-
-    def join(self, writer: MessageQueue, rank: int) -> MessageQueue:
-        self._made.append(MessageQueue.create_from_handle(writer.export_handle(), rank))
-        return self._made[-1]
-
-    def run(self, call: Callable[..., object], *arguments: object) -> Future[object]:
-        """In a thread of its own."""
-        return self._threads.submit(call, *arguments)
-
-    def close(self) -> None:
-        for queue in reversed(self._made):  # a writer waits for remote readers that have not read all
-            queue.shutdown()
-        self._threads.shutdown()
-
-
-@pytest.fixture
-def queues() -> Iterator[Queues]:
-    made = Queues()
-    try:
-        yield made
-    finally:
-        made.close()
-
 
 def files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_for(fact: Callable[[], bool]) -> None:
-    """An event that only looking tells of."""
-    moment, patience = threading.Event(), 0.0
-    while not fact():
-        assert patience < LIMIT_S
-        moment.wait(0.005)
-        patience += 0.005
 
 
 VALUES = [
@@ -473,22 +418,3 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)
-
-
-def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
-    nobody looks again by himself."""
-    for module in ("writer", "local_reader"):
-        monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
-    writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
-    for end in (writer, *readers):
-        monkeypatch.setattr(end._end._patience, "watch", lambda *_, **__: False)  # type: ignore[union-attr]
-    count = 2000
-
-    def read(reader: MessageQueue) -> list[object]:
-        return [reader.dequeue(LIMIT_S) for _ in range(count)]
-
-    found = [queues.run(read, reader) for reader in readers]
-    for number in range(count):
-        writer.enqueue(number, LIMIT_S)
-    assert [one.result(LIMIT_S) for one in found] == [list(range(count))] * 2

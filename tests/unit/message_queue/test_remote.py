@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 import zmq
 
-from tests.unit.message_queue.test_queue import LIMIT_S, Queues, wait_for
-from torchft_like.errors import QueueClosedError, QueueCorruptError
+from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from torchft_like.chaos.relay import Relay
+from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue.handle import RemoteHandle
 from torchft_like.message_queue.remote_audience import (
     HELLO,
     NUMBERED,
@@ -22,16 +25,8 @@ from torchft_like.message_queue.remote_audience import (
     TAG_LEAVE,
     TAG_READ,
 )
+from torchft_like.message_queue.remote_reader import RemoteReader
 from torchft_like.plain_data import disassemble, dissect
-
-
-@pytest.fixture
-def queues() -> Iterator[Queues]:
-    made = Queues()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @contextlib.contextmanager
@@ -82,6 +77,58 @@ def test_a_reader_that_has_read_what_was_never_written_is_evicted(queues: Queues
     wait_for(lambda: writer.lost_readers == [1])
     writer.enqueue("on", LIMIT_S)
     assert reader.dequeue(LIMIT_S) == "on"
+
+
+def test_a_connection_that_falls_silent_is_over_for_both(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody hangs up: from one moment on nothing that either says arrives."""
+    monkeypatch.setattr("torchft_like.message_queue.remote_audience.SILENCE_S", 2.0)
+    flows = threading.Event()
+    flows.set()
+
+    def carry(data: bytes) -> bytes:
+        flows.wait()
+        return data
+
+    writer = queues.keep(MessageQueue(2, 1))
+    handle = writer.export_handle()
+    port = int(str(handle["address"]).rpartition(":")[2])
+    relay = Relay(("127.0.0.1", port), lambda: carry, carry)
+    near = queues.join(writer, 0)
+    handle["address"] = f"tcp://127.0.0.1:{relay.port}"
+    far = queues.keep(MessageQueue.create_from_handle(handle, 1))
+    ready = [queues.run(end.wait_until_ready, LIMIT_S) for end in (writer, near, far)]
+    for one in ready:
+        one.result(LIMIT_S)
+    writer.enqueue("before", LIMIT_S)
+    assert [near.dequeue(LIMIT_S), far.dequeue(LIMIT_S)] == ["before"] * 2
+    flows.clear()
+    try:
+        writer.enqueue("into the silence", LIMIT_S)
+        with pytest.raises(QueueWriterLostError):
+            far.dequeue(LIMIT_S)
+        wait_for(lambda: writer.lost_readers == [1])
+        writer.enqueue("after", LIMIT_S)
+        assert [near.dequeue(LIMIT_S) for _ in range(2)] == ["into the silence", "after"]
+    finally:
+        flows.set()
+
+
+def test_a_connection_that_fails_before_the_first_word_holds_nobody_up(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = RemoteReader._connect
+
+    def connect_in_vain(reader: RemoteReader, remote: RemoteHandle) -> None:
+        connect(reader, remote)
+        assert reader._monitor.poll(int(LIMIT_S) * 1000)
+
+    monkeypatch.setattr(RemoteReader, "_connect", connect_in_vain)
+    handle = {**queues.keep(MessageQueue(1, 0)).export_handle(), "server_key": b"x" * 40}
+    reader = queues.keep(MessageQueue.create_from_handle(handle, 0))
+    with pytest.raises(QueueWriterLostError):
+        reader.wait_until_ready(LIMIT_S)
 
 
 STRUCTURE, LEAVES = dissect({"t": torch.ones(3)})

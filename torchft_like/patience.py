@@ -1,4 +1,4 @@
-"""How long to watch shared memory for what is awaited before going to sleep.
+"""How long to watch for what another process does before going to sleep.
 
 Watching notices within a microsecond and burns a core; sleeping costs nothing and takes some tens of
 microseconds to end. What came soon the last times is worth watching for, anything else is not: who
@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 SPIN_S_MAX = 1e-3
 CROWDED_S = 100e-6
-RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 _WEIGHT = 0.25
 _LONG_S = 4 * SPIN_S_MAX
 _CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
@@ -32,9 +31,13 @@ class Patience:
         """How long to watch this time."""
         return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else 0.0
 
-    def watch(self, reached: Callable[[], bool], deadline: float) -> bool:
-        """Look again and again; False when it is time to sleep, or `deadline`."""
-        if not (budget_s := self.spin_s()):
+    def watch(self, reached: Callable[[], bool], deadline: float, *, is_announced: bool = False) -> bool:
+        """Look again and again; False when it is time to sleep, or `deadline`.
+
+        Args:
+            is_announced: it is known to be on its way.
+        """
+        if not (budget_s := SPIN_S_MAX if is_announced else self.spin_s()):
             return reached()
         last = time.monotonic()
         until = min(last + budget_s, deadline)
