@@ -149,7 +149,7 @@ class GroupCoordinator(Communicating):
         transport, to = self._with_peer(dst, +1, "dst")
         if to is None:
             point_to_point.check_alone(transport, dicts.checked_dict(tensor_dict))
-            return Handle("send_tensor_dict", lambda: None, lambda _: None)
+            return transport.bound(Handle("send_tensor_dict", lambda: None, lambda _: None))
         sliced = dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
         with transport.guard("send_tensor_dict"):
             begun = dicts.start_sending_dict(transport, tensor_dict, to, sliced)
@@ -188,7 +188,7 @@ class GroupCoordinator(Communicating):
         transport, source = self._with_peer(src, -1, "src")
         gathering = _transport_of(all_gather_group)
         if source is None:
-            return Handle("recv_tensor_dict", lambda: None, lambda _: None)
+            return transport.bound(Handle("recv_tensor_dict", lambda: None, lambda _: None))
         return dicts.receiving(transport, source, gathering)
 
     # ------------------------------------------------------------------------ the rest
@@ -234,6 +234,8 @@ class GroupCoordinator(Communicating):
         Experts that return their input give `world_size` times the input: each rank adds what its own
         experts make of a token, and zero where the token is none of theirs.
         """
+        if self._dispatched is not None:
+            self._dispatched.among.require_present("dispatch")
         return expert_parallel.combine(self._current(), hidden_states, self._dispatched, is_sequence_parallel)
 
     @contextlib.contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchft_like.group_coordinator.arguments import Terms, checked_tensor, tensor_terms
 from torchft_like.group_coordinator.numbers import addable, as_before
 from torchft_like.group_coordinator.plans import checked_dim, checked_rank, with_rows
+from torchft_like.group_coordinator.summing import reduce_scatter_by_rows
 from torchft_like.group_coordinator.transport import Transport, as_bytes
-from torchft_like.group_coordinator.variable import reduce_scatter_by_rows
 
 
 def all_reduce(transport: Transport, input_: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ class Dispatched:
     Attributes:
         sizes: the tokens of each rank.
         is_sequence_parallel: as it was passed.
+        among: the ranks that have the tokens.
     """
 
     sizes: Sizes
     is_sequence_parallel: bool
+    among: Transport
 
 
 def dispatch(
@@ -36,7 +38,7 @@ def dispatch(
 ) -> tuple[list[Tensor], Dispatched]:
     """The rows of all ranks, in the order of ranks, of tensors that have a row for each token."""
     gathered, sizes = all_gatherv(transport, tensors, 0, None, "dispatch", _terms(is_sequence_parallel))
-    return gathered, Dispatched(sizes, is_sequence_parallel)
+    return gathered, Dispatched(sizes, is_sequence_parallel, transport)
 
 
 def combine(

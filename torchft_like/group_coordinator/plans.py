@@ -5,14 +5,11 @@ Pure: it knows shapes and ranks, and neither tensors nor groups.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 SMALL_BYTES_MAX = 64 * 1024
 PARCEL_BYTES_MAX = 4 * 1024 * 1024
-ADDED_AT_ONCE_BYTES_MAX = 256 * 1024
-RECEIVED_TIMES_MAX = 1.1
 
 
 def checked_dim(dim: int, dimensions: int) -> int:
@@ -61,34 +58,6 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
     return tuple(less + 1 if part < more else less for part in range(parts))
 
 
-def adding_sizes(wanted: Sequence[int], width: int) -> tuple[int, ...]:
-    """How many elements each rank adds up so that each may have as many of the sum as it wants.
-
-    Its own, where the whole is small, or the rank that wants most still receives hardly more than the size of
-    the whole. Else an even part: one more exchange keeps that rank from doing most of the work.
-
-    Args:
-        width: bytes of an element.
-    """
-    total = sum(wanted)
-    received_max = max(wanted) * (len(wanted) - 1)
-    if total * width <= ADDED_AT_ONCE_BYTES_MAX or received_max <= total * RECEIVED_TIMES_MAX:
-        return tuple(wanted)
-    return even_sizes(total, len(wanted))
-
-
-def moves(have: Sequence[int], wanted: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
-    """From intervals that the ranks have to intervals that they want of the same row of elements.
-
-    Returns:
-        How many elements `rank` gives to each rank, and how many it gets from each.
-    """
-    had, wants = _intervals(have), _intervals(wanted)
-    gives = [_overlap(had[rank], interval) for interval in wants]
-    gets = [_overlap(interval, wants[rank]) for interval in had]
-    return gives, gets
-
-
 def elements_of_row(shape: Sequence[int], dim: int) -> int:
     """How many elements have one and the same place along `dim`."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
@@ -126,11 +95,3 @@ def parcels(nbytes: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...
                 members, filled = [], 0
             open_parcels[place] = ([*members, index], filled + size)
     return [*made, *(tuple(members) for members, _ in open_parcels.values())]
-
-
-def _intervals(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise([0, *itertools.accumulate(sizes)]))
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return max(0, min(one[1], other[1]) - max(one[0], other[0]))

@@ -99,7 +99,8 @@ def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> 
         with transport.guard("recv_tensor_dict"):
             return handle(transport, "recv_tensor_dict", start_receiving_dict(transport, src, tag), settle)
 
-    return Handle(f"recv_tensor_dict over {transport}", lambda: _received(transport, src, tag), settle)
+    text = f"recv_tensor_dict over {transport}"
+    return transport.bound(Handle(text, lambda: _received(transport, src, tag), settle))
 
 
 def received(transport: Transport, src: int, gathered_by: Transport | None) -> TensorDict:
@@ -122,9 +123,8 @@ def handle(transport: Transport, operation: str, begun: Begun, settle: Callable[
     def is_over() -> bool:
         return all(flight.work.is_completed() for flight in begun.flights)
 
-    return Handle(
-        f"{operation} over {transport}", finish, settle, is_over if transport.waits_on_streams else None
-    )
+    watched = is_over if transport.waits_on_streams else None
+    return transport.bound(Handle(f"{operation} over {transport}", finish, settle, watched))
 
 
 def joined(received: tuple[TensorDict, Slices], transport: Transport | None) -> TensorDict:

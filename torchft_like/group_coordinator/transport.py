@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, Broadca
 
 from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
 from torchft_like.group_coordinator.arguments import Terms
+from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.lane import Flight, Group, Lane
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement, check, decode, encode
@@ -112,6 +113,13 @@ class Transport:
                 raise
             cause = error.__cause__ if isinstance(error, GroupCoordinatorError) else error
             raise GroupCoordinatorError(f"{operation} over {self} failed: {error}") from cause
+
+    def bound(self, handle: Handle[T]) -> Handle[T]:
+        """A handle that is good for as long as the members are these: the handle, as they never change."""
+        return handle
+
+    def require_present(self, what: str) -> None:
+        """Raise if `what`, of these members, is of the past: never, as they never change."""
 
     def break_off(self, reason: str) -> None:
         """End what is under way, here and at the peers."""

@@ -2,8 +2,6 @@
 
 The ranks say how many rows they have before any of them moves. So sizes need not be known, rows may be
 none, and a rank whose tensors do not fit the others' is an error on all of them.
-
-Sums are made where they end, of the ranks' parts in the order of ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +12,11 @@ import torch
 from torch import Tensor
 
 from torchft_like.group_coordinator.arguments import Terms, checked_along, tensors_terms
-from torchft_like.group_coordinator.numbers import addable, as_before
-from torchft_like.group_coordinator.plans import (
-    adding_sizes,
-    checked_sizes,
-    elements_of_row,
-    even_sizes,
-    moves,
-    with_rows,
-)
+from torchft_like.group_coordinator.numbers import addable
+from torchft_like.group_coordinator.plans import checked_sizes, elements_of_row, even_sizes, with_rows
 from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import Flight, Transport, as_bytes
+from torchft_like.group_coordinator.summing import reduce_scatter_by_rows
+from torchft_like.group_coordinator.transport import Transport, as_bytes
 
 Sizes = tuple[int, ...]
 
@@ -95,14 +87,6 @@ def reduce_scatterv(
         return reduce_scatter_by_rows(transport, tensors, at, shares)
 
 
-def reduce_scatter_by_rows(
-    transport: Transport, tensors: Sequence[Tensor], dim: int, sizes: Sizes
-) -> list[Tensor]:
-    """See `reduce_scatterv`; all ranks know that their arguments fit."""
-    sums = [_Summing(transport, tensor, dim, sizes) for tensor in tensors]
-    return [summing.land() for summing in sums]
-
-
 def _shares(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes:
     if sizes is None:
         return even_sizes(rows, world_size)
@@ -138,53 +122,3 @@ class Gathering:
             return self._whole.view(self._shape).to(self._device)
         parts = zip(self._flat_parts, self._shapes, strict=True)
         return torch.cat([part.view(shape) for part, shape in parts], self._dim).to(self._device)
-
-
-class _Summing:
-    """One tensor whose parts are on their way to the ranks that add them up.
-
-    Work is shared out however uneven the sizes are: where they are very uneven, each rank adds up an even
-    part of the elements first, and then hands what it has to those who shall have it.
-    """
-
-    def __init__(self, transport: Transport, tensor: Tensor, dim: int, sizes: Sizes) -> None:
-        mine = transport.carried(tensor.movedim(dim, 0))
-        row = elements_of_row(mine.shape, 0)
-        self._transport, self._dim, self._device = transport, dim, tensor.device
-        self._shape = (sizes[transport.rank], *mine.shape[1:])
-        self._wanted = tuple(size * row for size in sizes)
-        self._added = adding_sizes(self._wanted, mine.element_size())
-        self._parts, self._flight = mine.reshape(1, -1), None
-        if transport.world_size > 1:
-            own = self._added[transport.rank]
-            self._parts = torch.empty((transport.world_size, own), dtype=mine.dtype, device=mine.device)
-            self._flight = _start_moving(
-                transport, mine.view(-1), self._parts.view(-1), self._added, [own] * transport.world_size
-            )
-
-    def land(self) -> Tensor:
-        """This rank's rows of the sum."""
-        if self._flight is not None:
-            self._flight.land()
-        parts = addable(self._parts)
-        total = as_before(parts.sum(0, dtype=parts.dtype), self._parts.dtype)
-        if self._added != self._wanted:
-            total = self._handed_out(total)
-        return total.view(self._shape).movedim(0, self._dim).contiguous().to(self._device)
-
-    def _handed_out(self, total: Tensor) -> Tensor:
-        rank = self._transport.rank
-        to_others, from_others = moves(self._added, self._wanted, rank)
-        wanted = total.new_empty(self._wanted[rank])
-        if flight := _start_moving(self._transport, total, wanted, to_others, from_others):
-            flight.land()
-        return wanted
-
-
-def _start_moving(
-    transport: Transport, source: Tensor, target: Tensor, to_others: Sequence[int], from_others: Sequence[int]
-) -> Flight | None:
-    """Every rank to every other; sizes are numbers of elements."""
-    width = source.element_size()
-    out_bytes, in_bytes = ([size * width for size in sizes] for sizes in (from_others, to_others))
-    return transport.alltoall(as_bytes(target), as_bytes(source), out_bytes, in_bytes)

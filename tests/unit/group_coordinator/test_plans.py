@@ -10,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchft_like.group_coordinator.plans import (
-    ADDED_AT_ONCE_BYTES_MAX,
     PARCEL_BYTES_MAX,
     SMALL_BYTES_MAX,
-    adding_sizes,
     checked_dim,
     checked_rank,
     checked_sizes,
     elements_of_row,
     even_sizes,
-    moves,
     parcels,
     shape_text,
     with_rows,
@@ -60,37 +57,6 @@ def test_even_sizes_differ_by_one_at_the_most_and_shrink(rows: int, parts: int) 
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
     assert sizes == tuple(len(part) for part in torch.empty(rows).tensor_split(parts))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
-def test_what_ranks_give_is_what_others_get_and_all_that_they_want(wanted: list[int]) -> None:
-    ranks = range(len(wanted))
-    have = even_sizes(sum(wanted), len(wanted))
-    plans = [moves(have, wanted, rank) for rank in ranks]
-    row = list(range(sum(wanted)))
-    starts = [sum(have[:rank]) for rank in ranks]
-    held = [row[start : start + size] for start, size in zip(starts, have, strict=True)]
-    got: list[list[int]] = [[] for _ in ranks]
-    for source, (gives, _) in enumerate(plans):
-        at = 0
-        for target, count in enumerate(gives):
-            assert plans[target][1][source] == count
-            got[target] += held[source][at : at + count]
-            at += count
-        assert at == have[source]
-    assert sum(got, []) == row  # noqa: RUF017 - a few numbers
-    assert [len(part) for part in got] == wanted
-
-
-def test_uneven_sums_are_shared_out_where_that_pays() -> None:
-    many = ADDED_AT_ONCE_BYTES_MAX
-    assert adding_sizes([many, 0, 0, 0], 4) == (many // 4,) * 4
-    assert adding_sizes([many, many - 10, many, many], 4) == (many, many - 10, many, many)
-    assert adding_sizes([many, 0], 4) == (many, 0)  # of two ranks, none receives more than the whole
-    assert adding_sizes([many, many, 0], 4) == (many, many, 0)
-    assert adding_sizes([2 * many, many, 0], 4) == (many, many, many)
-    assert adding_sizes([100, 0, 0, 0], 4) == (100, 0, 0, 0)
-    assert adding_sizes([0, 0], 4) == (0, 0)
 
 
 def test_shapes_are_seen_along_a_dim() -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
-from torch import Tensor
 
 from torchft_like.errors import (
     ChangeInDoubtError,
@@ -29,13 +27,11 @@ from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
 from torchft_like.group_coordinator.elastic.board import MembershipBoard
 from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Settling, retire
-from torchft_like.group_coordinator.elastic.epoch import Epoch, EpochHandle, EpochTransport
+from torchft_like.group_coordinator.elastic.epoch import Epoch, EpochTransport
 from torchft_like.group_coordinator.elastic.membership import Membership
-from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.membership import Place
 from torchft_like.group_coordinator.options import CoordinatorOptions
-from torchft_like.group_coordinator.tensor_dict import TensorDict
-from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.group_coordinator.transport import Transport
 from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
@@ -54,63 +50,6 @@ class EpochCoordinator(GroupCoordinator):
     epoch: int = 0
 
     _present: Epoch | None = None
-    _dispatched_in: Epoch | None = None
-
-    def ibroadcast_tensor_dict(
-        self,
-        tensor_dict: TensorDict | None = None,
-        src: int = 0,
-        group: Group | None = None,
-        metadata_group: Group | None = None,
-    ) -> Handle[TensorDict]:
-        """See GroupCoordinator.ibroadcast_tensor_dict; the handle is good for the present epoch."""
-        epoch = self._epoch()
-        return EpochHandle(super().ibroadcast_tensor_dict(tensor_dict, src, group, metadata_group), epoch)
-
-    def isend_tensor_dict(
-        self,
-        tensor_dict: TensorDict,
-        dst: int | None = None,
-        all_gather_group: GroupCoordinator | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Handle[None]:
-        """See GroupCoordinator.isend_tensor_dict; the handle is good for the present epoch."""
-        epoch = self._epoch()
-        handle = super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
-        return EpochHandle(handle, epoch)
-
-    def irecv_tensor_dict(
-        self,
-        src: int | None = None,
-        all_gather_group: GroupCoordinator | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Handle[TensorDict | None]:
-        """See GroupCoordinator.irecv_tensor_dict; the handle is good for the present epoch."""
-        epoch = self._epoch()
-        return EpochHandle(super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors), epoch)
-
-    def dispatch(
-        self,
-        hidden_states: Tensor,
-        router_logits: Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]:
-        """See GroupCoordinator.dispatch; `combine` in the same epoch."""
-        epoch = self._epoch()
-        dispatched = super().dispatch(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
-        self._dispatched_in = epoch
-        return dispatched
-
-    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """See GroupCoordinator.combine.
-
-        Raises:
-            StaleEpochError: the tokens were dispatched to other members.
-        """
-        if self._dispatched_in is not None:
-            self._dispatched_in.check("dispatch")
-        return super().combine(hidden_states, is_sequence_parallel)
 
     def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
         """Before the first epoch."""
@@ -120,12 +59,6 @@ class EpochCoordinator(GroupCoordinator):
         self.local_rank = self.device.index or 0
         self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
         self._queues = []
-
-    def _epoch(self) -> Epoch:
-        self._current()
-        if self._present is None:
-            raise GroupCoordinatorError(f"{self.unique_name} has no members yet")
-        return self._present
 
     def _end_present(self, reason: str) -> None:
         """The present epoch, with the queues that were made in it, is over."""

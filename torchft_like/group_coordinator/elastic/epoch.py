@@ -85,6 +85,18 @@ class EpochTransport(Transport):
         with self.epoch.telling(f"{operation} over {self}"), super().guard(operation):
             yield
 
+    def bound(self, handle: Handle[T]) -> Handle[T]:
+        """See Transport.bound."""
+        return EpochHandle(handle, self.epoch)
+
+    def require_present(self, what: str) -> None:
+        """See Transport.require_present.
+
+        Raises:
+            StaleEpochError: the epoch is over.
+        """
+        self.epoch.check(what)
+
     def tag(self, direction: str, peer: int) -> int:
         """See Transport.tag; of another epoch than any message of the last thousand."""
         number = super().tag(direction, peer) - FIRST_TAG
