@@ -5,13 +5,12 @@ Decisions name sessions by the numbers that the shell gave them, and replicas by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NO_QUORUM = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A replica group as it joined; the fields are those of `QuorumMember` in torchft.proto."""
 
     replica_id: str
@@ -27,8 +26,7 @@ class Member:
     broken_quorum_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Quorum:
+class Quorum(NamedTuple):
     """The replica groups that train together; participants are sorted by replica id."""
 
     quorum_id: int
@@ -36,8 +34,7 @@ class Quorum:
     participants: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumFormed:
+class QuorumFormed(NamedTuple):
     """Answer these sessions and these open unary calls (replica ids) with the quorum.
 
     `new_id` tells whether it has an id of its own; `joined` and `left` are the difference to the
@@ -52,8 +49,7 @@ class QuorumFormed:
     left: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLost:
+class MemberLost(NamedTuple):
     """A replica is gone without a leave: tell these sessions, all of them in the quorum with it.
 
     `quorum_id` is NO_QUORUM, and nobody is to be told, if it was not in the last quorum.
@@ -65,16 +61,14 @@ class MemberLost:
     sessions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSuperseded:
+class SessionSuperseded(NamedTuple):
     """The replica registered anew: close this older session of it, which speaks for it no more."""
 
     session: int
     replica_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumOver:
+class QuorumOver(NamedTuple):
     """The quorum that the replica reports broke while it had no session: tell it, in this new one.
 
     It missed the alarm, and what it waits for in that quorum will not come.
@@ -85,8 +79,7 @@ class QuorumOver:
     quorum_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumBroken:
+class QuorumBroken(NamedTuple):
     """A member cannot go on in the last quorum: tell these sessions, all in it, not to wait for it."""
 
     quorum_id: int

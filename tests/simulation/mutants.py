@@ -8,7 +8,7 @@ one that was indeed missing until the simulation found it. `CAUGHT_BY` has a see
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lighthouse.decisions import Decision, Member
@@ -134,12 +134,12 @@ class _DropsMemberLost(ReplicaGroup):
 
 class _OneVoteIsEnough(ReplicaGroup):
     def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
-        effects = super().rank_voted(group_rank, replace(vote, committed=True))
+        effects = super().rank_voted(group_rank, vote._replace(committed=True))
         self._any_yes = getattr(self, "_any_yes", False) or vote.committed
         if effects:
             yes, self._any_yes = self._any_yes, False
             return [
-                RankVerdict(e.group_rank, replace(e.verdict, committed=yes))
+                RankVerdict(e.group_rank, e.verdict._replace(committed=yes))
                 if isinstance(e, RankVerdict)
                 else e
                 for e in effects
@@ -171,7 +171,7 @@ class _ComparesStepsOnly(ReplicaGroup):
     def quorum_formed(
         self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
     ) -> list[Effect]:
-        same = [replace(m, commit_quorum_id=0) if isinstance(m, Member) else m for m in participants]
+        same = [m._replace(commit_quorum_id=0) if isinstance(m, Member) else m for m in participants]
         return super().quorum_formed(quorum_id, same, round_number)
 
 
@@ -182,7 +182,7 @@ class _SpeaksForItsFirstRank(ReplicaGroup):
         first = self._joins[min(self._joins)]
         if not effects or not isinstance(effects[0], group_module.GroupJoin):
             return effects
-        self._open_join = replace(effects[0], step=first.step, commit_quorum_id=first.commit_quorum_id)
+        self._open_join = effects[0]._replace(step=first.step, commit_quorum_id=first.commit_quorum_id)
         return [self._open_join]
 
 
@@ -203,7 +203,7 @@ class _CommitsBeforeHealing(StepProtocol):
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         plan = super().agreed(result, allow_heal)
         self.healing = False
-        return replace(plan, heal=False)
+        return plan._replace(heal=False)
 
 
 class _HealingTakesPart(StepProtocol):
@@ -231,7 +231,7 @@ class _KeepsItsProcessGroup(StepProtocol):
         if is_first:
             return plan
         self.configured(result.quorum_id)
-        return replace(plan, configure=False)
+        return plan._replace(configure=False)
 
 
 class _LeavesQuietly(StepProtocol):
@@ -242,7 +242,7 @@ class _LeavesQuietly(StepProtocol):
 
 class _HidesBrokenGroups(StepProtocol):
     def begin(self) -> Join:
-        return replace(super().begin(), commit_failures=0, broken_quorum_id=0)
+        return super().begin()._replace(commit_failures=0, broken_quorum_id=0)
 
 
 class _ForgetsRestoredCounters(StepProtocol):

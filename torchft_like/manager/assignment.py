@@ -11,9 +11,8 @@ state looks like (`divergence.comparison`), those that differ from the rest are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchft_like.divergence.comparison import Divergence, compare
 
@@ -44,8 +43,7 @@ class NotAMemberError(ValueError):
     """The replica asked about is not in the quorum."""
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumResult:
+class QuorumResult(NamedTuple):
     """One rank's view of a quorum; names and meaning as in torchft's ManagerQuorumResponse.
 
     Attributes:

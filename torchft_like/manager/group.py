@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchft_like.divergence.comparison import combine
 from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign
 
 
-@dataclass(frozen=True)
-class RankJoin:
+class RankJoin(NamedTuple):
     """One rank's request for a quorum."""
 
     group_rank: int
@@ -39,8 +39,7 @@ class RankJoin:
     broken_quorum_id: int = 0
 
 
-@dataclass(frozen=True)
-class GroupJoin:
+class GroupJoin(NamedTuple):
     """Effect: tell the lighthouse that the whole group waits for a quorum."""
 
     step: int
@@ -51,16 +50,14 @@ class GroupJoin:
     broken_quorum_id: int = 0
 
 
-@dataclass(frozen=True)
-class RankQuorum:
+class RankQuorum(NamedTuple):
     """Effect: answer a rank's join."""
 
     group_rank: int
     result: QuorumResult
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the group decided on a step, the same for every rank.
 
     Attributes:
@@ -72,16 +69,14 @@ class Verdict:
     stop: bool = False
 
 
-@dataclass(frozen=True)
-class RankVerdict:
+class RankVerdict(NamedTuple):
     """Effect: answer a rank's vote."""
 
     group_rank: int
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class LossNotice:
+class LossNotice(NamedTuple):
     """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up."""
 
     quorum_id: int
@@ -90,8 +85,7 @@ class LossNotice:
     is_alive: bool = False
 
 
-@dataclass(frozen=True)
-class StepLostNotice:
+class StepLostNotice(NamedTuple):
     """Effect: tell the ranks that have not voted that the step will not be committed.
 
     Each may wait for a rank of another group that waits for one of this group, which has given up.
@@ -101,16 +95,14 @@ class StepLostNotice:
     step: int
 
 
-@dataclass(frozen=True)
-class GroupLeftNotice:
+class GroupLeftNotice(NamedTuple):
     """Effect: tell the ranks that have begun another step that theirs cannot be done without the others."""
 
     group_ranks: tuple[int, ...]
     reason: str
 
 
-@dataclass(frozen=True)
-class GroupLostNotice:
+class GroupLostNotice(NamedTuple):
     """Effect: tell every rank, and leave the lighthouse without a word."""
 
     reason: str
@@ -152,10 +144,10 @@ class ReplicaGroup:
         self._open_join = GroupJoin(
             step=step,
             shrink_only=any(j.shrink_only for j in joins),
-            commit_failures=max(j.commit_failures for j in joins),
+            commit_failures=max([j.commit_failures for j in joins]),
             commit_quorum_id=commit_quorum_id,
             fingerprint=combine([self._joins[rank].fingerprint for rank in sorted(self._joins)]),
-            broken_quorum_id=max(j.broken_quorum_id for j in joins),
+            broken_quorum_id=max([j.broken_quorum_id for j in joins]),
         )
         return [self._open_join]
 
@@ -171,7 +163,7 @@ class ReplicaGroup:
         self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
     ) -> list[Effect]:
         """The lighthouse announces a quorum; the round is 0 where it does not count them (torchft's own)."""
-        replica_ids = tuple(sorted(member.replica_id for member in participants))
+        replica_ids = tuple(sorted([member.replica_id for member in participants]))
         if self._open_join is None or self.replica_id not in replica_ids:
             return []
         joins, self._joins, self._open_join = self._joins, {}, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from datetime import timedelta
 
 from lighthouse.net import coordination_loop
@@ -82,7 +81,7 @@ class QuorumDriver:
         if pending is None:
             link.join(join)
         elif pending.is_ready:
-            link.join(replace(join, fingerprint=pending.result()))
+            link.join(join._replace(fingerprint=pending.result()))
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending))
 
@@ -182,7 +181,7 @@ class QuorumDriver:
         self, attempt: Attempt, join: RankJoin, link: RankLink, pending: PendingFingerprint
     ) -> None:
         try:
-            join = replace(join, fingerprint=pending.result())
+            join = join._replace(fingerprint=pending.result())
         except Exception:  # the device's failure meets the step elsewhere, and peers wait for the join
             logger.exception("step %d: no fingerprint of the state", join.step)
         if self.attempt is attempt and attempt.error is None:

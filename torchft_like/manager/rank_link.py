@@ -98,7 +98,7 @@ class SessionLink:
         return self._replica_id
 
     def join(self, join: RankJoin) -> None:
-        self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**vars(join))))
+        self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**join._asdict())))
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
         request = pb.ShouldCommitRequest(
@@ -223,7 +223,7 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
 
 def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
     """The wire message of a value; None fields stay unset."""
-    fields = {name: getattr(result, name) for name in QuorumResult.__slots__}
+    fields = result._asdict()
     if result.divergence is not None:
         fields["divergence"] = pb.Divergence(**asdict(result.divergence))
     return pb.ManagerQuorumResponse(**{k: v for k, v in fields.items() if v is not None})

@@ -227,7 +227,7 @@ class _SessionLine:
         self._put(pb.RankSessionResponse(step_lost=pb.StepLost(step=step)))
 
     def member_lost(self, notice: LossNotice) -> None:
-        self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**vars(notice))))
+        self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**notice._asdict())))
 
     def group_lost(self, reason: str) -> None:
         self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))

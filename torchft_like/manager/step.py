@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from torchft_like.manager.assignment import QuorumResult
 
@@ -48,8 +49,7 @@ class StepRules:
     max_retries: int | None = None
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """What a rank says of itself when it asks for a quorum."""
 
     step: int
@@ -58,8 +58,7 @@ class Join:
     broken_quorum_id: int = 0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What has to be done before the quorum can be used."""
 
     configure: bool

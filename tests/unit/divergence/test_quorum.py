@@ -171,6 +171,6 @@ def test_it_passes_the_lighthouse_as_it_is() -> None:
 
 def test_a_rank_s_join_and_its_answer_survive_the_wire() -> None:
     join = RankJoin(1, 5, "meta", commit_quorum_id=3, fingerprint=rank_of(1))
-    assert rank_join(pb.ManagerQuorumRequest(**vars(join)), 1) == join
+    assert rank_join(pb.ManagerQuorumRequest(**join._asdict()), 1) == join
     for result in (*results(ODD_ONE).values(), *results(ODD_ONE[1:]).values()):
         assert quorum_result_from_wire(quorum_result_to_wire(result)) == result

@@ -36,8 +36,8 @@ class Watched:
 
 
 def quorum_of(step: int, divergence: Divergence | None) -> QuorumResult:
-    return replace(
-        quorum(), max_step=step, replica_ids=("a", "b", "c"), replica_rank=1, divergence=divergence
+    return quorum()._replace(
+        max_step=step, replica_ids=("a", "b", "c"), replica_rank=1, divergence=divergence
     )
 
 
