@@ -19,7 +19,7 @@ from collections.abc import Callable
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
-from torchft_like.manager.managed_work import ManagedWork
+from torchft_like.manager.managed_work import Pending
 from torchft_like.manager.preparation import PeerState
 
 
@@ -31,7 +31,7 @@ class Attempt:
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
         self.pending_state: PeerState | None = None
-        self.pending_collectives: list[ManagedWork] = []
+        self.pending_collectives: Pending = {}
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
         self._quorum_timeout_s = quorum_timeout_s

@@ -18,6 +18,9 @@ Report = Callable[[Exception], object]
 
 _SETTLED = DoneWork([])
 
+# In the order in which they were issued.
+Pending = dict["ManagedWork", None]
+
 
 class ManagedWork(GroupWork):
     """A collective of a step: never fails; after an error the tensor is undefined and the step lost.
@@ -27,37 +30,49 @@ class ManagedWork(GroupWork):
     Python that runs on a backend's thread costs more than a small allreduce takes, so nothing runs
     there unless it was asked for.
 
+    Until it was told to `take` the backend's work, it is done.
+
     Args:
-        work: the collective of the backend.
-        issuer: of the work, if it has one, see `Issued`.
         tensor: its result.
         divide_by: for an average, which the backend only added up.
         report: told of an error.
+        pending: holds the work until it was followed up, whatever becomes of the caller's handle.
     """
 
     _settled_future: Future[Any] | None = None
     _is_issued = True
+    _pending: Pending | None = None
 
     def __init__(
-        self, work: Work, issuer: Issuer | None, tensor: torch.Tensor, divide_by: int | None, report: Report
+        self,
+        tensor: torch.Tensor,
+        divide_by: int | None,
+        report: Report,
+        pending: Pending | None = None,
     ) -> None:
         Work.__init__(self)
-        self._work = work
-        if issuer is not None:
-            self._issuer = issuer
-            issuer.operations.add(self)
-        else:
-            self._is_issued = False
+        self._work = _SETTLED
         self._tensor = tensor
         self._divide_by = divide_by
         self._report = report
-        if not tensor.is_cpu:
+        if pending is not None:
+            self._pending = pending
+            pending[self] = None
+
+    def take(self, work: Work, issuer: Issuer | None) -> None:
+        """See Taker."""
+        if issuer is not None:
+            self._issuer = issuer
+        else:
+            self._is_issued = False
+        self._work = work
+        if not self._tensor.is_cpu:
             self.get_future()  # whoever waits on another stream waits for the division, too
 
     @classmethod
     def finished(cls, tensor: torch.Tensor) -> Self:
         """One that is done already."""
-        return cls(_SETTLED, None, tensor, None, lambda _: None)
+        return cls(tensor, None, lambda _: None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
@@ -134,11 +149,16 @@ class ManagedWork(GroupWork):
                 if self._work is not _SETTLED:
                     self._tensor.div_(self._divide_by)
                     self._work = _SETTLED
-        self._work = _SETTLED
+        self._end()
 
     def _fail(self, error: Exception) -> None:
         self._report(error)
+        self._end()
+
+    def _end(self) -> None:
         self._work = _SETTLED
+        if self._pending is not None:
+            self._pending.pop(self, None)
 
 
 class ManagedGroupWork(ManagedWork):

@@ -322,7 +322,7 @@ class Manager:
         """
         attempt = self._driver.current()
         attempt.wait_ready(self._driver.why_no_quorum)
-        for work in attempt.pending_collectives:
+        for work in list(attempt.pending_collectives):
             work.wait()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

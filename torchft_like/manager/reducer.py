@@ -49,13 +49,13 @@ class Reducer:
             tensor.zero_()
         quorum_id = protocol.quorum_id
         divide_by = protocol.num_participants if is_average else None
+        report, pending = partial(group.fail, quorum_id), attempt.pending_collectives
+        result = kind(tensor, divide_by, report, pending)
         try:
-            work, issuer = group.pg.issue_allreduce([tensor], options)
+            group.pg.issue_allreduce(result, [tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
+            pending.pop(result, None)
             group.fail(quorum_id, error)
-            return kind.finished(tensor)
-        result = kind(work, issuer, tensor, divide_by, partial(group.fail, quorum_id))
-        attempt.pending_collectives.append(result)
         return result
 
     def _can_communicate(self, attempt: Attempt) -> bool:

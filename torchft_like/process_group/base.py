@@ -22,7 +22,7 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
-from torchft_like.process_group.work import Issued
+from torchft_like.process_group.work import Taker
 
 
 class About(TypedDict, total=False):
@@ -116,9 +116,9 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
         """What the group is called in messages and registrations."""
         raise NotImplementedError
 
-    def issue_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Issued:
-        """`allreduce` for a caller who makes a handle of his own: one around another costs too much."""
-        return self.allreduce(tensors, options), None
+    def issue_allreduce(self, handle: Taker, tensors: list[torch.Tensor], options: AllreduceOptions) -> None:
+        """`allreduce` for a caller who has a handle of his own: one around another costs too much."""
+        handle.take(self.allreduce(tensors, options), None)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Carry out one collective; None only for those that block."""

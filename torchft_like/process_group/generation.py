@@ -34,7 +34,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import ExplainedWork, GroupWork, Issued, PointToPointWork
+from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork, Taker
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
 
@@ -153,6 +153,7 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
     _failure: Exception | None = None
+    _explains: bool = False  # the backend's works are ExplainedWorks
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -179,16 +180,27 @@ class Generation:
         Raises:
             ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
         """
+        if self._explains or collective.blocking or collective.name in POINT_TO_POINT:
+            work = self._start(collective, args, kwargs)
+            return None if work is None else self.handle(collective, work)
+        handle = GroupWork()
+        self.operations.add(handle)
         work = self._start(collective, args, kwargs)
-        return None if work is None else self.handle(collective, work)
+        if isinstance(work, ExplainedWork) or work is None:
+            self._explains = work is not None
+            return None if work is None else self.handle(collective, work)
+        handle.take(work, self)
+        return handle
 
-    def issue(self, collective: Collective, *args: Any) -> Issued:
-        """As `run`, for a caller who makes the handle."""
+    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
+        """As `run`, for a caller who has a handle of his own."""
+        self.operations.add(handle)
         work = self._start(collective, args, {})
         if isinstance(work, ExplainedWork):
             work.explain = self.explain
-            return work, None
-        return work, self  # type: ignore[return-value] # those that block, and have none, are not issued
+            handle.take(work, None)
+        else:
+            handle.take(work, self)  # type: ignore[arg-type] # those that block, and have none, are not issued
 
     def _start(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if (methods := self._methods) is None:
@@ -208,7 +220,12 @@ class Generation:
         if isinstance(work, ExplainedWork):
             work.explain = self.explain
             return work
-        return (PointToPointWork if collective.name in POINT_TO_POINT else GroupWork)(work, self)
+        if collective.name in POINT_TO_POINT:
+            return PointToPointWork(work, self)
+        handle = GroupWork()
+        self.operations.add(handle)
+        handle.take(work, self)
+        return handle
 
     def explain(self, error: Exception) -> Exception | None:
         """An operation failed: what the caller shall see instead of the error, if anything.

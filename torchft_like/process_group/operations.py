@@ -27,6 +27,8 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.patience import Patience
+
 SLICE_S = 0.1
 SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
@@ -55,6 +57,7 @@ class Operations:
         self._issued: list[weakref.ref[Operation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
+        self._patience = Patience()  # whichever thread waits: a number that two have written is still one
 
     def add(self, work: Operation) -> None:
         """From now on somebody who holds `work` may come and wait for it."""
@@ -75,6 +78,19 @@ class Operations:
         if error is not None and self._take(own):
             own.set_exception(error)
         return own
+
+    def wait_briefly(self, work: Work) -> bool:
+        """For a slice, as `work.wait`.
+
+        Watching for the end of a short operation costs it nothing. A wait with a limit does: to set a timer,
+        and to take it back, is slow on virtual machines.
+        """
+        started = time.monotonic()
+        is_over = self._patience.watch(work.is_completed, math.inf)
+        try:
+            return work.wait() if is_over else work.wait(SLICE)
+        finally:
+            self._patience.learn(time.monotonic() - started)
 
     def wait(self, work: Work, timeout: timedelta | None) -> bool:
         """As `work.wait`, but also over when the operation is given up. As in C++, a timeout of zero is none.

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
-from torchft_like.process_group.operations import SLICE, Explain, Operations
+from torchft_like.process_group.operations import Explain, Operation, Operations
 
 
 class ExplainedWork(Work):
@@ -36,15 +36,19 @@ class GroupWork(Work):
 
     The future completes on the backend's thread and carries its tensors, or the error. The group hears
     of an error from whoever waits, or through the future if there is one.
+
+    It is made before the operation is started, by `take`: what Python does after that competes with the
+    backend's threads, and takes many times as long where cores are few.
     """
 
     _future: Future[Any] | None = None
+    _work: Work  # a finished one until it is taken
+    _issuer: Issuer
 
-    def __init__(self, work: Work, issuer: Issuer) -> None:
-        Work.__init__(self)
+    def take(self, work: Work, issuer: Issuer) -> None:
+        """From now on it is this operation."""
         self._work = work
         self._issuer = issuer
-        issuer.operations.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the operation is done.
@@ -55,7 +59,7 @@ class GroupWork(Work):
         """
         if not timeout:
             try:
-                if self._work.wait(SLICE):
+                if self._issuer.operations.wait_briefly(self._work):
                     return True
             except RuntimeError:
                 pass  # it failed, or takes longer; most do not, and their wait ends here
@@ -77,7 +81,7 @@ class GroupWork(Work):
 
     @property
     def is_done(self) -> bool:
-        """Whether the backend is done with it."""
+        """Whether there is nothing that the backend may still do."""
         return self._work.is_completed()
 
     def get_future(self) -> Future[Any]:
@@ -118,8 +122,15 @@ class GroupWork(Work):
         self._work.block_current_stream()
 
 
-# A work, and who issued it; nobody, where its every wait ends by itself and tells errors in the right words.
-Issued = tuple[Work, Issuer | None]
+class Taker(Operation, Protocol):
+    """A handle that was made for an operation that is yet to be started."""
+
+    def take(self, work: Work, issuer: Issuer | None) -> None:
+        """It was started.
+
+        Args:
+            issuer: None for a work whose every wait ends by itself and tells errors in the right words.
+        """
 
 
 class PointToPointWork(GroupWork):
@@ -129,8 +140,7 @@ class PointToPointWork(GroupWork):
 
     def __init__(self, work: Work, issuer: Issuer) -> None:
         Work.__init__(self)
-        self._work = work
-        self._issuer = issuer
+        self.take(work, issuer)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See GroupWork.wait."""
@@ -239,3 +249,6 @@ class DoneWork(Work):
 
     def block_current_stream(self) -> None:
         """There is nothing to wait for."""
+
+
+GroupWork._work = DoneWork([])

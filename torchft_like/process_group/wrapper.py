@@ -21,7 +21,7 @@ from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import BY_NAME, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
-from torchft_like.process_group.work import Issued
+from torchft_like.process_group.work import Taker
 
 SHUTDOWN_SECONDS = 10.0
 ALLREDUCE = BY_NAME["allreduce"]
@@ -237,11 +237,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             generation = self._current()
         return generation.run(collective, args, kwargs)
 
-    def issue_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Issued:
+    def issue_allreduce(self, handle: Taker, tensors: list[torch.Tensor], options: AllreduceOptions) -> None:
         """See ProcessGroup.issue_allreduce."""
         if (generation := self._generation) is None:
             generation = self._current()
-        return generation.issue(ALLREDUCE, tensors, options)
+        generation.issue(handle, ALLREDUCE, tensors, options)
 
     def _current(self) -> Generation:
         if (generation := self._generation) is None:

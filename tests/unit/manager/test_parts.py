@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
-from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, reduction
+from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, Report, reduction
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 
@@ -85,11 +85,21 @@ class FutureWork(Work):
         return self.future
 
 
+W = TypeVar("W", bound=ManagedWork)
+
+
+def taking(kind: type[W], work: Work, tensor: torch.Tensor, divide_by: int | None, report: Report) -> W:
+    """A work of the kind that has taken another."""
+    result = kind(tensor, divide_by, report)
+    result.take(work, None)
+    return result
+
+
 class TestManagedWork:
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
         for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
             tensor, work = torch.full((3,), 6.0), FutureWork()
-            result = ManagedWork(work, None, tensor, 3, unexpected)
+            result = taking(ManagedWork, work, tensor, 3, unexpected)
             assert not result.is_completed()
             work.future.set_result([tensor])
             assert ask(result) is not False
@@ -100,7 +110,7 @@ class TestManagedWork:
 
     def test_a_future_asked_for_before_the_result_is_there_carries_the_average(self) -> None:
         tensor, work = torch.full((3,), 6.0), FutureWork()
-        result = ManagedWork(work, None, tensor, 3, unexpected)
+        result = taking(ManagedWork, work, tensor, 3, unexpected)
         future = result.get_future()
         work.future.set_result([tensor])
         assert future.wait().tolist() == [2.0, 2.0, 2.0]
@@ -112,7 +122,7 @@ class TestManagedWork:
         self, ask: Callable[[ManagedWork], object]
     ) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = ManagedWork(work, None, tensor, 2, errors.append)
+        result = taking(ManagedWork, work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
         ask(result)
         assert result.wait()
@@ -124,15 +134,17 @@ class TestManagedWork:
         work = FutureWork()
         work.get_future = unexpected  # type: ignore[method-assign,assignment]
         work.future.set_result([torch.ones(1)])
-        assert ManagedWork(work, None, torch.ones(1), 2, unexpected).wait()
+        assert taking(ManagedWork, work, torch.ones(1), 2, unexpected).wait()
 
     def test_a_wait_can_be_bounded(self) -> None:
         with pytest.raises(TimeoutError):
-            ManagedWork(FutureWork(), None, torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
+            taking(ManagedWork, FutureWork(), torch.ones(1), None, unexpected).wait(
+                timedelta(milliseconds=10)
+            )
 
     def test_a_wait_of_a_groups_work_that_ends_too_early_loses_the_step(self) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = ManagedGroupWork(work, None, tensor, None, errors.append)
+        result = taking(ManagedGroupWork, work, tensor, None, errors.append)
         assert not result.is_success()
         assert result.wait(timedelta(milliseconds=10))
         assert isinstance(errors[0], TimeoutError)
