@@ -1,4 +1,4 @@
-"""The small disk for checkpoints: there for whoever has its path, full when it is filled, gone when closed."""
+"""The small disk for checkpoints: there for who has its path, full when it is filled, gone when closed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_reached_by_its_path_and_fills_up(
     try:
         checkpoint = Path(disk.path) / "checkpoint"
         disk.fill()
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             checkpoint.write_bytes(bytes(4096))
         assert caught.value.errno == errno.ENOSPC
         disk.free()
