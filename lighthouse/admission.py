@@ -14,11 +14,13 @@ less than one in a millisecond, and leap by seconds or minutes where a clock was
 from __future__ import annotations
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.links import REPORTED_MAX
 from lighthouse.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address, or a reason
 STEP_MAX = 10**15
+REPORTED_CHARACTERS_MAX = 16 * 1024  # of all ids in a report of broken links
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
 # of any lighthouse; one that is not leaves room to count on from.
@@ -56,6 +58,16 @@ def about_register(register: pb.Register, config: LighthouseConfig, limit: Quoru
         return f"last_quorum_replica_ids has more than {config.replicas_max} entries"
     complaints = map(about_replica, register.last_quorum_replica_ids)
     return next((f"last_quorum_replica_ids: {c}" for c in complaints if c), None)
+
+
+def about_links(links: pb.BrokenLinks) -> str | None:
+    """A report of links that do not work."""
+    ids = links.unreachable_replica_ids
+    if len(ids) > REPORTED_MAX:
+        return f"unreachable_replica_ids has more than {REPORTED_MAX} entries"
+    if sum(map(len, ids)) > REPORTED_CHARACTERS_MAX:
+        return f"unreachable_replica_ids is longer than {REPORTED_CHARACTERS_MAX} characters"
+    return next((f"unreachable_replica_ids: {c}" for c in map(about_replica, ids) if c), None)
 
 
 def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import Member, MemberLost, Quorum, QuorumBroken, QuorumOver
+from lighthouse.quorum import LeftOut, Member, MemberLost, Quorum, QuorumBroken, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")
@@ -105,3 +105,11 @@ def quorum_broken(broken: QuorumBroken) -> bytes:
         quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason, is_alive=True
     )
     return pb.SessionResponse(member_lost=message).SerializeToString()
+
+
+def left_out(left: LeftOut, replica_id: str) -> bytes:
+    """A quorum was formed without this replica: the links of it that do not work."""
+    own = [link for link in left.links if replica_id in link]
+    unreachable = [one if other == replica_id else other for one, other in own]
+    message = pb.LeftOut(quorum_id=left.quorum_id, replica_id=replica_id, unreachable_replica_ids=unreachable)
+    return pb.SessionResponse(left_out=message).SerializeToString()

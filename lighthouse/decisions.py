@@ -5,9 +5,31 @@ Decisions name sessions by the numbers that the shell gave them, and replicas by
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 NO_QUORUM = -1
+
+Link = tuple[str, str]  # between these two replicas, of which the first has the smaller id
+
+
+class Verdict(enum.Enum):
+    """The outcome of the rules: why there is no quorum yet, or by which rule there is one.
+
+    Attributes:
+        forms: whether there is a quorum now.
+    """
+
+    NOBODY = "nobody has joined"
+    TOO_FEW = "fewer than min_replicas"
+    NO_MAJORITY = "no more than half of the healthy have joined"
+    STRAGGLERS = "not all of the healthy have joined"
+    FAST = "every member of the last quorum has joined"
+    COMPLETE = "all of the healthy have joined"
+    LATE = "join_timeout is over"
+
+    def __init__(self, _: str) -> None:
+        self.forms = self.name in ("FAST", "COMPLETE", "LATE")  # asked after every event
 
 
 class Member(NamedTuple):
@@ -87,4 +109,17 @@ class QuorumBroken(NamedTuple):
     sessions: tuple[int, ...]
 
 
-Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver | QuorumBroken
+class LeftOut(NamedTuple):
+    """This quorum was formed without these, who had joined, because these links do not work: news.
+
+    They stay joined. Tell those sessions of theirs, which have not been told since they joined. Nobody is
+    left out, although there are such links, where too few would have stayed.
+    """
+
+    quorum_id: int
+    replica_ids: tuple[str, ...]
+    links: tuple[Link, ...]
+    sessions: tuple[tuple[int, str], ...]  # with the replica of each
+
+
+Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver | QuorumBroken | LeftOut

@@ -27,6 +27,7 @@ LEVELS: Mapping[str, int] = {
     "register": logging.INFO,  # a replica group opened its session
     "leave": logging.INFO,  # a replica group left in good order: reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
+    "left_out": logging.WARNING,  # of a quorum, for links that do not work: members, links
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
@@ -101,6 +102,16 @@ def _commit_sentence(fields: Fields) -> str:
     return f"{verdict} with {fields['participants']} participants"
 
 
+def _left_out_sentence(fields: Fields) -> str:
+    """Each link is two names with " - " between them."""
+    links = fields["links"] if isinstance(fields["links"], list) else []
+    named = ", ".join(" - ".join(map(short_name, link.split(" - "))) for link in links)
+    who = "nobody is left out, too few would stay"
+    if fields["members"]:
+        who = f"left out until it and the others can reach each other: {_names(fields['members'])}"
+    return f"{who}; links that do not work: {named}"
+
+
 def _divergence_sentence(fields: Fields) -> str:
     sides = f"{_names(fields['members'])} from {_names(fields['kept'])}"
     if not fields["comparable"]:
@@ -119,6 +130,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
     "abort": lambda f: f"aborted the process group: {f['reason']}",
     "error": lambda f: f"error: {f['reason']}",
+    "left_out": _left_out_sentence,
     "divergence": _divergence_sentence,
     "heal": lambda f: f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s",
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",

@@ -14,6 +14,7 @@ shares a single completion queue per process and is not at ease with several eve
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 import threading
@@ -91,6 +92,8 @@ _MESSAGE_LIMITS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 ]
+
+_NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 _SERVER_OPTIONS = [
     # Without this two servers share a port in silence, each with half of the clients.
@@ -189,6 +192,22 @@ def connect_tcp(
             connection.close()
             raise
     raise failure or OSError(f"{address} has no address")
+
+
+async def answers_tcp(address: Address, timeout_s: float) -> bool:
+    """Whether anything comes back when one connects there within `timeout_s`: a refusal does, too.
+
+    What fails on this host, for want of descriptors or a name server, says nothing: it counts as an answer.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except TimeoutError:
+        return False
+    except OSError as error:
+        return error.errno not in _NO_WAY_THERE
+    writer.transport.abort()
+    return True
 
 
 def bind_error(bind: Address, cause: Exception | None) -> BindError:

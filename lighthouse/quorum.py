@@ -17,6 +17,10 @@ A quorum takes everybody who has joined, or, if any of them asked to `shrink_onl
 the last quorum; the others stay joined for the next round. These are torchft's rules, except for
 this: there the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
 
+Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left
+out, and stay joined for a later one. No rule above knows of it, so nobody waits for a link; but where fewer
+than `min_replicas`, or no more than half of the healthy, would stay, nobody is left out.
+
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
@@ -43,15 +47,16 @@ Only sessions report: of unary callers, who report nothing, nothing is concluded
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.decisions import (
     NO_QUORUM,
     Decision,
+    LeftOut,
+    Link,
     Member,
     MemberLost,
     Quorum,
@@ -59,13 +64,17 @@ from lighthouse.decisions import (
     QuorumFormed,
     QuorumOver,
     SessionSuperseded,
+    Verdict,
 )
+from lighthouse.explanation import Facts, describe
+from lighthouse.links import Links, leave_out
 from lighthouse.membership import Membership, QuorumNumber, Session
 
 __all__ = [
     "ALARMS_PER_QUORUM_MAX",
     "NO_QUORUM",
     "Decision",
+    "LeftOut",
     "Member",
     "MemberLost",
     "Quorum",
@@ -74,7 +83,6 @@ __all__ = [
     "QuorumFormed",
     "QuorumOver",
     "SessionSuperseded",
-    "Verdict",
 ]
 
 # Every survivor of a quorum is told about the first losses in it. By then all of them have aborted,
@@ -83,28 +91,6 @@ ALARMS_PER_QUORUM_MAX = 16
 
 # A clock that was set back: how far above a reported id the next ones begin, different for each start.
 _LEAP_MAX = 1_000_003
-
-_NAMES_MAX = 32
-
-
-class Verdict(enum.Enum):
-    """The outcome of the rules: why there is no quorum yet, or by which rule there is one."""
-
-    NOBODY = "nobody has joined"
-    TOO_FEW = "fewer than min_replicas"
-    NO_MAJORITY = "no more than half of the healthy have joined"
-    STRAGGLERS = "not all of the healthy have joined"
-    FAST = "every member of the last quorum has joined"
-    COMPLETE = "all of the healthy have joined"
-    LATE = "join_timeout is over"
-
-    @property
-    def forms(self) -> bool:
-        """Whether there is a quorum now."""
-        return self in _FORMING
-
-
-_FORMING = frozenset({Verdict.FAST, Verdict.COMPLETE, Verdict.LATE})
 
 
 @dataclass(slots=True)
@@ -115,6 +101,7 @@ class _Join:
     since: float
     in_session: bool = False
     in_call: bool = False
+    left_out: bool = False  # of a quorum that was formed since, and told so
 
 
 class QuorumCore:
@@ -141,6 +128,8 @@ class QuorumCore:
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._missing = 0  # members of the last quorum that have not joined
         self._shrinking = 0  # joined members that want to shrink only
+        self._links = Links()
+        self._last_left_out: tuple[frozenset[str], tuple[Link, ...]] = (frozenset(), ())
 
     # -- sessions
 
@@ -157,6 +146,7 @@ class QuorumCore:
         if older is not None:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
+        self._links.forget(replica_id)
         self._learn(last, last_ids, now, decisions)
         if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
@@ -173,6 +163,14 @@ class QuorumCore:
             if 0 < member.broken_quorum_id == self._number.quorum_id:
                 self._break(member.replica_id, decisions)
             self._form(now, decisions)
+        return decisions
+
+    def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
+        """The replica of this session cannot reach these others, and all the rest: for the next quorums."""
+        decisions = self.advance(now)
+        replica_id = self._members.owner_of(session)
+        if replica_id is not None:
+            self._links.report(replica_id, unreachable)
         return decisions
 
     def leave(self, session: int, now: float) -> list[Decision]:
@@ -268,36 +266,24 @@ class QuorumCore:
 
     def describe(self, now: float) -> str:
         """For people: the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
-        joined, awaited = sorted(self._joined), [i for i in self._members.ids() if i not in self._joined]
-        expected = set(self._members.expected_ids())
-        lines = [
-            f"last quorum {self._number.quorum_id}: {_names(sorted(self._last))}"
-            if self._last
-            else "no quorum so far",
-            f"gone since: {_names(sorted(self._departed))}" if self._departed else "",
-            f"joined: {_names(joined)}",
-            f"awaited: {_names([i for i in awaited if i not in expected])}",
-            f"expected back after a restart: {_names(sorted(expected))}" if expected else "",
-            self._explain(now),
-        ]
-        return "\n".join(line for line in lines if line)
-
-    def _explain(self, now: float) -> str:
-        verdict, joined, healthy = self._verdict(now), len(self._joined), len(self._members)
-        details = {
-            Verdict.TOO_FEW: f"{self._candidates()} of {self._min_replicas}"
-            + (", as only members of the last quorum count (shrink_only)" if self._is_shrinking() else ""),
-            Verdict.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
-            Verdict.STRAGGLERS: f"{joined} of {healthy}",
-        }
-        why = f"no quorum yet: {verdict.value}"
-        why += f" ({details[verdict]})" if verdict in details else ""
-        if verdict is Verdict.STRAGGLERS:
-            why += f"; they are left behind in {self._late_at() - now:.3f} s"
         expiry = self._members.next_expiry()
-        if joined < healthy and joined and expiry is not None:
-            why += f"; the next silent one is given up in {expiry - now:.3f} s"
-        return why
+        facts = Facts(
+            last_id=self._number.quorum_id,
+            last=self._last,
+            departed=self._departed,
+            healthy=self._members.ids(),
+            joined=self._joined.keys(),
+            expected=self._members.expected_ids(),
+            left_out=[i for i, join in self._joined.items() if join.left_out],
+            links=self._links.among(set(self._members.ids())),
+            verdict=self._verdict(now),
+            candidates=self._candidates(),
+            min_replicas=self._min_replicas,
+            is_shrinking=self._is_shrinking(),
+            late_s=self._late_at() - now if self._joined else None,
+            expiry_s=None if expiry is None else expiry - now,
+        )
+        return describe(facts)
 
     # -- the rules
 
@@ -323,22 +309,55 @@ class QuorumCore:
         return bool(self._shrinking and self._last)
 
     def _late_at(self) -> float:
-        return next(iter(self._joined.values())).since + self._join_timeout
+        """Whoever was left out waits for a link: stragglers get as long as they would without it."""
+        joins = self._joined.values()
+        first = next((join for join in joins if not join.left_out), None) or next(iter(joins))
+        return first.since + self._join_timeout
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
-        while self._verdict(now) in _FORMING:
+        while self._verdict(now).forms:
             last_id = self._number.quorum_id
-            formed = self._next_quorum(now)
+            chosen, links = self._choose()
+            formed = self._next_quorum(chosen, now)
             for replica_id in formed.left:  # present, but too slow: the others have gone on
                 session = self._members.session_of(replica_id)
-                if session is not None:
+                if session is not None and replica_id not in self._joined:
                     decisions.append(QuorumOver(session.number, replica_id, last_id))
             decisions.append(formed)
+            if links or self._last_left_out[1]:
+                self._tell_left_out(links, decisions)
 
-    def _next_quorum(self, now: float) -> QuorumFormed:
+    def _choose(self) -> tuple[dict[str, _Join], tuple[Link, ...]]:
+        """Who is in the quorum that is about to be formed, and the links for which some are not.
+
+        INVARIANT: they are more than half of the healthy: the others cannot form a quorum beside them.
+        """
         chosen = self._joined
         if self._is_shrinking():
             chosen = {i: join for i, join in chosen.items() if i in self._last}
+        links = self._links.among(chosen) if self._links else ()
+        if links:
+            out = leave_out({i: join.member for i, join in chosen.items()}, links, self._at_least())
+            chosen = {i: join for i, join in chosen.items() if i not in out}
+        return chosen, links
+
+    def _at_least(self) -> int:
+        return max(self._min_replicas, len(self._members) // 2 + 1)
+
+    def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
+        """Each is told once, people of every change. `shrink_only` was about that quorum, and is settled."""
+        out = frozenset(i for link in links for i in link if i in self._joined)
+        news = [i for i in sorted(out) if not self._joined[i].left_out]
+        if links and (news or (out, links) != self._last_left_out):
+            sessions = tuple((s.number, i) for i in news if (s := self._members.session_of(i)) is not None)
+            decisions.append(LeftOut(self._number.quorum_id, tuple(sorted(out)), links, sessions))
+        self._last_left_out = out, links
+        for join in map(self._joined.__getitem__, news):
+            join.left_out = True
+            self._shrinking -= join.member.shrink_only
+            join.member = join.member._replace(shrink_only=False)
+
+    def _next_quorum(self, chosen: dict[str, _Join], now: float) -> QuorumFormed:
         last, last_id = self._last, self._number.quorum_id
         self._highest_round += 1
         number = QuorumNumber(self._next_id(chosen), self._highest_round)
@@ -366,7 +385,9 @@ class QuorumCore:
         return self._highest_id
 
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
-        return not self._missing and len(chosen) == len(self._last)
+        if self._missing or len(chosen) != len(self._last):
+            return False
+        return not self._links or chosen.keys() == self._last  # with links, not all who have joined are in
 
     def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
         """Those who were not chosen stay joined; the clock of the new round starts for them now."""
@@ -409,6 +430,7 @@ class QuorumCore:
 
     def _forget(self, replica_id: str) -> None:
         self._members.forget(replica_id)
+        self._links.forget(replica_id)
         self._unjoin(replica_id)
 
     def _lose(self, replica_id: str, reason: str, decisions: list[Decision]) -> None:
@@ -476,8 +498,3 @@ class QuorumCore:
     def _use_up(self, quorum_id: int) -> None:
         if quorum_id > self._highest_id:
             self._highest_id = quorum_id + self._leap
-
-
-def _names(ids: list[str]) -> str:
-    shown = " ".join(ids[:_NAMES_MAX]) or "nobody"
-    return shown if len(ids) <= _NAMES_MAX else f"{shown} and {len(ids) - _NAMES_MAX} more"

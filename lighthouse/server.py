@@ -26,7 +26,15 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.events import EventLog
 from lighthouse.membership import QuorumNumber
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server
-from lighthouse.quorum import Decision, MemberLost, QuorumBroken, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.quorum import (
+    Decision,
+    LeftOut,
+    MemberLost,
+    QuorumBroken,
+    QuorumCore,
+    QuorumFormed,
+    QuorumOver,
+)
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 
@@ -37,6 +45,7 @@ R = TypeVar("R")
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
 _REGISTER_S = 10.0  # how long a session may take to say whose it is
+_LINKS_TOLD_MAX = 32  # in an event
 _CALLS_PER_REPLICA_MAX = 8  # unary Quorum calls that are open at a time: one, and some that were given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
@@ -52,7 +61,8 @@ class Lighthouse:
         print(lighthouse.address.url)
         await lighthouse.stop()
 
-    `events` has one record for each quorum with a new id, register, leave, loss and shutdown.
+    `events` has one record for each quorum with a new id, register, leave, loss, change of who is left out,
+    and shutdown.
     """
 
     def __init__(self, config: LighthouseConfig) -> None:
@@ -202,14 +212,21 @@ class Lighthouse:
             if complaint is not None:
                 session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint)
                 return complaint
-            member = codec.member_from_wire(request.join)
-            self._apply(self._core.join(session.number, member, self._loop.time()))
+            self._apply(self._heard(session.number, request))
+
+    def _heard(self, number: int, request: pb.SessionRequest) -> list[Decision]:
+        now = self._loop.time()
+        if request.WhichOneof("request") == "join":
+            return self._core.join(number, codec.member_from_wire(request.join), now)
+        return self._core.report_links(number, request.broken_links.unreachable_replica_ids, now)
 
     def _about_request(
         self, session: ReplicaSession, kind: str | None, request: pb.SessionRequest
     ) -> str | None:
         if kind == "join" and request.join.replica_id == session.replica_id:
             return admission.about_member(request.join, self.config, self._believable())
+        if kind == "broken_links":
+            return admission.about_links(request.broken_links)
         return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
 
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
@@ -256,6 +273,8 @@ class Lighthouse:
                 self._send(decision.session, codec.quorum_over(decision))
             elif isinstance(decision, QuorumBroken):
                 self._warn(decision)
+            elif isinstance(decision, LeftOut):
+                self._leave_out(decision)
             else:
                 self._end(decision.session, _SUPERSEDED)
         self._arm()
@@ -297,6 +316,13 @@ class Lighthouse:
         message = codec.quorum_broken(broken)
         for number in broken.sessions:
             self._send(number, message)
+
+    def _leave_out(self, left: LeftOut) -> None:
+        for number, replica_id in left.sessions:
+            self._send(number, codec.left_out(left, replica_id))
+        links = [f"{one} - {other}" for one, other in left.links[:_LINKS_TOLD_MAX]]
+        members = list(left.replica_ids)
+        self.events.emit("left_out", quorum_id=left.quorum_id, members=members, links=links)
 
     def _send(self, number: int, message: bytes) -> None:
         session = self._sessions.get(number)

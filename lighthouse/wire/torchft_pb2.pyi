@@ -70,14 +70,22 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("register", "join", "leave")
+    __slots__ = ("register", "join", "leave", "broken_links")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_LINKS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     join: QuorumMember
     leave: Leave
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    broken_links: BrokenLinks
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ...) -> None: ...
+
+class BrokenLinks(_message.Message):
+    __slots__ = ("unreachable_replica_ids",)
+    UNREACHABLE_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    unreachable_replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round")
@@ -104,16 +112,28 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "config_changed")
+    __slots__ = ("registered", "quorum", "member_lost", "config_changed", "left_out")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     CONFIG_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     registered: JobConfig
     quorum: Quorum
     member_lost: MemberLost
     config_changed: JobConfig
-    def __init__(self, registered: _Optional[_Union[JobConfig, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., config_changed: _Optional[_Union[JobConfig, _Mapping]] = ...) -> None: ...
+    left_out: LeftOut
+    def __init__(self, registered: _Optional[_Union[JobConfig, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., config_changed: _Optional[_Union[JobConfig, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("quorum_id", "replica_id", "unreachable_replica_ids")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    replica_id: str
+    unreachable_replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobConfig(_message.Message):
     __slots__ = ("min_replicas", "join_timeout_ms")
@@ -270,20 +290,22 @@ class RankRegister(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
 
 class RankSessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost")
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     registered: RankRegistered
     quorum: ManagerQuorumResponse
     member_lost: MemberLost
     vote: ShouldCommitResponse
     group_lost: GroupLost
     step_lost: StepLost
-    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ...) -> None: ...
+    left_out: LeftOut
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ...) -> None: ...
 
 class RankRegistered(_message.Message):
     __slots__ = ("replica_id",)

@@ -135,5 +135,14 @@ def test_lost_packets_are_felt_when_segments_were_sent_again() -> None:
     assert judge(injection_of(story, "loss", lost=9, retransmits=3), story.log, JOB, story.now).felt
 
 
+@pytest.mark.parametrize(("cut", "stood_s"), [(9, 2.0), (9, 0.0), (0, 2.0)])
+def test_a_bad_link_is_felt_when_packets_were_cut_and_nobody_committed(cut: int, stood_s: float) -> None:
+    story = Story().steps(5)
+    injection = injection_of(story, "link", cut=cut)
+    story.now += stood_s
+    story.steps(25)
+    assert bool(judge(injection, story.log, JOB, story.now).felt) is (cut > 0 and stood_s > 0)
+
+
 def test_every_kind_of_fault_can_be_injected_and_felt() -> None:
     assert set(KINDS) == set(INJECTORS) == set(FELT)

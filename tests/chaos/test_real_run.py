@@ -38,7 +38,7 @@ def test_a_job_survives_a_fault_of_each_of_several_kinds(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable()))
 def test_a_job_survives_every_fault_of_the_network(tmp_path: Path) -> None:
-    kinds = ["blackhole", "one-way", "partition", "loss", "delay"]
+    kinds = ["blackhole", "one-way", "partition", "link", "loss", "delay"]
     chaos(tmp_path, kinds, interval_s=6, settings=JobSettings(replicas=4), network=True)
 
 

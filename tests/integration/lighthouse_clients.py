@@ -134,6 +134,10 @@ class SessionClient:
         """The next message, which must be an alarm."""
         return self._next("member_lost").member_lost
 
+    def left_out(self) -> pb.LeftOut:
+        """The next message, which must say that a quorum does without this replica."""
+        return self._next("left_out").left_out
+
     def quorum_or_loss(self) -> pb.Quorum | pb.MemberLost:
         """The next message, which must be one of the two."""
         response = self._responses.get(timeout=LIMIT_S)

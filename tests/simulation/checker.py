@@ -35,7 +35,9 @@ class Checker:
         "_left_at",
         "_newest",
         "_order",
+        "_previous",
         "_seen",
+        "_spared",
         "_states",
         "_steps",
         "_stronghold",
@@ -54,6 +56,7 @@ class Checker:
         self._connected: dict[str, int] = {}  # replica ids with a session, as the lighthouse sees it
         self._stronghold: frozenset[str] = frozenset()  # a quorum of most of the connected, all still there
         self._newest = 0  # quorum id of the stronghold
+        self._previous: Ids = ()  # the last quorum of this life of the lighthouse
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
         self._ids: dict[int, Ids] = {}  # the members that each quorum id stood for
         self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}  # after a step, in a quorum
@@ -64,6 +67,7 @@ class Checker:
         self._verdicts: dict[tuple[str, int], tuple[int, bool]] = {}
         self._left_at: dict[str, int] = {}  # by replica group: after how many verdicts
         self._awaited: dict[str, int] = {}  # in the quiet phase: how many commits a process owes
+        self._spared: tuple[str, ...] = ()  # two replica groups, of which one need not pay
 
     def violate(self, invariant: str, text: str) -> None:
         """The run has failed."""
@@ -79,6 +83,7 @@ class Checker:
         """It knows nobody."""
         self._connected.clear()
         self._stronghold = frozenset()
+        self._previous = ()
 
     lighthouse_died = lighthouse_started
 
@@ -95,7 +100,10 @@ class Checker:
             self._stronghold = frozenset()
 
     def announced(self, quorum_id: int, ids: Ids) -> None:
-        """A quorum was formed. It must share a member with an older one that could still commit."""
+        """A quorum was formed. It must share a member with an older one that could still commit.
+
+        And whoever is left out of the next one must not be so many that they could be one themselves.
+        """
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
         self._order.setdefault((quorum_id, ids), len(self._order))
@@ -106,6 +114,13 @@ class Checker:
                 f"quorum {quorum_id} of {' '.join(ids)} shares no member with quorum {self._newest} of "
                 f"{' '.join(sorted(stronghold))}, who are all there and most of the job",
             )
+        if 2 * len(ids) <= len(self._connected) and not set(self._previous) <= set(ids):
+            self.violate(
+                "one_quorum_per_step",
+                f"quorum {quorum_id} of {' '.join(ids)} is not most of the {len(self._connected)} that are "
+                f"there, and lacks members of the one before it: {' '.join(self._previous)}",
+            )
+        self._previous = ids
         if 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids):
             self._stronghold, self._newest = frozenset(ids), quorum_id
 
@@ -238,9 +253,15 @@ class Checker:
 
     # -- the quiet phase
 
-    def expect(self, processes: Sequence[str], commits: int) -> None:
-        """From now on each of these owes so many commits; the run is over when all have made them."""
+    def expect(self, processes: Sequence[str], commits: int, spared: Sequence[str] = ()) -> None:
+        """From now on each of these owes so many commits; the run is over when all have made them.
+
+        Args:
+            spared: the letters of two replica groups, of which only one has to.
+        """
         self._awaited = dict.fromkeys(processes, commits)
+        self._spared = tuple(spared)
+        self.is_over = False
 
     def expect_also(self, processes: Sequence[str], commits: int) -> None:
         """These have begun in the quiet phase."""
@@ -254,9 +275,13 @@ class Checker:
             self._awaited[process] = owed - 1
             return
         self._awaited.pop(process)
-        if not self._awaited:
+        if self._is_paid():
             self.is_over = True
-            raise RunOverError
+            self._world.stop()
+
+    def _is_paid(self) -> bool:
+        debtors = {process.partition(":")[0] for process in self._awaited}
+        return not debtors or (len(debtors) == 1 and debtors <= set(self._spared))
 
     def give_up(self) -> None:
         """The time of the quiet phase is over."""

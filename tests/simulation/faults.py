@@ -156,6 +156,18 @@ class Faults:
         how = "cannot reach" if direction < 2 else "and back cannot reach"
         return f"{sides[0]} {how} {sides[1]} for {self._long(draws[2]):.3f} s ({LIGHTHOUSE}: lighthouse)"
 
+    def _link(self, draws: Draws) -> str | None:
+        """Two replica groups cannot reach each other, for longer than anybody waits for data."""
+        scenario = self._world.scenario
+        one = int(draws[0] * scenario.replicas)
+        other = (one + 1 + int(draws[1] * (scenario.replicas - 1))) % scenario.replicas
+        links = [link for link in ((one, other), (other, one)) if link not in self._world.blocked]
+        if not links:
+            return None
+        time = self._long(draws[2]) + scenario.timeout_s * (0.5 + 3 * draws[2])
+        self._cut_links(links, time)
+        return f"{one} and {other} cannot reach each other for {time:.3f} s"
+
     def _cut_links(self, links: list[tuple[int, int]], time: float) -> None:
         world = self._world
         self._cut.append(links)

@@ -12,6 +12,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import (
     Decision,
+    LeftOut,
     Member,
     MemberLost,
     QuorumBroken,
@@ -91,11 +92,12 @@ class SimLighthouse(Process):
         del self._opening[session]
         self._numbers = session.number = self._numbers + 1
         self.sessions[session.number] = session
-        replica = session.replica
+        replica, core = session.replica, self._core
+        if due := core.advance(world.now):  # before it came
+            self._apply(due)
         world.checker.connected(replica.replica_id)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
-        core = self._core
         self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now))
 
     def hear_join(self, session: Session, member: Member) -> None:
@@ -108,6 +110,14 @@ class SimLighthouse(Process):
             failures = f", {member.commit_failures} failures" if member.commit_failures else ""
             world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
         self._apply(self._core.join(session.number, member, world.now))
+
+    def hear_links(self, session: Session, unreachable: tuple[str, ...]) -> None:
+        """A replica group says whom it cannot reach."""
+        if session.lost_up or not session.server_open:
+            return
+        world = self._world
+        world.tell("lighthouse", "hears that", session.replica.replica_id, "cannot reach", *unreachable)
+        self._apply(self._core.report_links(session.number, unreachable, world.now))
 
     def hear_leave(self, session: Session) -> None:
         """A replica group says goodbye."""
@@ -152,6 +162,8 @@ class SimLighthouse(Process):
             elif isinstance(decision, QuorumBroken):
                 world.tell("lighthouse", "says that it broke for", decision.replica_id)
                 self._alarm(decision, decision.sessions)
+            elif isinstance(decision, LeftOut):
+                self._leave_out(decision)
             elif isinstance(decision, QuorumOver):
                 if decision.session in sessions:
                     world.tell("lighthouse", "says that it is over to", decision.replica_id)
@@ -164,8 +176,16 @@ class SimLighthouse(Process):
     def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
         for number in numbers:
             if (session := self.sessions.get(number)) is not None:
-                hear = session.replica.hear_lost
-                self._world.send_down(session, hear, session, decision.quorum_id, decision.replica_id)
+                hear, is_alive = session.replica.hear_lost, type(decision) is QuorumBroken
+                self._world.send_down(
+                    session, hear, session, decision.quorum_id, decision.replica_id, is_alive
+                )
+
+    def _leave_out(self, left: LeftOut) -> None:
+        self._world.tell("lighthouse", "leaves out", *left.replica_ids, "for", *left.links)
+        for number, _ in left.sessions:
+            if (session := self.sessions.get(number)) is not None:
+                self._world.send_down(session, session.replica.hear_left_out, session, left.quorum_id)
 
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum

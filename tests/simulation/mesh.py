@@ -7,11 +7,14 @@ in between makes some of them fail while others have succeeded.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tests.simulation.world import DEAD
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.simulation.rank import Rank
     from tests.simulation.world import World
 
@@ -48,6 +51,7 @@ class Mesh:
             return
         if world.blocked and world.are_cut(self._places()):
             world.stalled.append(self._meet)
+            self._time_out(lambda: self._configured)
             return
         self._configured = True
         for rank in self._members.values():
@@ -67,6 +71,7 @@ class Mesh:
         if world.blocked and world.are_cut(self._places()):
             if not self._broken:
                 world.stalled.append(lambda: self._sum(key))
+                self._time_out(lambda: key not in self._parts)
             return
         if self._broken:
             return
@@ -95,8 +100,21 @@ class Mesh:
         world = self._world
         if world.is_cut(slot, rank.replica.slot):
             world.stalled.append(lambda: self._pass_on(slot, rank))
+            if world.scenario.timeout_s < math.inf:
+                world.after(world.scenario.timeout_s, rank, rank.hear_broken, self)
         else:
             world.after(world.latency() + world.latency(), rank, rank.hear_broken, self)
+
+    def _time_out(self, is_done: Callable[[], bool]) -> None:
+        """Data that does not come over a link that is cut: whoever waits for it gives up in the end."""
+        world = self._world
+        if world.scenario.timeout_s < math.inf:
+            world.after(world.scenario.timeout_s, world.nobody, self._expire, is_done)
+
+    def _expire(self, is_done: Callable[[], bool]) -> None:
+        if not self._broken and not is_done():
+            self._world.tell("a process group", "times out in quorum", self.quorum_id)
+            self.reset()
 
     def reset(self) -> None:
         """A connection in it breaks."""

@@ -7,19 +7,20 @@ one that was indeed missing until the simulation found it. `CAUGHT_BY` has a see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lighthouse.decisions import Decision, Member
+from lighthouse.decisions import Decision, Link, Member, Verdict
 from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import QuorumCore, Verdict
+from lighthouse.quorum import QuorumCore
 from tests.simulation.cores import Cores
 from tests.simulation.scenario import draw
 from tests.simulation.simulation import run
 from torchft_like.manager import group as group_module
 from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult
 from torchft_like.manager.group import Effect, RankJoin, RankVerdict, ReplicaGroup
+from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.step import Join, Plan, StepProtocol
 
 SEEDS_MAX = 2000
@@ -124,6 +125,33 @@ class _KeepsTheDead(QuorumCore):
         return self.advance(now)
 
 
+class _LeavesNobodyOut(QuorumCore):
+    def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
+        return self.advance(now)
+
+
+class _LeavesBothEndsOut(QuorumCore):
+    def _choose(self) -> tuple[dict[str, Any], tuple[Link, ...]]:
+        _, links = super()._choose()
+        ends = {end for link in links for end in link}
+        return {i: join for i, join in self._joined.items() if i not in ends}, links
+
+
+class _LeavesTooManyOut(QuorumCore):
+    def _at_least(self) -> int:
+        return self._min_replicas
+
+
+class _NeverLetsBack(QuorumCore):
+    def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
+        return super().report_links(session, unreachable, now) if unreachable else self.advance(now)
+
+
+class _CountsMembersOnly(QuorumCore):
+    def _is_same(self, chosen: Any) -> bool:
+        return not self._missing and len(chosen) == len(self._last)
+
+
 # -- the replica group
 
 
@@ -180,15 +208,33 @@ class _SpeaksForItsFirstRank(ReplicaGroup):
         effects = super().rank_joined(join)
         self._is_torn = False
         first = self._joins[min(self._joins)]
-        if not effects or not isinstance(effects[0], group_module.GroupJoin):
+        if self._open_join is None or len(self._joins) < self.world_size:
             return effects
-        self._open_join = effects[0]._replace(step=first.step, commit_quorum_id=first.commit_quorum_id)
-        return [self._open_join]
+        told = self._open_join._replace(step=first.step, commit_quorum_id=first.commit_quorum_id)
+        self._open_join = told
+        return [told if isinstance(effect, group_module.GroupJoin) else effect for effect in effects]
 
 
 class _SurvivesItsRanks(ReplicaGroup):
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         return []
+
+
+class _ProbesOnce(ReplicaGroup):
+    def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
+        return [e for e in super().probed(probe, silent) if not isinstance(e, Probe)]
+
+
+class _ReportsLinksOnce(ReplicaGroup):
+    def lighthouse_connected(self) -> list[Effect]:
+        effects = super().lighthouse_connected()
+        return [effect for effect in effects if not isinstance(effect, group_module.BrokenLinks)]
+
+
+class _ProbesNobody(ReplicaGroup):
+    def rank_joined(self, join: RankJoin) -> list[Effect]:
+        self._links.quorum_formed(())
+        return super().rank_joined(join)
 
 
 # -- the step protocol
@@ -273,6 +319,11 @@ MUTANTS = (
     _lighthouse("does not warn of broken groups", _NoAlarmForBroken, "the alarm for who gave a quorum up"),
     _lighthouse("learns too late", _LearnsTooLate, "what is reported after a quorum is of the past"),
     _lighthouse("keeps the dead", _KeepsTheDead, "a lost session ends the membership"),
+    _lighthouse("leaves nobody out", _LeavesNobodyOut, "two who cannot reach each other in one quorum"),
+    _lighthouse("leaves both ends out", _LeavesBothEndsOut, "as few as possible are left out"),
+    _lighthouse("leaves too many out", _LeavesTooManyOut, "more than half stay where some are left out"),
+    _lighthouse("never lets back", _NeverLetsBack, "whoever can be reached again is let in"),
+    _lighthouse("counts members only", _CountsMembersOnly, "a new id where one is out for another one"),
     _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
     _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
     _group("every rank its own verdict", _TellsEachRankItsOwnVote, "one verdict for all ranks"),
@@ -281,6 +332,9 @@ MUTANTS = (
     _group("compares steps only", _ComparesStepsOnly, "the quorum of the commit in the version"),
     _group("speaks for its first rank", _SpeaksForItsFirstRank, "the state of all ranks in the join"),
     _group("survives its ranks", _SurvivesItsRanks, "a lost rank ends its group"),
+    _group("probes nobody", _ProbesNobody, "the search for a link after a failed step"),
+    _group("probes once", _ProbesOnce, "whoever could not be reached is probed again"),
+    _group("reports links once", _ReportsLinksOnce, "links are reported again after a reconnect"),
     _step("applies late errors", _LateErrorSpoilsAnyStep, "an error belongs to its quorum"),
     _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
     _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
@@ -296,29 +350,37 @@ MUTANTS = (
 CAUGHT_BY = {
     "reuses ids": 0,
     "forgets reported ids": 5,
-    "forgets the majority": 1,
-    "ignores min_replicas": 2,
-    "keeps the id after a failure": 3,
-    "forgets rounds": 32,
-    "does not say it is over": 23,
-    "does not warn of broken groups": 5,
-    "learns too late": 319,
-    "keeps the dead": 0,
-    "drops member_lost": 2,
+    "forgets the majority": 6,
+    "ignores min_replicas": 1,
+    "keeps the id after a failure": 5,
+    "forgets rounds": 891,
+    "does not say it is over": 333,
+    "does not warn of broken groups": 2,
+    "learns too late": 8,
+    "keeps the dead": 1,
+    "leaves nobody out": 16,
+    "leaves both ends out": 2,
+    "leaves too many out": 447,
+    "never lets back": 16,
+    "counts members only": 541,
+    "drops member_lost": 5,
     "one vote is enough": 0,
-    "every rank its own verdict": 1,
-    "keeps its no to itself": 569,
+    "every rank its own verdict": 0,
+    "keeps its no to itself": 145,
     "joins once only": 0,
-    "compares steps only": 132,
-    "speaks for its first rank": 40,
+    "compares steps only": 128,
+    "speaks for its first rank": 67,
     "survives its ranks": 2,
-    "applies late errors": 2,
+    "probes nobody": 16,
+    "probes once": 12,
+    "reports links once": 16,
+    "applies late errors": 13,
     "commits before healing": 0,
     "healing takes part": 0,
     "votes yes after an error": 0,
-    "keeps the old commit quorum": 132,
-    "keeps its process group": 1,
+    "keeps the old commit quorum": 128,
+    "keeps its process group": 0,
     "leaves quietly": 31,
-    "hides broken groups": 5,
-    "forgets the healed version": 0,
+    "hides broken groups": 0,
+    "forgets the healed version": 7,
 }

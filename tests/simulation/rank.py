@@ -47,6 +47,7 @@ class Rank(Process):
         "_bucket",
         "_configured",
         "_configuring",
+        "_heal_until",
         "_hurt",
         "_is_agreed",
         "_is_leaving",
@@ -97,6 +98,7 @@ class Rank(Process):
         self._replica_rank = 0
         self._pending: Snapshot | None = None
         self._source: Rank | None = None
+        self._heal_until = 0.0
         self._sum: tuple[int, int | None] | None = None
         self._bucket = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
@@ -373,6 +375,8 @@ class Rank(Process):
         if plan.serve:
             self._serve()
         if plan.heal:
+            world = self.replica.world
+            self._heal_until = world.now + world.scenario.timeout_s
             self._heal()
         else:
             self._open_ready()
@@ -419,7 +423,10 @@ class Rank(Process):
 
     def _heal_again(self, attempt: int) -> None:
         if attempt == self._attempt and not self._ready and self._source is not None:
-            self._heal()
+            if self.replica.world.now > self._heal_until:
+                self._heal_failed(attempt)
+            else:
+                self._heal()
 
     def asked_for_state(self, rank: Rank, attempt: int, step: int) -> None:
         """A healing rank asks for the state of a step, or waits until it is offered."""
@@ -442,7 +449,7 @@ class Rank(Process):
         if attempt != self._attempt or self._source is not source:
             return
         world = self.replica.world
-        if source.state == DEAD or state[0] != step:
+        if source.state == DEAD or state[0] != step or world.now > self._heal_until:
             self._heal_failed(attempt)
         elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
             world.after(world.scenario.keepalive_s / 2, self, self.hear_state, attempt, source, state, step)

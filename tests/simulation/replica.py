@@ -7,7 +7,7 @@ and `rank_link.py` do. A rank's stream that ends is not opened again: its group 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lighthouse.membership import QuorumNumber
@@ -15,6 +15,7 @@ from lighthouse.quorum import Member, Quorum
 from tests.simulation.rank import Rank
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
 from torchft_like.manager.group import (
+    BrokenLinks,
     Effect,
     GroupJoin,
     GroupLeftNotice,
@@ -26,6 +27,7 @@ from torchft_like.manager.group import (
     StepLostNotice,
     Verdict,
 )
+from torchft_like.manager.peer_links import Probe
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -59,7 +61,7 @@ class Replica:
         self.world = world
         self.slot = slot
         self.incarnation = incarnation
-        self.replica_id = f"{'abcdefghijklmnopqrstuvwxyz'[slot % 26]}{slot // 26 or ''}:{incarnation}"
+        self.replica_id = f"{name_of(slot)}:{incarnation}"
         self.address = f"http://{self.replica_id}"
         self.core = world.cores.group(self.replica_id, world.scenario.ranks)
         self.slow = 1.0
@@ -117,10 +119,15 @@ class Replica:
         if session is self.session and not session.lost_down:
             self.perform(self.core.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
 
-    def hear_lost(self, session: Session, quorum_id: int, replica_id: str) -> None:
-        """The lighthouse has lost a member of a quorum."""
+    def hear_lost(self, session: Session, quorum_id: int, replica_id: str, is_alive: bool) -> None:
+        """The lighthouse has lost a member of a quorum, or that gave the quorum up."""
         if session is self.session and not session.lost_down:
-            self.perform(self.core.member_lost(quorum_id, replica_id, "lost"))
+            self.perform(self.core.member_lost(quorum_id, replica_id, "lost", is_alive))
+
+    def hear_left_out(self, session: Session, quorum_id: int) -> None:
+        """There is a quorum without this replica group: it has to be patient, as everybody here is."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.left_out(quorum_id, ()))
 
     def line_ended(self, session: Session) -> None:
         """The session is over; open the next one."""
@@ -203,6 +210,36 @@ class Replica:
                 self._hang_up()
                 for number in range(len(self.ranks)):
                     self._tell(number, Rank.hear_group_lost)
+            elif isinstance(effect, Probe):
+                self._probe(effect)
+            elif isinstance(effect, BrokenLinks):
+                self._report(effect)
+
+    def _probe(self, probe: Probe) -> None:
+        """What `manager/probing.py` does: connect to each; a refusal is an answer."""
+        world = self.world
+        wait = 2 * world.scenario.probe_s if probe.is_repeated else 0.0
+        world.after(wait + 2 * world.latency(), self.server, self._hear_answers, probe)
+
+    def _hear_answers(self, probe: Probe) -> None:
+        if silent := self._silent(probe):
+            self.world.after(self.world.scenario.probe_s, self.server, self._wait_no_longer, probe)
+        else:
+            self.perform(self.core.probed(probe, silent))
+
+    def _wait_no_longer(self, probe: Probe) -> None:
+        self.perform(self.core.probed(probe, self._silent(probe)))
+
+    def _silent(self, probe: Probe) -> Collection[str]:
+        world = self.world
+        if not world.blocked:
+            return ()
+        return [i for i, address in probe.peers if world.is_cut(self.slot, world.homes[address].slot)]
+
+    def _report(self, links: BrokenLinks) -> None:
+        if (session := self.session) is not None and self._connected:
+            self.world.tell(self.replica_id, "cannot reach", *(links.unreachable or ("nobody",)))
+            self.world.send_up(session, self.world.lighthouse.hear_links, session, links.unreachable)
 
     def _ask(self, join: GroupJoin) -> None:
         session = self.session
@@ -261,3 +298,8 @@ class Replica:
         """The whole group is killed."""
         for rank in reversed(self.ranks):
             rank.die(why)
+
+
+def name_of(slot: int) -> str:
+    """What every start of the replica group in this place is called."""
+    return f"{'abcdefghijklmnopqrstuvwxyz'[slot % 26]}{slot // 26 or ''}"

@@ -7,6 +7,7 @@ are shorter than in a real job, in proportion: what matters is which of them are
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ EVENT_KINDS = (
     "report_error",
     "late_error",
     "leave",
+    "link",
 )
 
 # What comes of partitions: counted, not switched on.
@@ -59,6 +61,10 @@ class Scenario:
         buckets: collectives in a step.
         saves: whether a replica that starts again begins with its own periodic checkpoint.
         init_sync, async_quorum: as in the Manager's constructor.
+        probe_s: how long a replica group waits for others to answer a probe.
+        timeout_s: of whatever waits for data over a link that is cut. Only where links are cut for longer
+            than that: everything else has to end without it.
+        bad_link: two replica groups that cannot reach each other in the first part of the quiet phase.
     """
 
     seed: int
@@ -79,6 +85,9 @@ class Scenario:
     saves: bool
     init_sync: bool
     async_quorum: bool
+    probe_s: float
+    timeout_s: float
+    bad_link: tuple[int, int] | None
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """The same job with these kinds of faults switched off."""
@@ -97,7 +106,11 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     # Where messages are not held up, the same number of faults are all events: they come faster, then.
     haste = 1.0 if "delay" in kinds else 0.5 if "overtake" in kinds else 0.2
     compute_s = 0.002 * 8 ** flip()
+    keepalive_s = compute_s * 4 * 4 ** flip()
     majority = count // 2 + 1
+    has_links = "link" in kinds
+    one = int(flip() * count)
+    other = (one + 1 + int(flip() * (count - 1))) % count
     return Scenario(
         seed=seed,
         replicas=count,
@@ -111,10 +124,13 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         heal_break_rate=0.3 * flip(),
         delay_s=compute_s * 4 * flip(),
         compute_s=compute_s,
-        keepalive_s=compute_s * 4 * 4 ** flip(),
+        keepalive_s=keepalive_s,
         join_timeout_s=compute_s * (2 + 10 * flip()) if flip() < 0.25 else 3600.0,
         buckets=1 if flip() < 0.8 else 2,
         saves=flip() < 0.3,
         init_sync=flip() < 0.8,
         async_quorum=flip() < 0.8,
+        probe_s=keepalive_s * 0.5,
+        timeout_s=keepalive_s * (1 + 2 * flip()) if has_links else math.inf,
+        bad_link=(one, other) if has_links and flip() < 0.3 else None,
     )

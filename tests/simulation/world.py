@@ -102,6 +102,7 @@ class World:
         self.nobody = Process()  # events of the network itself
         self.heap: list[tuple[float, int, Process, Action, tuple[Any, ...]]] = []
         self._sequence = 0
+        self._runs = 0
         self._base = scenario.latency_s
         self._delay_rate = scenario.delay_rate if "delay" in scenario.kinds else 0.0
         self._overtake_rate = scenario.overtake_rate if "overtake" in scenario.kinds else 0.0
@@ -117,7 +118,8 @@ class World:
     def run(self, until: float, events_max: int) -> None:
         """Let time pass: to `until`, until the checker has seen enough, or until too much has happened."""
         heap, pop = self.heap, heappop
-        self.after(until - self.now, self.nobody, _stop)
+        self._runs += 1
+        self.after(until - self.now, self.nobody, self._stop, self._runs)
         events = self.events
         last = events + events_max
         try:
@@ -132,6 +134,14 @@ class World:
             return
         finally:
             self.events = events
+
+    def stop(self) -> None:
+        """Let no more time pass, once what happens just now has happened."""
+        self.after(0.0, self.nobody, self._stop, self._runs)
+
+    def _stop(self, run: int) -> None:
+        if run == self._runs:
+            raise RunOverError
 
     def pause(self, process: Process) -> None:
         """SIGSTOP."""
@@ -260,7 +270,3 @@ class World:
             if self.blocked.get(link, self.now) <= limit:
                 return True
         return far_end.state == DEAD or (far_end.state == PAUSED and far_end.paused_at <= limit)
-
-
-def _stop() -> None:
-    raise RunOverError

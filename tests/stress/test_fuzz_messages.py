@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lighthouse import admission, codec
 from lighthouse.config import MESSAGE_BYTES_MAX, LighthouseConfig
 from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 from tests.stress.fuzzing import damaged, fuzz, names, numbers, parse_or_refuse
 from torchft_like.manager.duplex import MalformedMessageError
@@ -50,6 +50,9 @@ events = st.one_of(
     st.tuples(st.just("call"), members),
     st.tuples(st.just("heartbeat"), names),
     st.tuples(st.just("lost"), st.integers(0, 9)),
+    st.tuples(
+        st.just("links"), st.builds(pb.BrokenLinks, unreachable_replica_ids=st.lists(names, max_size=70))
+    ),
 )
 KINDS = [
     pb.SessionRequest,
@@ -115,6 +118,9 @@ def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_r
                 codec.member_lost(decision)
             elif isinstance(decision, QuorumOver):
                 codec.quorum_over(decision)
+            elif isinstance(decision, LeftOut):
+                for _, replica_id in decision.sessions:
+                    codec.left_out(decision, replica_id)
     assert core.describe(0.0).replace("\n", "").isprintable()
 
 
@@ -132,6 +138,8 @@ def tell(core: QuorumCore, number: int, kind: str, value: object) -> Iterator[ob
                 yield from core.call(member, number)
             else:
                 yield from core.join(session, member, number)
+        case pb.BrokenLinks() if admission.about_links(value) is None:
+            yield from core.report_links(number - 1, value.unreachable_replica_ids, number)
         case str() if admission.about_replica(value) is None:
             yield from core.heartbeat(value, number)
         case int():

@@ -25,6 +25,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
     "loss": {"member": "b:89abcde", "reason": "its connection ended"},
     "abort": {"reason": "lost b"},
     "error": {"reason": "RuntimeError: x"},
+    "left_out": {"members": ["b:89abcde"], "links": ["a:1234567 - b:89abcde"]},
     "divergence": {
         "members": ["b:89abcde"],
         "ranks": ["0"],
@@ -72,6 +73,14 @@ def test_the_quorum_line_says_who_is_in_who_left_and_who_heals() -> None:
         "[manager] quorum in: a:1234 b:89ab, joined: b:89ab, left: c:ffff, healing: b:89ab, "
         "1 participants, ready after 0.020 s"
     )
+
+
+def test_the_line_on_who_is_left_out_names_the_links() -> None:
+    text = Event("left_out", "lighthouse", 0.0, fields=EXAMPLES["left_out"]).to_text()
+    assert "left out until it and the others can reach each other: b:89ab" in text
+    assert text.endswith("links that do not work: a:1234 - b:89ab")
+    text = Event("left_out", "lighthouse", 0.0, fields={**EXAMPLES["left_out"], "members": []}).to_text()
+    assert "nobody is left out, too few would stay" in text
 
 
 def test_a_name_keeps_what_tells_its_restarts_apart() -> None:

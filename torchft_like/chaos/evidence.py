@@ -226,6 +226,14 @@ def _no_descriptors(view: View) -> str:
     return f"the victim: {named[0]}" if named else ""
 
 
+def _stood_still(view: View) -> str:
+    """Packets did not pass, and for half of that time at the least nobody committed."""
+    injection = view.injection
+    lasted_s, cut = injection.lifted - injection.time, injection.details.get("cut", 0)
+    pause_s = view.longest_pause(injection.lifted)
+    return f"{cut} packets cut, no step for {pause_s:.2f} s" if cut and pause_s > lasted_s / 2 else ""
+
+
 def _sent_again(view: View) -> str:
     details = view.injection.details
     lost, again = details.get("lost", 0), details.get("retransmits", 0)
@@ -266,6 +274,7 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "blackhole": _left_out,
         "one-way": _left_out,
         "partition": _left_out,
+        "link": _stood_still,
         "loss": _sent_again,
         "delay": _slowed,
     }

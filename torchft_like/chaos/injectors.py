@@ -192,6 +192,16 @@ def _partition(target: Target, planned: Planned) -> AbstractContextManager[Injec
 
 
 @contextmanager
+def _cut_link(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Nobody is a victim: it is shorter than any timeout, so all of them shall wait, and go on together."""
+    one, other = target.replica(planned).name, target.next_to(planned).name
+    injected = Injected(details={"one": one, "other": other})
+    with _counted(target.network, injected):
+        target.network.apply(Rules(cut=frozenset({(one, other), (other, one)})))
+        yield injected
+
+
+@contextmanager
 def _lose(target: Target, planned: Planned) -> Iterator[Injected]:
     """Nobody is a victim: all of them shall go on."""
     host = target.replica(planned).name
@@ -238,6 +248,7 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "blackhole": _blackhole,
         "one-way": _one_way,
         "partition": _partition,
+        "link": _cut_link,
         "loss": _lose,
         "delay": _delay,
     }

@@ -52,6 +52,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "partition": Kind(
             "half of the hosts are cut off from the lighthouse's half", (2.0, 4.0), needs=("network",)
         ),
+        "link": Kind("two hosts cannot reach each other, but all others", (2.0, 4.0), needs=("network",)),
         "loss": Kind("packets from and to a host are lost", (3.0, 5.0), (0.03, 0.10), ("network",)),
         "delay": Kind("packets from and to a host are late", (3.0, 5.0), (0.01, 0.04), ("network",)),
     }

@@ -34,6 +34,7 @@ class Attempt:
         self.pending_collectives: Pending = {}
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
+        self.is_left_out = False  # of the quorum, until a link works again: no reason to give up
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
@@ -104,8 +105,10 @@ class Attempt:
     def _wait_agreed(self, describe: Callable[[], str]) -> None:
         if not self._agreed.is_set():
             remaining_s = self.began + self._quorum_timeout_s - time.monotonic()
-            if not self._agreed.wait(max(0.0, remaining_s)):
-                raise QuorumTimeoutError(f"no quorum within {self._quorum_timeout_s:g} s: {describe()}")
+            while not self._agreed.wait(max(0.0, remaining_s)):
+                if not self.is_left_out:
+                    raise QuorumTimeoutError(f"no quorum within {self._quorum_timeout_s:g} s: {describe()}")
+                remaining_s = self._quorum_timeout_s
         self._raise_error()
 
     def _raise_error(self) -> None:

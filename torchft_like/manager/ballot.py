@@ -34,6 +34,7 @@ class Ballot:
     def request_stop(self) -> None:
         """Ask for it; a rank without others need not wait for a vote. Safe in a signal handler."""
         self._stop_wanted = True
+        self._driver.asked_to_stop()
         self.stop_agreed = self.stop_agreed or self._config.group_world_size == 1
 
     def decide(self, attempt: Attempt, step: int, vote: bool, timeout: timedelta | float | None) -> bool:

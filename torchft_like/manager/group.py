@@ -12,17 +12,20 @@ Invariants:
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
 * The state of a group is that of all its ranks. Where some have healed and others have not, it has
   none: it joins as one that has yet to begin, and is lost if nobody can give it a state.
+* Whom this group cannot reach the lighthouse knows before the join: after a failed step that no death
+  explains, the join waits until the other members were probed (`peer_links.py`).
 * Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchft_like.divergence.comparison import combine
 from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign
+from torchft_like.manager.peer_links import PeerLinks, Probe
 
 
 class RankJoin(NamedTuple):
@@ -48,6 +51,12 @@ class GroupJoin(NamedTuple):
     commit_quorum_id: int
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
+
+
+class BrokenLinks(NamedTuple):
+    """Effect: tell the lighthouse which replica groups cannot be reached, all of them."""
+
+    unreachable: tuple[str, ...]
 
 
 class RankQuorum(NamedTuple):
@@ -85,6 +94,14 @@ class LossNotice(NamedTuple):
     is_alive: bool = False
 
 
+class LeftOutNotice(NamedTuple):
+    """Effect: tell every rank that a quorum does without this group: it and these cannot reach each other."""
+
+    quorum_id: int
+    replica_id: str
+    unreachable: tuple[str, ...]
+
+
 class StepLostNotice(NamedTuple):
     """Effect: tell the ranks that have not voted that the step will not be committed.
 
@@ -109,7 +126,16 @@ class GroupLostNotice(NamedTuple):
 
 
 Effect = (
-    GroupJoin | RankQuorum | RankVerdict | LossNotice | StepLostNotice | GroupLeftNotice | GroupLostNotice
+    GroupJoin
+    | BrokenLinks
+    | Probe
+    | RankQuorum
+    | RankVerdict
+    | LossNotice
+    | LeftOutNotice
+    | StepLostNotice
+    | GroupLeftNotice
+    | GroupLostNotice
 )
 
 
@@ -126,8 +152,12 @@ class ReplicaGroup:
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
     _is_torn: bool = False
+    _links: PeerLinks = field(init=False)
     _votes: dict[int, Verdict] = field(default_factory=dict)
     _metadata: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._links = PeerLinks(self.replica_id)
 
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         """A rank asks for a quorum; the last one to ask makes the group's join."""
@@ -149,7 +179,11 @@ class ReplicaGroup:
             fingerprint=combine([self._joins[rank].fingerprint for rank in sorted(self._joins)]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
         )
-        return [self._open_join]
+        probes = self._links.step_failed() if self._open_join.commit_failures > 0 else []
+        return [*probes, *self._say_join()]
+
+    def _say_join(self) -> list[GroupJoin]:
+        return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
 
     def rank_withdrew(self, group_rank: int) -> None:
         """A rank gave up waiting for a quorum; the group's join is open until it is replaced."""
@@ -157,7 +191,8 @@ class ReplicaGroup:
 
     def lighthouse_connected(self) -> list[Effect]:
         """A session with the lighthouse is open, and it knows nothing of what was said before."""
-        return [] if self._open_join is None else [self._open_join]
+        unreachable = tuple(self._links.unreachable)
+        return [*([BrokenLinks(unreachable)] if unreachable else []), *self._say_join()]
 
     def quorum_formed(
         self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
@@ -170,6 +205,7 @@ class ReplicaGroup:
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self.last_quorum_round = round_number
+        self._links.quorum_formed(participants)
         answers = [
             RankQuorum(rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
@@ -189,7 +225,30 @@ class ReplicaGroup:
         """The lighthouse says that a member of a quorum is gone, or, alive, has given the quorum up."""
         if quorum_id != self.last_quorum_id:
             return []
-        return [LossNotice(quorum_id, replica_id, reason, is_alive)]
+        notice = LossNotice(quorum_id, replica_id, reason, is_alive)
+        if is_alive:  # why it gave the quorum up is not known: it may be a link
+            return [notice]
+        return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
+
+    def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
+        """Other replica groups were probed, and all but the `silent` gave an answer."""
+        return self._settle(lambda: self._links.probed(probe, silent))
+
+    def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
+        """What follows from news of the links: a report, further probes, and the join if it had to wait."""
+        was_unsettled, before = self._links.is_unsettled, tuple(self._links.unreachable)
+        probes = change()
+        if self.lost_reason is not None:
+            return []
+        unreachable = tuple(self._links.unreachable)
+        report = [BrokenLinks(unreachable)] if unreachable != before else []
+        return [*report, *probes, *(self._say_join() if was_unsettled else [])]
+
+    def left_out(self, quorum_id: int, unreachable: Sequence[str]) -> list[Effect]:
+        """There is a quorum without this group, for links that do not work; its join stays open."""
+        return (
+            [] if self._open_join is None else [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable))]
+        )
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """A rank is done with a step: the verdict that it wants."""

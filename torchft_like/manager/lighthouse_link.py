@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import grpc
@@ -49,6 +49,9 @@ class LighthouseListener(Protocol):
     def member_lost(self, lost: pb.MemberLost) -> None:
         """A member of a quorum is gone."""
 
+    def left_out(self, left: pb.LeftOut) -> None:
+        """A quorum was formed without this replica group."""
+
 
 class LighthouseLink:
     """Keeps one line to the lighthouse open until `close`."""
@@ -75,6 +78,12 @@ class LighthouseLink:
         """Ask for a quorum; it arrives at the listener, which repeats this after a reconnect."""
         if self._say is not None:
             self._say(pb.SessionRequest(join=member))
+
+    def report_links(self, unreachable: Iterable[str]) -> None:
+        """Say whom this replica group cannot reach; the listener repeats this, too."""
+        if self._say is not None:
+            links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
+            self._say(pb.SessionRequest(broken_links=links))
 
     async def leave(self, reason: str) -> None:
         """Say goodbye, so that nobody is alarmed, and close."""
@@ -150,6 +159,8 @@ class LighthouseLink:
                 self._listener.quorum_formed(response.quorum)
             case "member_lost":
                 self._listener.member_lost(response.member_lost)
+            case "left_out":
+                self._listener.left_out(response.left_out)
             case _:  # a newer lighthouse may say more than this client understands
                 pass
 
@@ -177,12 +188,16 @@ class LighthouseLink:
             await asyncio.wait([quorums])
 
     async def _call_quorums(self, channel: grpc.aio.Channel, said: asyncio.Queue[pb.SessionRequest]) -> None:
-        """One call per join, until a leave: torchft's lighthouse notices that by the silence after it."""
+        """One call per join, until a leave: torchft's lighthouse notices that by the silence after it.
+
+        It knows nothing of links.
+        """
         quorum = channel.unary_unary(
             wire.QUORUM,
             request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
             response_deserializer=pb.LighthouseQuorumResponse.FromString,
         )
-        while (request := await said.get()).WhichOneof("request") == "join":
-            response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
-            self._listener.quorum_formed(response.quorum)
+        while (kind := (request := await said.get()).WhichOneof("request")) != "leave":
+            if kind == "join":
+                response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
+                self._listener.quorum_formed(response.quorum)

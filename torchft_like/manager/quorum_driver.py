@@ -18,7 +18,7 @@ from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.divergence_watch import DivergenceWatch
-from torchft_like.manager.group import LossNotice, RankJoin, Verdict
+from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
 from torchft_like.manager.preparation import (
     PeerState,
@@ -67,12 +67,15 @@ class QuorumDriver:
         self._worker = QuorumWorker()
         self._members: tuple[str, ...] = ()
         self._is_serving = False
+        self._is_asked_to_stop = False
+        self._left_out_by: tuple[str, ...] = ()  # this quorum, for links to these
         self._heal_needs: tuple[str, ...] = ()  # the source of the heal that runs, and this replica itself
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
         with self._group.lock:
             self.attempt = attempt
+            self._left_out_by = ()
             return self._protocol.begin()
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
@@ -109,6 +112,11 @@ class QuorumDriver:
             return "rank 0 answered, but has no quorum; its log says why"
         if self.trouble is not None:
             return f"the lighthouse at {lighthouse} cannot be reached ({self.trouble})"
+        if self._left_out_by:
+            return (
+                "the others go on without this replica group, as it and "
+                f"{', '.join(self._left_out_by)} do not reach each other; check the network between them"
+            )
         return (
             f"the lighthouse at {lighthouse} answered, but not enough replica groups joined; "
             "its log says who is awaited"
@@ -155,6 +163,21 @@ class QuorumDriver:
         self._group.member_lost(notice)
         self._abort_heal(notice.replica_id)
 
+    def left_out(self, notice: LeftOutNotice) -> None:
+        """The others go on. This replica waits until it can be among them, however long that takes."""
+        self._left_out_by = notice.unreachable
+        if self.attempt is not None:
+            self.attempt.is_left_out = not self._is_asked_to_stop
+        own = notice.replica_id
+        links = [f"{own} - {other}" for other in notice.unreachable]
+        self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links)
+
+    def asked_to_stop(self) -> None:
+        """It does not wait any longer for being let in than `quorum_timeout`. Safe in a signal handler."""
+        self._is_asked_to_stop = True
+        if self.attempt is not None:
+            self.attempt.is_left_out = False
+
     def _abort_heal(self, lost: str) -> None:
         """End the fetch: its source is lost, or this replica in its quorum; repeated, as it may yet begin."""
         if lost in self._heal_needs:
@@ -169,6 +192,8 @@ class QuorumDriver:
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason
+        if self.attempt is not None:
+            self.attempt.is_left_out = False  # said again if it is still so
         self._emit("disconnected", address=str(self._config.lighthouse), reason=reason)
 
     def lighthouse_connected(self) -> None:

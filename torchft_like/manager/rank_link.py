@@ -22,7 +22,7 @@ from torchft_like.divergence.comparison import Divergence
 from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
-from torchft_like.manager.group import LossNotice, RankJoin, Verdict
+from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 
 CONNECT_RETRY_S = 0.05
 LEAVE_ANSWER_S = 0.5
@@ -42,6 +42,9 @@ class RankListener(Protocol):
 
     def member_lost(self, notice: LossNotice) -> None:
         """A member of the current quorum is gone."""
+
+    def left_out(self, notice: LeftOutNotice) -> None:
+        """There is a quorum without this replica group, which waits for a later one."""
 
     def group_lost(self, reason: str) -> None:
         """This replica group has lost a rank; it cannot go on."""
@@ -173,6 +176,10 @@ class SessionLink:
                 lost = response.member_lost
                 notice = LossNotice(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive)
                 self._listener.member_lost(notice)
+            case "left_out":
+                left = response.left_out
+                unreachable = tuple(left.unreachable_replica_ids)
+                self._listener.left_out(LeftOutNotice(left.quorum_id, left.replica_id, unreachable))
             case "group_lost":
                 self._closing = True
                 self._listener.group_lost(response.group_lost.reason)

@@ -17,16 +17,18 @@ from datetime import timedelta
 
 from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
-from lighthouse.events import printable
+from lighthouse.events import printable, short_name
 from lighthouse.net import ServerLimits, coordination_loop, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import seconds_of
 from torchft_like.manager.group import (
+    BrokenLinks,
     Effect,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
+    LeftOutNotice,
     LossNotice,
     RankJoin,
     RankQuorum,
@@ -36,6 +38,8 @@ from torchft_like.manager.group import (
     Verdict,
 )
 from torchft_like.manager.lighthouse_link import LighthouseLink
+from torchft_like.manager.peer_links import Probe
+from torchft_like.manager.probing import silent_peers
 from torchft_like.manager.rank_link import RankListener
 from torchft_like.manager.service import manager_service
 
@@ -86,6 +90,7 @@ class ManagerServer:
         self._ranks: dict[int, RankListener] = {}
         self._lasting: dict[int, RankListener] = {}  # those of `_ranks` that are not of a single call
         self._rank_gone = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()
         self._is_shut_down = False
         self._loop.run(
@@ -208,6 +213,9 @@ class ManagerServer:
     def member_lost(self, lost: pb.MemberLost) -> None:
         self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive))
 
+    def left_out(self, left: pb.LeftOut) -> None:
+        self._perform(self._group.left_out(left.quorum_id, left.unreachable_replica_ids))
+
     # ------------------------------------------------------------------- effects
 
     def _perform(self, effects: Iterable[Effect]) -> None:
@@ -216,15 +224,16 @@ class ManagerServer:
 
     def _perform_one(self, effect: Effect) -> None:
         match effect:
-            case GroupJoin():
-                self._link.join(self._member(effect))
+            case GroupJoin() | BrokenLinks():
+                self._tell_lighthouse(effect)
+            case Probe():
+                self._start_probe(effect)
+            case LossNotice() | LeftOutNotice():
+                self._notify(effect)
             case RankQuorum(group_rank, result) if group_rank in self._ranks:
                 self._ranks[group_rank].quorum(result)
             case RankVerdict(group_rank, verdict) if group_rank in self._ranks:
                 self._ranks[group_rank].verdict(verdict)
-            case LossNotice():
-                for rank in list(self._ranks.values()):
-                    rank.member_lost(effect)
             case StepLostNotice(group_ranks, step):
                 for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
                     rank.step_lost(step)
@@ -237,6 +246,34 @@ class ManagerServer:
                     rank.group_lost(reason)
             case _:
                 logger.debug("nobody is there for %s", effect)
+
+    def _notify(self, notice: LossNotice | LeftOutNotice) -> None:
+        for rank in list(self._ranks.values()):
+            if isinstance(notice, LossNotice):
+                rank.member_lost(notice)
+            else:
+                rank.left_out(notice)
+
+    def _tell_lighthouse(self, news: GroupJoin | BrokenLinks) -> None:
+        if isinstance(news, GroupJoin):
+            self._link.join(self._member(news))
+            return
+        names = " ".join(map(short_name, news.unreachable)) or "nobody any more"
+        logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))
+        self._link.report_links(news.unreachable)
+
+    def _start_probe(self, probe: Probe) -> None:
+        task = self._loop.loop.create_task(self._probe(probe))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _probe(self, probe: Probe) -> None:
+        silent: frozenset[str] = frozenset()
+        try:
+            silent = await silent_peers(probe)
+        except Exception:  # the join waits for the answers, whatever becomes of them
+            logger.exception("probing the other replica groups failed")
+        self._perform(self._group.probed(probe, silent))
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         return pb.QuorumMember(
@@ -278,6 +315,8 @@ class ManagerServer:
             self._loop.run(self._stop(reason))
 
     async def _stop(self, reason: str | None) -> None:
+        for probe in list(self._probes):
+            probe.cancel()
         if reason is None:
             await self._link.close()
         else:

@@ -17,7 +17,7 @@ from lighthouse import codec
 from lighthouse.admission import TEXT_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import LossNotice, RankJoin, Verdict
+from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager.rank_link import quorum_result_to_wire
 
 if TYPE_CHECKING:
@@ -229,6 +229,14 @@ class _SessionLine:
     def member_lost(self, notice: LossNotice) -> None:
         self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**notice._asdict())))
 
+    def left_out(self, notice: LeftOutNotice) -> None:
+        left = pb.LeftOut(
+            quorum_id=notice.quorum_id,
+            replica_id=notice.replica_id,
+            unreachable_replica_ids=notice.unreachable,
+        )
+        self._put(pb.RankSessionResponse(left_out=left))
+
     def group_lost(self, reason: str) -> None:
         self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
 
@@ -273,6 +281,9 @@ class _UnaryCall:
         """A unary caller cannot be told."""
 
     def member_lost(self, notice: LossNotice) -> None:
+        """A unary caller cannot be told."""
+
+    def left_out(self, notice: LeftOutNotice) -> None:
         """A unary caller cannot be told."""
 
     def group_lost(self, reason: str) -> None:

@@ -22,6 +22,65 @@ class ExplainedWork(Work):
     explain: Explain = staticmethod(lambda _: None)
 
 
+class DoneWork(Work):
+    """An operation that is over: it carries `result`, or `error`.
+
+    Both `wait` and `get_future` give the same.
+
+    Args:
+        source: what `source_rank` says; -1 is nobody.
+    """
+
+    def __init__(self, result: list[Any], error: Exception | None = None, source: int = -1) -> None:
+        super().__init__()
+        self._result = result
+        self._error = error
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, or the error."""
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A completed future."""
+        future = empty_future()
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._result)
+        return future
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it carries a result."""
+        return self._error is None
+
+    def exception(self) -> Exception | None:
+        """The error it carries."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Who sent what a receive from any source got."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def block_current_stream(self) -> None:
+        """There is nothing to wait for."""
+
+
 class Issuer(Protocol):
     """Where works come from: a generation of a group."""
 
@@ -37,12 +96,12 @@ class GroupWork(Work):
     The future completes on the backend's thread and carries its tensors, or the error. The group hears
     of an error from whoever waits, or through the future if there is one.
 
-    It is made before the operation is started, by `take`: what Python does after that competes with the
-    backend's threads, and takes many times as long where cores are few.
+    It is made before the operation is started, and takes it then: what Python does after the start competes
+    with the backend's threads, and takes many times as long where cores are few.
     """
 
     _future: Future[Any] | None = None
-    _work: Work  # a finished one until it is taken
+    _work: Work = DoneWork([])
     _issuer: Issuer
 
     def take(self, work: Work, issuer: Issuer) -> None:
@@ -190,65 +249,3 @@ class AbandonableWork(PointToPointWork):
         if outcome:
             raise outcome[0]
         return True
-
-
-class DoneWork(Work):
-    """An operation that is over: it carries `result`, or `error`.
-
-    Both `wait` and `get_future` give the same.
-
-    Args:
-        source: what `source_rank` says; -1 is nobody.
-    """
-
-    def __init__(self, result: list[Any], error: Exception | None = None, source: int = -1) -> None:
-        super().__init__()
-        self._result = result
-        self._error = error
-        self._source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, or the error."""
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def get_future(self) -> Future[Any]:
-        """A completed future."""
-        future = empty_future()
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._result)
-        return future
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it carries a result."""
-        return self._error is None
-
-    def exception(self) -> Exception | None:
-        """The error it carries."""
-        return self._error
-
-    def result(self) -> list[Any]:
-        """The output tensors."""
-        return self._result
-
-    def source_rank(self) -> int:
-        """Who sent what a receive from any source got."""
-        return self._source
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def block_current_stream(self) -> None:
-        """There is nothing to wait for."""
-
-
-GroupWork._work = DoneWork([])

@@ -7,6 +7,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
     wait MS                time passes, and what is due happens
     register R [last=ID/ROUND:A,B]  what it saw last; without /ROUND, it does not know of rounds
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
+    links R [S,...]                 R cannot reach these; the same
     leave R, lost R                 the same
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
     deadline, describe
@@ -20,6 +21,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import (
     Decision,
+    LeftOut,
     Member,
     MemberLost,
     QuorumBroken,
@@ -91,6 +93,10 @@ class _Player:
         replica_id, session = self._session(who)
         return self._core.join(session, _member(replica_id, named), self._now)
 
+    def _links(self, who: str, unreachable: str = "") -> list[Decision]:
+        ids = [i for i in unreachable.split(",") if i]
+        return self._core.report_links(self._session(who)[1], ids, self._now)
+
     def _leave(self, who: str) -> list[Decision]:
         return self._core.leave(self._session(who)[1], self._now)
 
@@ -132,6 +138,10 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, QuorumBroken):
         told = _sessions(decision.sessions)
         return f"quorum {decision.quorum_id} broke for {decision.replica_id}; tells {told}"
+    if isinstance(decision, LeftOut):
+        links = ", ".join(" - ".join(link) for link in decision.links)
+        told = _sessions(tuple(number for number, _ in decision.sessions))
+        return f"left out: {' '.join(decision.replica_ids) or 'nobody'}, for {links}; tells {told}"
     if isinstance(decision, QuorumOver):
         return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
     return f"superseded #{decision.session} of {decision.replica_id}"

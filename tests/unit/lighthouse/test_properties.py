@@ -10,6 +10,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import (
     Decision,
+    LeftOut,
     Member,
     MemberLost,
     QuorumCore,
@@ -52,6 +53,7 @@ class LighthouseHistory(RuleBasedStateMachine):
             str, QuorumNumber
         ] = {}  # by replica with a session: what it was told in it, or reported
         self.waits: dict[str, Seen] = {}  # the same, unless it was told that it need not wait for the others
+        self.unreachable: dict[str, set[str]] = {}  # what was reported in open sessions
         self.left: set[str] = set()  # whoever left in good order, and is in no quorum since
         self.joined: dict[str, Member] = {}
         self.calling: set[str] = set()
@@ -70,6 +72,7 @@ class LighthouseHistory(RuleBasedStateMachine):
         seen = NOTHING if memory == "none" else self.last_seen.get(replica_id, NOTHING)
         self.owners = {n: r for n, r in self.owners.items() if r != replica_id}
         self.owners[self.number] = replica_id
+        self.unreachable.pop(replica_id, None)
         if replica_id not in self.calling:
             self.joined.pop(replica_id, None)
         self.unary.pop(replica_id, None)
@@ -80,13 +83,25 @@ class LighthouseHistory(RuleBasedStateMachine):
         self._check(self.core.register(self.number, replica_id, *seen, self.now))
         return self.number
 
-    @rule(session=sessions, shrink_only=st.booleans(), failures=st.sampled_from([0, 0, 0, 1]))
-    def join(self, session: int, shrink_only: bool, failures: int) -> None:
+    @rule(
+        session=sessions,
+        shrink_only=st.booleans(),
+        failures=st.sampled_from([0, 0, 0, 1]),
+        step=st.sampled_from([3, 3, 4]),
+    )
+    def join(self, session: int, shrink_only: bool, failures: int, step: int = 3) -> None:
         replica_id = self.owners.get(session)
-        member = Member(replica_id or "a", shrink_only=shrink_only, commit_failures=failures)
+        member = Member(replica_id or "a", shrink_only=shrink_only, commit_failures=failures, step=step)
         if replica_id is not None:
             self.joined[replica_id] = member
         self._check(self.core.join(session, member, self.now))
+
+    @rule(session=sessions, unreachable=st.sets(REPLICAS, max_size=2))
+    def report_links(self, session: int, unreachable: set[str]) -> None:
+        replica_id = self.owners.get(session)
+        if replica_id is not None:
+            self.unreachable[replica_id] = unreachable
+        self._check(self.core.report_links(session, sorted(unreachable), self.now))
 
     @rule(session=consumes(sessions))
     def lose(self, session: int) -> None:
@@ -201,6 +216,12 @@ class LighthouseHistory(RuleBasedStateMachine):
                 assert self.owners[decision.session] == decision.replica_id
                 assert 0 < decision.quorum_id <= self.last[0].quorum_id
                 self._told({decision.replica_id}, decision.quorum_id)
+            elif isinstance(decision, LeftOut):
+                assert set(decision.replica_ids) <= self.joined.keys()
+                for number, replica_id in decision.sessions:
+                    assert self.owners[number] == replica_id
+                    self.joined[replica_id] = self.joined[replica_id]._replace(shrink_only=False)
+                    self.waits[replica_id] = NOTHING  # it has joined: in the last quorum it waits for nobody
             else:
                 assert isinstance(decision, SessionSuperseded)
                 assert decision.session not in self.owners
@@ -233,7 +254,22 @@ class LighthouseHistory(RuleBasedStateMachine):
         fast = bool(last) and last <= self.joined.keys()
         assert fast or len(self.joined) > len(healthy) // 2
         shrinking = any(m.shrink_only for m in self.joined.values())
-        assert ids == (self.joined.keys() & last if shrinking and last else self.joined.keys())
+        candidates = self.joined.keys() & last if shrinking and last else set(self.joined)
+        assert ids <= candidates
+        self._check_links(ids, candidates, len(healthy))
+
+    def _check_links(self, ids: frozenset[str], candidates: set[str], healthy: int) -> None:
+        """Either all are in, or no two who cannot reach each other, most of the healthy and the newest."""
+        links = {(a, b) for a, others in self.unreachable.items() for b in others if a != b}
+        links = {link for link in links if candidates.issuperset(link)}
+        out = candidates - ids
+        if not out:
+            return
+        assert not any(ids.issuperset(link) for link in links)
+        assert all(any(i in link for link in links) for i in out)
+        assert len(ids) > healthy / 2
+        newest = max(self.joined[i].step for i in candidates)
+        assert any(self.joined[i].step == newest for i in ids)
 
     def _check_number(self, number: QuorumNumber, ids: frozenset[str], new_id: bool) -> None:
         quorum_id = number.quorum_id
@@ -261,6 +297,7 @@ class LighthouseHistory(RuleBasedStateMachine):
         replica_id = self.owners.pop(session, None)
         if replica_id is not None:
             self.joined.pop(replica_id, None)
+            self.unreachable.pop(replica_id, None)
             self.broken |= {replica_id} & self.last[1]
         return replica_id
 

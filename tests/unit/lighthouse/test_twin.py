@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import Decision, Member, QuorumCore, QuorumFormed
+from lighthouse.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
 from tests.unit.lighthouse.twin import Twin
 
 CASES = 50_000
@@ -15,14 +15,17 @@ EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
 
+_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
+
 
 def test_core_and_twin_decide_alike() -> None:
-    quorums = sum(_compare(seed) for seed in range(CASES))
-    assert quorums > CASES  # the stories are about something
+    counts = [_compare(seed) for seed in range(CASES)]
+    assert sum(quorums for quorums, _ in counts) > CASES  # the stories are about something
+    assert sum(left_out for _, left_out in counts) > CASES / 50
 
 
-def _compare(seed: int) -> int:
-    """Tell one story to both; returns how many quorums there were in it."""
+def _compare(seed: int) -> tuple[int, int]:
+    """Tell one story to both; returns how many quorums there were in it, and how often some were left out."""
     chance = random.Random(seed)
     config = LighthouseConfig(
         min_replicas=chance.choice((1, 1, 2, 3)),
@@ -33,8 +36,8 @@ def _compare(seed: int) -> int:
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, now = 0, 0.0
-    for _ in range(chance.randint(4, EVENTS_MAX)):
+    quorums, left_out, now = 0, 0, 0.0
+    for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
         ours, theirs = _tell(core, name, arguments, now), _tell(twin, name, arguments, now)
@@ -43,7 +46,8 @@ def _compare(seed: int) -> int:
         deadline = core.next_deadline()
         assert deadline is None or deadline > now or at_once, f"seed {seed}"
         quorums += sum(isinstance(decision, QuorumFormed) for decision in ours)
-    return quorums
+        left_out += sum(isinstance(decision, LeftOut) and bool(decision.replica_ids) for decision in ours)
+    return quorums, left_out
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
@@ -59,25 +63,46 @@ class _Story:
         self._sessions: list[tuple[int, str]] = []
         self._replicas = "abcd"
         self._joins = chance.choice((3, 8))
+        self.plan = self._rounds() if chance.random() < 0.2 else []
 
     def next(self) -> Event:
         chance = self._chance
+        if self.plan and chance.random() < 0.9:
+            return self._planned(*self.plan.pop(0))
         kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance"]
-        kind = chance.choice([*kinds, "register", *["join"] * self._joins])
+        kind = chance.choice([*kinds, "register", "report_links", *["join"] * self._joins])
         replica_id = chance.choice(self._replicas)
-        if kind == "register" or (kind in {"join", "lost", "leave"} and not self._sessions):
+        if kind == "register" or (kind in _OF_SESSIONS and not self._sessions):
             return self._register(replica_id)
-        if kind in {"join", "lost", "leave"}:
-            number, replica_id = chance.choice(self._sessions)
-            arguments: dict[str, tuple[object, ...]] = {
-                "join": (number, self._member(replica_id)),
-                "lost": (number, "gone"),
-                "leave": (number,),
-            }
-            return kind, arguments[kind]
+        if kind in _OF_SESSIONS:
+            return self._of_session(kind, *chance.choice(self._sessions))
         if kind == "call":
             return kind, (self._member(replica_id),)
         return kind, () if kind == "advance" else (replica_id,)
+
+    def _of_session(self, kind: str, number: int, replica_id: str) -> Event:
+        chance = self._chance
+        arguments: dict[str, tuple[object, ...]] = {
+            "join": (number, self._member(replica_id)),
+            "lost": (number, "gone"),
+            "leave": (number,),
+            "report_links": (number, tuple(chance.sample("abcde", chance.choice((0, 1, 1, 2))))),
+        }
+        return kind, arguments[kind]
+
+    def _rounds(self) -> list[tuple[str, str]]:
+        """All are there, and ask for some quorums, between which they report links."""
+        plan = [("register", replica_id) for replica_id in self._replicas]
+        for _ in range(self._chance.randint(1, 3)):
+            plan += [("report_links", self._chance.choice(self._replicas))]
+            plan += [("join", i) for i in self._chance.sample(self._replicas, len(self._replicas))]
+        return plan
+
+    def _planned(self, kind: str, replica_id: str) -> Event:
+        numbers = [number for number, owner in self._sessions if owner == replica_id]
+        if kind == "register" or not numbers:
+            return self._register(replica_id)
+        return self._of_session(kind, numbers[-1], replica_id)
 
     def _register(self, replica_id: str) -> Event:
         number = len(self._sessions) + 1

@@ -13,6 +13,7 @@ from lighthouse.quorum import (
     ALARMS_PER_QUORUM_MAX,
     NO_QUORUM,
     Decision,
+    LeftOut,
     Member,
     MemberLost,
     Quorum,
@@ -40,6 +41,7 @@ class Joined:
     since: float
     in_session: bool
     in_call: bool
+    left_out: bool = False
 
 
 class Twin:
@@ -60,6 +62,8 @@ class Twin:
         self.leap = first_quorum_id % 1_000_003
         self.highest_round = 0
         self.formed = False
+        self.unreachable: dict[str, tuple[str, ...]] = {}
+        self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
 
     # -- facts
 
@@ -82,6 +86,7 @@ class Twin:
         self.calling = [i for i in self.calling if i != replica_id]
         self.seen = [(i, t) for i, t in self.seen if i != replica_id]
         self.expected = [i for i in self.expected if i != replica_id]
+        self.unreachable.pop(replica_id, None)
         if joined:
             self.joined = [j for j in self.joined if j.member.replica_id != replica_id]
 
@@ -146,6 +151,13 @@ class Twin:
             told = self.numbers(set(ids) - set(self.departed))
             out.append(QuorumBroken(quorum_id, member.replica_id, told))
 
+    def report_links(self, number: int, unreachable: tuple[str, ...], now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(number)
+        if replica_id is not None:
+            self.unreachable[replica_id] = unreachable
+        return out
+
     def leave(self, number: int, now: float) -> list[Decision]:
         out = self.advance(now)
         replica_id = self.owner(number)
@@ -203,13 +215,53 @@ class Twin:
         out: list[Decision] = []
         while self.is_quorum(now):
             last_id = self.last[0].quorum_id
-            formed = self.next_quorum(now)
-            left = [s for s in self.sessions if s.replica_id in formed.left]
+            chosen, links = self.without_broken_links(self.chosen())
+            formed = self.next_quorum(chosen, now)
+            waiting = {j.member.replica_id for j in self.joined}
+            left = [s for s in self.sessions if s.replica_id in set(formed.left) - waiting]
             out += [
                 QuorumOver(s.number, s.replica_id, last_id) for s in sorted(left, key=lambda s: s.replica_id)
             ]
             out.append(formed)
+            out += self.tell_left_out(links)
         return out
+
+    def without_broken_links(self, joined: list[Joined]) -> tuple[list[Joined], list[tuple[str, str]]]:
+        members = {j.member.replica_id: j.member for j in joined}
+        links = {
+            (min(one, other), max(one, other))
+            for one, others in self.unreachable.items()
+            for other in others
+            if one != other and {one, other} <= members.keys()
+        }
+        stay = set(members)
+        while bad := [link for link in links if set(link) <= stay]:
+            versions = {i: (members[i].step, members[i].commit_quorum_id) for i in members}
+            ahead = [i for i in stay if versions[i] == max(versions.values())]
+            ends = {end for link in bad for end in link} - set(ahead if len(ahead) == 1 else ())
+            count = {end: sum(end in link for link in bad) for end in ends}
+            goes = [end for end in ends if count[end] == max(count.values())]
+            goes = [end for end in goes if versions[end] == min(versions[i] for i in goes)]
+            stay.remove(max(goes))
+        if len(stay) < self.config.min_replicas or len(stay) <= len(self.healthy()) / 2:
+            stay = set(members)
+        return [j for j in joined if j.member.replica_id in stay], sorted(links)
+
+    def tell_left_out(self, links: list[tuple[str, str]]) -> list[Decision]:
+        out = {j.member.replica_id for j in self.joined} & {end for link in links for end in link}
+        news = {j.member.replica_id for j in self.joined if not j.left_out} & out
+        is_news = bool(links) and (bool(news) or self.left_out != (out, links))
+        self.left_out = out, links
+        self.joined = [
+            replace(j, left_out=True, member=j.member._replace(shrink_only=False))
+            if j.member.replica_id in news
+            else j
+            for j in self.joined
+        ]
+        told = sorted((s.replica_id, s.number) for s in self.sessions if s.replica_id in news)
+        sessions = tuple((number, i) for i, number in told)
+        left_out = LeftOut(self.last[0].quorum_id, tuple(sorted(out)), tuple(links), sessions)
+        return [left_out] if is_news else []
 
     def chosen(self) -> list[Joined]:
         if self.last[1] and any(j.member.shrink_only for j in self.joined):
@@ -224,11 +276,11 @@ class Twin:
             return True
         if not len(joined) > len(healthy) // 2:
             return False
-        first = min(j.since for j in self.joined)
+        first = min([j.since for j in self.joined if not j.left_out] or [j.since for j in self.joined])
         return joined == healthy or now >= first + self.config.join_timeout_ms / 1000
 
-    def next_quorum(self, now: float) -> QuorumFormed:
-        chosen = sorted(self.chosen(), key=lambda j: j.member.replica_id)
+    def next_quorum(self, chosen: list[Joined], now: float) -> QuorumFormed:
+        chosen = sorted(chosen, key=lambda j: j.member.replica_id)
         ids = frozenset(j.member.replica_id for j in chosen)
         (last_id, _), last = self.last
         keeps = ids == last and not self.departed and all(j.member.commit_failures <= 0 for j in chosen)
@@ -263,6 +315,7 @@ class Twin:
                 older.since if older else now,
                 session or bool(older and older.in_session),
                 not session or bool(older and older.in_call),
+                bool(older and older.left_out),
             )
         )
 

@@ -31,6 +31,24 @@ class TestAttempt:
         with pytest.raises(QuorumTimeoutError, match=r"within 0.01 s: the lighthouse is away"):
             Attempt(True, 0.01).wait_configured(lambda: "the lighthouse is away")
 
+    def test_a_quorum_that_does_without_this_replica_is_waited_for_until_it_is_asked_to_stop(self) -> None:
+        attempt, outcomes = Attempt(True, 0.01), list[str]()
+        attempt.is_left_out = True
+
+        def wait() -> None:
+            try:
+                attempt.wait_configured(lambda: "left out")
+            except QuorumTimeoutError as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(0.2)  # many times as long as a quorum is waited for otherwise
+        assert thread.is_alive()
+        attempt.is_left_out = False
+        thread.join(LIMIT_S)
+        assert outcomes == ["no quorum within 0.01 s: left out"]
+
     def test_gates_open_in_order(self) -> None:
         attempt = Attempt(True, LIMIT_S)
         attempt.agree(quorum())

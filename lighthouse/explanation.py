@@ -1,0 +1,71 @@
+"""The state of a quorum core in words: for people who wonder why there is no quorum yet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lighthouse.decisions import Link, Verdict
+
+_NAMES_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What there is to tell; times are in seconds from now, None where there is nothing to wait for."""
+
+    last_id: int
+    last: Collection[str]
+    departed: Collection[str]
+    healthy: Collection[str]
+    joined: Collection[str]
+    expected: Collection[str]
+    left_out: Collection[str]
+    links: Collection[Link]
+    verdict: Verdict
+    candidates: int
+    min_replicas: int
+    is_shrinking: bool
+    late_s: float | None
+    expiry_s: float | None
+
+
+def describe(facts: Facts) -> str:
+    """The last quorum, who has joined, who is awaited or left out, and why there is no quorum yet."""
+    joined, expected = set(facts.joined), set(facts.expected)
+    awaited = [i for i in facts.healthy if i not in joined and i not in expected]
+    links = [f"{one} - {other}" for one, other in facts.links]
+    lines = [
+        f"last quorum {facts.last_id}: {_names(facts.last)}" if facts.last else "no quorum so far",
+        f"gone since: {_names(facts.departed)}" if facts.departed else "",
+        f"joined: {_names(joined)}",
+        f"awaited: {_names(awaited)}",
+        f"expected back after a restart: {_names(expected)}" if expected else "",
+        f"left out: {_names(facts.left_out)}" if facts.left_out else "",
+        f"links that do not work: {_names(links, ', ')}" if links else "",
+        _why_no_quorum(facts),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _why_no_quorum(facts: Facts) -> str:
+    verdict, joined, healthy = facts.verdict, len(facts.joined), len(facts.healthy)
+    details = {
+        Verdict.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"
+        + (", as only members of the last quorum count (shrink_only)" if facts.is_shrinking else ""),
+        Verdict.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
+        Verdict.STRAGGLERS: f"{joined} of {healthy}",
+    }
+    why = f"no quorum yet: {verdict.value}"
+    why += f" ({details[verdict]})" if verdict in details else ""
+    if verdict is Verdict.STRAGGLERS and facts.late_s is not None:
+        why += f"; they are left behind in {facts.late_s:.3f} s"
+    if joined < healthy and joined and facts.expiry_s is not None:
+        why += f"; the next silent one is given up in {facts.expiry_s:.3f} s"
+    return why
+
+
+def _names(ids: Collection[str], between: str = " ") -> str:
+    names = sorted(ids)
+    shown = between.join(names[:_NAMES_MAX]) or "nobody"
+    return shown if len(names) <= _NAMES_MAX else f"{shown} and {len(names) - _NAMES_MAX} more"

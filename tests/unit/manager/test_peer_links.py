@@ -1,0 +1,133 @@
+"""The search for links that do not work: whom to probe, how long the join waits, what is reported."""
+
+from __future__ import annotations
+
+from tests.unit.manager.test_group import join, members
+from torchft_like.manager.group import (
+    BrokenLinks,
+    Effect,
+    GroupJoin,
+    LeftOutNotice,
+    LossNotice,
+    ReplicaGroup,
+)
+from torchft_like.manager.peer_links import UNREACHABLE_MAX, Probe
+
+ADDRESS = "http://h:1"
+BOTH = Probe((("b", ADDRESS), ("c", ADDRESS)))
+AGAIN = Probe((("b", ADDRESS),), is_repeated=True)
+
+
+def in_quorum(*others: str) -> ReplicaGroup:
+    """A group that has been answered with a quorum."""
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    group.quorum_formed(7, members("a", *(others or ("b", "c"))), 1)
+    return group
+
+
+def of_kind(effects: list[Effect], kind: type) -> list[Effect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def after_a_failure(*others: str) -> ReplicaGroup:
+    group = in_quorum(*others)
+    group.rank_joined(join(0, commit_failures=1))
+    return group
+
+
+def test_a_join_after_a_good_step_is_said_at_once() -> None:
+    assert [type(effect) for effect in in_quorum().rank_joined(join(0))] == [GroupJoin]
+
+
+def test_a_join_after_a_failed_step_waits_until_the_others_were_probed() -> None:
+    group = in_quorum()
+    assert group.rank_joined(join(0, commit_failures=1)) == [BOTH]
+    assert group.lighthouse_connected() == []
+    assert [type(effect) for effect in group.probed(BOTH, ())] == [GroupJoin]
+
+
+def test_who_gives_no_answer_is_reported_before_the_join_and_probed_again() -> None:
+    effects = after_a_failure().probed(BOTH, {"b"})
+    assert effects[:2] == [BrokenLinks(("b",)), AGAIN]
+    assert [type(effect) for effect in effects[2:]] == [GroupJoin]
+
+
+def test_a_death_explains_a_failed_step() -> None:
+    group = in_quorum()
+    group.member_lost(7, "c", "gone")
+    assert [type(effect) for effect in group.rank_joined(join(0, commit_failures=1))] == [GroupJoin]
+
+
+def test_a_member_that_gave_the_quorum_up_explains_nothing() -> None:
+    group = in_quorum()
+    group.member_lost(7, "c", "broke", is_alive=True)
+    assert group.rank_joined(join(0, commit_failures=1)) == [BOTH]
+
+
+def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
+    group = after_a_failure("b")
+    effects = group.member_lost(7, "b", "gone")
+    assert [type(effect) for effect in effects] == [LossNotice, GroupJoin]
+    assert group.probed(Probe((("b", ADDRESS),)), {"b"}) == []
+
+
+def test_the_link_to_a_member_that_is_lost_is_probed_on() -> None:
+    group = after_a_failure()
+    group.probed(BOTH, {"b"})
+    assert [type(effect) for effect in group.member_lost(7, "b", "its session broke")] == [LossNotice]
+    assert group.probed(AGAIN, {"b"}) == [AGAIN]
+
+
+def test_who_answers_again_is_reported_no_more_and_probed_no_more() -> None:
+    group = after_a_failure()
+    group.probed(BOTH, {"b"})
+    assert group.probed(AGAIN, {"b"}) == [AGAIN]
+    assert group.probed(AGAIN, ()) == [BrokenLinks(())]
+
+
+def test_a_report_is_repeated_after_a_reconnect_before_the_join() -> None:
+    group = after_a_failure()
+    group.probed(BOTH, {"b"})
+    assert [type(effect) for effect in group.lighthouse_connected()] == [BrokenLinks, GroupJoin]
+
+
+def test_who_is_known_to_be_unreachable_holds_up_no_join() -> None:
+    group = after_a_failure("b")
+    group.probed(Probe((("b", ADDRESS),)), {"b"})
+    group.quorum_formed(8, members("a", "b"), 2)
+    assert [type(effect) for effect in group.rank_joined(join(0, commit_failures=2))] == [GroupJoin]
+
+
+def test_at_most_one_probe_is_repeated_at_a_time() -> None:
+    group = after_a_failure()
+    group.probed(BOTH, {"b"})
+    group.quorum_formed(8, members("a", "c", "d"), 2)
+    [probe] = group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    effects = group.probed(probe, {"d"})
+    assert of_kind(effects, Probe) == []
+    [again] = of_kind(group.probed(AGAIN, {"b"}), Probe)
+    assert again == Probe((("b", ADDRESS), ("d", ADDRESS)), is_repeated=True)
+
+
+def test_reports_are_bounded() -> None:
+    names = [f"{n:03}" for n in range(2 * UNREACHABLE_MAX)]
+    group = in_quorum(*names)
+    [probe] = group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    [report] = of_kind(group.probed(probe, names), BrokenLinks)
+    assert report == BrokenLinks(tuple(names[-UNREACHABLE_MAX:]))
+
+
+def test_being_left_out_is_told_while_the_join_is_open() -> None:
+    group = after_a_failure()
+    assert group.left_out(8, ["b"]) == [LeftOutNotice(8, "a", ("b",))]
+    group.quorum_formed(9, members("a", "b"), 3)
+    assert group.left_out(8, ["b"]) == []
+
+
+def test_a_lost_group_says_nothing_of_links() -> None:
+    group = after_a_failure()
+    group.rank_lost(0, "gone")
+    assert group.probed(BOTH, {"b"}) == []

@@ -1,0 +1,77 @@
+"""Probes of other replica groups, over real sockets of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torchft_like.manager import probing
+from torchft_like.manager.peer_links import Probe
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "ATTEMPTS", 2)
+    monkeypatch.setattr(probing, "ATTEMPT_S", 0.2)
+    monkeypatch.setattr(probing, "REPEAT_S", 0.05)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        yield listener
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address at which nobody answers: the system drops what a full queue cannot take."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield address_of(listener)
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def silent_of(*addresses: str, is_repeated: bool = False) -> set[int]:
+    """The positions of those who gave no answer."""
+    peers = tuple((str(n), address) for n, address in enumerate(addresses))
+    return {int(i) for i in asyncio.run(probing.silent_peers(Probe(peers, is_repeated)))}
+
+
+def test_who_listens_answers_without_accepting(listener: socket.socket) -> None:
+    assert silent_of(address_of(listener)) == set()
+
+
+def test_a_refusal_is_an_answer(listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    assert silent_of(address) == set()
+
+
+def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, silent: str) -> None:
+    assert silent_of(address_of(listener), silent) == {1}
+    assert silent_of(address_of(listener), silent, is_repeated=True) == {1}
+
+
+def test_nothing_is_said_of_whom_one_cannot_ask(silent: str) -> None:
+    assert silent_of("", "nonsense", "http://no.such.host.invalid:1") == set()
+
+
+def test_nothing_is_said_for_want_of_descriptors(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    assert silent_of(address_of(listener)) == set()
