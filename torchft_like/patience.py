@@ -31,13 +31,9 @@ class Patience:
         """How long to watch this time."""
         return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else 0.0
 
-    def watch(self, reached: Callable[[], bool], deadline: float, *, is_announced: bool = False) -> bool:
-        """Look again and again; False when it is time to sleep, or `deadline`.
-
-        Args:
-            is_announced: it is known to be on its way.
-        """
-        if not (budget_s := SPIN_S_MAX if is_announced else self.spin_s()):
+    def watch(self, reached: Callable[[], bool], deadline: float) -> bool:
+        """Look again and again; False when it is time to sleep, or `deadline`."""
+        if not (budget_s := self.spin_s()):
             return reached()
         last = time.monotonic()
         until = min(last + budget_s, deadline)

@@ -62,7 +62,6 @@ class Audience:
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._members: dict[int, _Member] = {}
-        self._cores = len(os.sched_getaffinity(0))
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             for rank in ranks:
@@ -129,18 +128,17 @@ class Audience:
             except OSError as error:
                 self._evict(member, f"it takes no file ({error.strerror})")
 
-    def announce(self) -> None:
-        """Wake those who sleep already while the message is being prepared: waking takes longer than that.
-
-        Not where they could take the writer's core, nor where they are more than there are cores to wait on.
-        """
-        if len(self._members) < self._cores:
-            self._wake_sleepers()
-
     def wake(self) -> None:
-        """Wake those who sleep: there is something to read."""
+        """Wake those who sleep, all at once, and once per sleep."""
         full_fence()
-        self._wake_sleepers()
+        is_needed = False
+        for member in self._members.values():
+            sleep = member.words[SLEEPING]
+            if sleep != member.rung and sleep:
+                member.rung = sleep
+                is_needed = True
+        if is_needed:
+            _ring(self._bell)
 
     def attend(self) -> None:
         """Let readers in, and take note of those who left. Waits for nothing."""
@@ -159,17 +157,6 @@ class Audience:
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
-
-    def _wake_sleepers(self) -> None:
-        """All at once, and once per sleep."""
-        is_needed = False
-        for member in self._members.values():
-            sleep = member.words[SLEEPING]
-            if sleep != member.rung and sleep:
-                member.rung = sleep
-                is_needed = True
-        if is_needed:
-            _ring(self._bell)
 
     def _slowest(self, published: int) -> int:
         while True:

@@ -209,10 +209,8 @@ class LocalReader(ReadingEnd):
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
-                is_announced = self._sleep(reached, min(deadline - now, RECHECK_S))
+                self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._require_open()
-                if is_announced:
-                    self._patience.watch(reached, deadline, is_announced=True)
         self._patience.learn(time.monotonic() - started)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
@@ -227,17 +225,15 @@ class LocalReader(ReadingEnd):
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
-    def _sleep(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Until something happens; whether it was the bell."""
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
         while self._hear():  # of earlier sleeps
             pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
         try:
-            if reached():
-                return False
-            return any(descriptor == self._bell for descriptor, _ in self._events.poll(seconds))
+            if not reached():
+                self._events.poll(seconds)
         finally:
             self._words[SLEEPING] = 0
 

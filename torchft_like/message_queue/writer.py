@@ -84,7 +84,6 @@ class Writer(End):
         """Write a message."""
         with self._lock:
             self._require_open()
-            self._local.announce()
             structure, leaves = dissect(value)
             parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
             nbytes = sum(map(len, parts)) if leaves else len(structure)
