@@ -116,6 +116,10 @@ class Channel:
                 os.close(descriptor)
             raise
 
+    def is_ready(self) -> bool:
+        """`has_message`, for the thread that receives."""
+        return bool(self._readable.poll(0))
+
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once; not once this end is closed."""
         if self._socket.fileno() < 0:

@@ -1,8 +1,10 @@
 """The life of a fork: it is told what to be, and then carries out collectives.
 
 It runs on two kinds of threads. The first one reads requests and starts operations, in the order in
-which they come, and never waits for one. Answers are sent by whichever thread of the backend finishes
-the operation, or, where a backend finishes only what is waited for, by one that waits for it.
+which they come, and never sleeps until one is over. Answers are sent by whichever thread of the backend
+finishes the operation, or, where a backend finishes only what is waited for, by one that waits for it. What
+is over soon the first thread answers itself: to run Python on the backend's thread takes longer than an
+operation on a few bytes.
 
 It ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
 server is gone. It never runs the trainer's code, and never Python's cleanup at exit.
@@ -13,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,6 +29,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
+from torchft_like.patience import Patience
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import decode
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
@@ -34,6 +39,8 @@ from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_T
 from torchft_like.process_group.generation import AbortSignal, Backend, Membership
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+WATCHED_MAX = 16  # operations, of many that are asked for at once
 
 
 def serve(channel: Channel, trainer: int) -> None:
@@ -67,6 +74,8 @@ class _Server:
         self._methods: dict[str, Callable[..., Work | None]] = {}
         self._backend: Backend | None = None
         self._borrower: Borrower | None = None
+        self._watched: list[tuple[int, Work]] = []
+        self._patience = Patience()
         self._abort = AbortSignal()
         self._abort.add(self._end)
 
@@ -85,6 +94,7 @@ class _Server:
             ToChild.WARM_UP.value: self._warm_up,
         }
         while True:
+            self._answer_what_is_over_soon()
             (kind, request, *body), descriptors = self._channel.receive()
             handlers[kind](request, *body, *((descriptors,) if kind == ToChild.MAP else ()))
 
@@ -147,8 +157,33 @@ class _Server:
     def _answer_when_over(self, request: int, name: str, work: Work) -> None:
         if name in POINT_TO_POINT:
             self._wait_aside(request, work.wait, work)
+        elif len(self._watched) < WATCHED_MAX:
+            self._watched.append((request, work))
         else:
-            work.get_future().add_done_callback(functools.partial(self._finish, request))
+            self._leave_to_backend(request, work)
+
+    def _answer_what_is_over_soon(self) -> None:
+        """Until a request comes; what takes longer is left to the backend's threads."""
+        while self._watched:
+            started = time.monotonic()
+            has_news = self._patience.watch(self._has_news, math.inf)
+            self._patience.learn(time.monotonic() - started)
+            watched, self._watched = self._watched, []
+            for request, work in watched:
+                if work.is_completed():
+                    self._wait(request, work.wait)
+                elif has_news:
+                    self._watched.append((request, work))
+                else:
+                    self._leave_to_backend(request, work)
+            if len(self._watched) == len(watched):
+                return
+
+    def _leave_to_backend(self, request: int, work: Work) -> None:
+        work.get_future().add_done_callback(functools.partial(self._finish, request))
+
+    def _has_news(self) -> bool:
+        return any(work.is_completed() for _, work in self._watched) or self._channel.is_ready()
 
     def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
         """Each on a thread of its own: one of many receives must not keep a send from being answered."""
