@@ -26,6 +26,7 @@ from torchft_like.errors import (
 from torchft_like.process_group import ProcessGroup, ProcessGroupBabyGloo
 from torchft_like.process_group.baby import backend, requests
 from torchft_like.process_group.baby.backend import RemoteBackend
+from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.nursery import nursery
 
 
@@ -125,6 +126,17 @@ def test_operations_are_counted_until_they_are_over(party: Party) -> None:
         assert isinstance(work, ProcessGroupBabyGloo.WORK_CLASS)
         work.wait()
     assert first.num_active_work() == 0
+
+
+def test_of_many_operations_at_once_each_is_answered(party: Party) -> None:
+    """The first ones by the subprocess's first thread, those beyond what it watches by the backend's."""
+    groups = party.meet(2, baby)
+    tensors = [[torch.full((1,), float(n)) for n in range(3 * WATCHED_MAX)] for _ in groups]
+    works = [group.allreduce([tensor]) for group, own in zip(groups, tensors, strict=True) for tensor in own]
+    for work in works:
+        work.wait()
+    for own in tensors:
+        assert [tensor.item() for tensor in own] == [2.0 * n for n in range(3 * WATCHED_MAX)]
 
 
 def test_a_killed_backend_fails_what_is_under_way_and_configure_is_clean(party: Party) -> None:
