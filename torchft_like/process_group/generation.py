@@ -153,7 +153,6 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work]] | None = None
     _failure: Exception | None = None
-    _explains: bool = False  # the backend's works are ExplainedWorks
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -180,14 +179,13 @@ class Generation:
         Raises:
             ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
         """
-        if self._explains or collective.blocking or collective.name in POINT_TO_POINT:
+        if collective.blocking or collective.name in POINT_TO_POINT:
             work = self._start(collective, args, kwargs)
             return None if work is None else self.handle(collective, work)
         handle = GroupWork()
         self.operations.add(handle)
         work = self._start(collective, args, kwargs)
         if isinstance(work, ExplainedWork) or work is None:
-            self._explains = work is not None
             return None if work is None else self.handle(collective, work)
         handle.take(work, self)
         return handle
