@@ -3,8 +3,8 @@
 Plain values stand for themselves and lists for lists; everything else becomes a tuple that begins
 with its kind. Tensors are left to the caller: where their bytes are is not known here.
 
-Options are nearly always those of the call before, and to fill in torch's objects takes longer than
-all the rest: what was decoded is kept and used again.
+Options are nearly always those of the call before, and to read or to fill in torch's objects takes longer
+than all the rest: what was encoded or decoded is kept and used again.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _FIELDS = [
 ]
 _READ_FIELDS = [operator.attrgetter(*names) for names in _FIELDS]
 _OPTIONS_INDEX = {cls: index for index, cls in enumerate(_OPTIONS)}
+_WITH_FACTOR = hash(ReduceOp.PREMUL_SUM)
+_encoded_options: dict[tuple[Any, ...], Plain] = {}
 
 
 def encode(value: Any, tensor: EncodeTensor) -> Plain:
@@ -61,16 +63,15 @@ def encode(value: Any, tensor: EncodeTensor) -> Plain:
         NotSupportedError: it is of a type that no collective takes.
     """
     kind = type(value)
+    if kind is list or kind is tuple:
+        return [encode(item, tensor) for item in value]
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
         return (_TENSOR_KIND, *tensor(value))
-    if isinstance(value, list | tuple):
-        return [encode(item, tensor) for item in value]
     if (index := _OPTIONS_INDEX.get(kind)) is not None:
-        fields = [encode(field, _no_tensor) for field in _READ_FIELDS[index](value)]
-        return (_OPTIONS_KIND, index, packed(fields))  # one piece, by which it is found again
-    return _encode_rare(value)
+        return _encode_options(index, _READ_FIELDS[index](value))
+    return _encode_rare(value, tensor)
 
 
 def decode(value: Plain, tensor: DecodeTensor) -> Any:
@@ -87,7 +88,29 @@ def decode(value: Plain, tensor: DecodeTensor) -> Any:
     return _DECODE_RARE[kind](*value[1:])
 
 
-def _encode_rare(value: Any) -> Plain:
+def _encode_options(index: int, fields: tuple[Any, ...]) -> Plain:
+    key = (index, *[_stand_in(field) for field in fields])
+    if (known := _encoded_options.get(key)) is None:
+        plain = [encode(field, _no_tensor) for field in fields]
+        known = (_OPTIONS_KIND, index, packed(plain))  # one piece, by which it is found again
+        if len(_encoded_options) >= OPTIONS_KEPT_MAX:
+            _encoded_options.clear()
+        _encoded_options[key] = known
+    return known
+
+
+def _stand_in(field: Any) -> Any:
+    """Something that can be hashed, and is equal for equal fields and for no others."""
+    kind = type(field)
+    if kind is ReduceOp:
+        operation = hash(field)
+        return operation if operation != _WITH_FACTOR else field.__getstate__()
+    return tuple(field) if kind is list else field
+
+
+def _encode_rare(value: Any, tensor: EncodeTensor) -> Plain:
+    if isinstance(value, list | tuple):
+        return [encode(item, tensor) for item in value]
     if isinstance(value, timedelta):
         return (_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)
     if type(value) is ReduceOp:  # of which torch says that its RedOpType were instances, too

@@ -31,6 +31,11 @@ FOREVER = math.inf
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
 _POLL_MILLISECONDS_MAX = 2**31 - 1
+
+# Every message comes by these, and socket's enums take microseconds to calculate with.
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
 _ANCILLARY_BYTES_MAX = ancillary_bytes(DESCRIPTORS_MAX)
 
 
@@ -49,6 +54,7 @@ class Channel:
         self._socket = end
         self._socket.setblocking(True)  # each call says whether it waits
         self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
+        self._buffers = [self._buffer]
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
 
@@ -98,14 +104,14 @@ class Channel:
             raise TimeoutError("no message until the deadline")
         try:
             size, ancillary, flags, _ = self._socket.recvmsg_into(
-                [self._buffer], _ANCILLARY_BYTES_MAX, socket.MSG_CMSG_CLOEXEC
+                self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC
             )
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
         if not size:
             raise ChannelClosedError("the other end is gone")
         descriptors = descriptors_in(ancillary) if ancillary else []
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError(errno.EMFILE, "no file descriptor left for what was received: raise the limit")
@@ -144,7 +150,7 @@ class Channel:
                 if descriptors:
                     send_descriptors(self._socket, data, descriptors, socket.MSG_DONTWAIT)
                 else:
-                    self._socket.send(data, socket.MSG_DONTWAIT)
+                    self._socket.send(data, _DO_NOT_WAIT)
                 return
             except BlockingIOError:
                 if while_full is not None:

@@ -13,7 +13,6 @@ INVARIANTS
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -52,7 +51,7 @@ def require_dense(tensor: Tensor) -> None:
     Raises:
         NotSupportedError: it is not.
     """
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
         kind = tensor.dtype if tensor.is_quantized else tensor.layout
         raise NotSupportedError(
             f"a {kind} tensor on {tensor.device} cannot be handed to the subprocess of a CPU group: only "
@@ -88,11 +87,9 @@ class Exports:
             segment = self._export(storage)
         return segment, spec_of(tensor, segment.number)
 
-    def take_dead(self) -> Iterator[int]:
+    def take_dead(self) -> list[int]:
         """The numbers of the segments that nobody uses any more, each once."""
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._dead.popleft()
+        return [self._dead.popleft() for _ in range(len(self._dead))]
 
     def close(self) -> None:
         """Take no more notice of any storage."""

@@ -89,7 +89,6 @@ class Requests:
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._open: dict[int, Request] = {}
-        self._by_patience: dict[float, dict[int, Request]] = {}
         self._heard = 0.0
         self._numbers = itertools.count(UNASKED + 1)
         self._is_being_read = False
@@ -107,7 +106,6 @@ class Requests:
             is_over = self._is_over
             if not is_over:
                 self._open[request.number] = request
-                self._by_patience.setdefault(patience_s, {})[request.number] = request
         if is_over:
             self._settle(request)
         return request
@@ -175,11 +173,10 @@ class Requests:
     def _read_in_turn(self, deadline: float) -> None:
         """Read one answer, or find out that there is none, and pass the turn on."""
         try:
-            limit = self._quiet_until()
             try:
-                self._read_one(min(deadline, limit, time.monotonic() + SLICE_S))
+                self._read_one(min(deadline, time.monotonic() + SLICE_S))
             except TimeoutError:
-                if time.monotonic() >= limit:
+                if time.monotonic() >= self._quiet_until():
                     self._give_last_chance()
         finally:
             with self._lock:
@@ -197,8 +194,8 @@ class Requests:
     def _quiet_until(self) -> float:
         """When the subprocess, if it says nothing, counts as silent."""
         with self._lock:
-            oldest = [(next(iter(group.values())), patience) for patience, group in self._by_patience.items()]
-        return min((max(r.since, self._heard) + patience for r, patience in oldest), default=FOREVER)
+            requests = list(self._open.values())
+        return min((max(r.since, self._heard) + r.patience_s for r in requests), default=FOREVER)
 
     def _read_one(self, deadline: float) -> None:
         try:
@@ -222,19 +219,12 @@ class Requests:
 
     def _pop(self, number: int) -> Request | None:
         with self._lock:
-            request = self._open.pop(number, None)
-            if request is not None:
-                group = self._by_patience[request.patience_s]
-                del group[number]
-                if not group:
-                    del self._by_patience[request.patience_s]
-            return request
+            return self._open.pop(number, None)
 
     def _end(self) -> None:
         with self._lock:
             self._is_over = True
             left, self._open = list(self._open.values()), {}
-            self._by_patience.clear()
             self._turn.notify_all()
         for request in left:
             self._settle(request)
@@ -285,13 +275,13 @@ def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome
     """
     for descriptor in descriptors:  # no answer comes with one
         os.close(descriptor)
-    match message:
-        case (int(number), int(code), *answer) if (outcome := _OUTCOMES.get(code)) is not None:
-            if outcome is Outcome.DONE and number != UNASKED:
-                return number, outcome, tuple(answer)
-            words = 1 if number == UNASKED else 2
-            if len(answer) == words and all(type(part) is str for part in answer):
-                return number, outcome, tuple(answer)
+    number, code, answer = (*message[:2], message[2:]) if len(message) >= 2 else (None, None, ())
+    outcome = _OUTCOMES.get(code) if type(number) is int and type(code) is int else None
+    if outcome is Outcome.DONE and number != UNASKED:
+        return number, outcome, answer
+    words = 1 if number == UNASKED else 2
+    if outcome is not None and len(answer) == words and all(type(part) is str for part in answer):
+        return number, outcome, answer
     raise ForeignMessageError(f"a message that is no answer: {message!r:.200}")
 
 

@@ -76,6 +76,20 @@ def test_options_keep_every_field(cls: Any) -> None:
     assert {name: getattr(arrived, name) for name in fields} == {name: changes[name] for name in fields}
 
 
+def test_options_that_differ_in_one_field_are_not_taken_for_each_other() -> None:
+    variants = []
+    for reduce_op in (ReduceOp.SUM, ReduceOp.MAX, *map(c10d._make_nccl_premul_sum, (0.5, 0.25))):
+        for timeout in (timedelta(seconds=1), timedelta(seconds=2)):
+            options = c10d.AllreduceOptions()
+            options.reduceOp, options.timeout = reduce_op, timeout  # type: ignore[assignment] # torch takes either
+            variants.append(options)
+    for _ in range(2):
+        for options in variants:
+            arrived = through(options)
+            assert arrived.reduceOp.__getstate__() == options.reduceOp.__getstate__()
+            assert arrived.timeout == options.timeout
+
+
 def test_what_no_collective_takes_is_refused_by_name() -> None:
     with pytest.raises(NotSupportedError, match="set"):
         encode({1}, number_of)
