@@ -5,6 +5,7 @@ It reads commands, one JSON object in a line, and answers each with one record:
 * {"do": "make", "group": name, "prefix": p}: make a group and configure it; its seconds;
 * {"do": "configure", "group": name, "prefix": p}: configure it once more; its seconds;
 * {"do": "allreduce", "group": name, "bytes": n, "shared": bool, "repeats": r}: the seconds of each;
+* {"do": "bind", "is_bound": bool}: keep every thread of the process on a core of its own, or let it go;
 * {"do": "roles", "group": name}: the processes that a Baby group has started.
 
 Both ranks get the same commands. Nothing but the package's own calls is inside the times.
@@ -13,6 +14,7 @@ Both ranks get the same commands. Nothing but the package's own calls is inside 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -62,6 +64,7 @@ class Worker:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._subjects: dict[str, Subject] = {}
+        self._cores = sorted(os.sched_getaffinity(0))
 
     def make(self, group: str, prefix: str) -> dict[str, Any]:
         self._subjects[group] = make_subject(group, self._options)
@@ -83,6 +86,13 @@ class Worker:
         seconds = time_allreduces(subject.group, tensor, repeats)
         subject.end()
         return {"seconds": seconds}
+
+    def bind(self, is_bound: bool) -> dict[str, Any]:
+        own = self._cores[self._options.rank % len(self._cores)]
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread), {own} if is_bound else self._cores)
+        return {}
 
     def roles(self, group: str) -> dict[str, Any]:
         return {"roles": roles_of(self._subjects[group].group)}
