@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ _NAMES_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What there is to tell; times are in seconds from now, None where there is nothing to wait for."""
+    """What there is to tell; times are in seconds from now, inf where there is nothing to wait for."""
 
     last_id: int
     last: Collection[str]
@@ -26,8 +27,8 @@ class Facts:
     candidates: int
     min_replicas: int
     is_shrinking: bool
-    late_s: float | None
-    expiry_s: float | None
+    late_s: float
+    expiry_s: float
 
 
 def describe(facts: Facts) -> str:
@@ -58,9 +59,9 @@ def _why_no_quorum(facts: Facts) -> str:
     }
     why = f"no quorum yet: {verdict.value}"
     why += f" ({details[verdict]})" if verdict in details else ""
-    if verdict is Verdict.STRAGGLERS and facts.late_s is not None:
+    if verdict is Verdict.STRAGGLERS:
         why += f"; they are left behind in {facts.late_s:.3f} s"
-    if joined < healthy and joined and facts.expiry_s is not None:
+    if joined < healthy and joined and facts.expiry_s < math.inf:
         why += f"; the next silent one is given up in {facts.expiry_s:.3f} s"
     return why
 

@@ -16,6 +16,7 @@ What a quorum is, and who has asked for one, is not known here.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -133,12 +134,11 @@ class Membership:
         self._seen.pop(replica_id, None)
         self._expected.discard(replica_id)
 
-    def next_expiry(self) -> float | None:
-        """When the next replica ceases to be healthy if nothing more is heard."""
-        expiry = self._expected_until if self._expected else None
+    def next_expiry(self) -> float:
+        """When the next replica ceases to be healthy if nothing more is heard; inf if none does."""
+        expiry = self._expected_until if self._expected else math.inf
         if self._seen:
-            silent = next(iter(self._seen.values())) + self._heartbeat_timeout
-            expiry = silent if expiry is None else min(expiry, silent)
+            expiry = min(expiry, next(iter(self._seen.values())) + self._heartbeat_timeout)
         return expiry
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:

@@ -128,6 +128,7 @@ class QuorumCore:
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._missing = 0  # members of the last quorum that have not joined
         self._shrinking = 0  # joined members that want to shrink only
+        self._deadline = math.inf
         self._links = Links()
         self._last_left_out: tuple[frozenset[str], tuple[Link, ...]] = (frozenset(), ())
 
@@ -215,6 +216,7 @@ class QuorumCore:
         """A unary Heartbeat came in. It never forms a quorum: one more that is healthy has not joined."""
         decisions = self.advance(now)
         self._members.saw(replica_id, now)
+        self._form(now, decisions)
         return decisions
 
     # -- time
@@ -222,23 +224,18 @@ class QuorumCore:
     def advance(self, now: float) -> list[Decision]:
         """What is due by now; every event does this first. Harmless when nothing is due."""
         decisions: list[Decision] = []
-        deadline = self.next_deadline()
-        if deadline is None or now < deadline:
-            return decisions
-        silent, missed = self._members.expire(now)
-        for replica_id in silent:
-            self._lose(replica_id, "no heartbeat within heartbeat_timeout", decisions)
-        for replica_id in missed:
-            self._lose(replica_id, "did not come back within reconnect_grace", decisions)
-        self._form(now, decisions)
+        if now >= self._deadline:
+            silent, missed = self._members.expire(now)
+            for replica_id in silent:
+                self._lose(replica_id, "no heartbeat within heartbeat_timeout", decisions)
+            for replica_id in missed:
+                self._lose(replica_id, "did not come back within reconnect_grace", decisions)
+            self._form(now, decisions)
         return decisions
 
     def next_deadline(self) -> float | None:
         """When `advance` must be called at the latest; None while only events can change anything."""
-        expiry = self._members.next_expiry()
-        if not self._joined or self._verdict(-math.inf) is not Verdict.STRAGGLERS:
-            return expiry
-        return self._late_at() if expiry is None else min(expiry, self._late_at())
+        return None if self._deadline == math.inf else self._deadline
 
     # -- for people
 
@@ -266,7 +263,6 @@ class QuorumCore:
 
     def describe(self, now: float) -> str:
         """For people: the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
-        expiry = self._members.next_expiry()
         facts = Facts(
             last_id=self._number.quorum_id,
             last=self._last,
@@ -280,8 +276,8 @@ class QuorumCore:
             candidates=self._candidates(),
             min_replicas=self._min_replicas,
             is_shrinking=self._is_shrinking(),
-            late_s=self._late_at() - now if self._joined else None,
-            expiry_s=None if expiry is None else expiry - now,
+            late_s=self._late_at() - now if self._joined else math.inf,
+            expiry_s=self._members.next_expiry() - now,
         )
         return describe(facts)
 
@@ -310,12 +306,13 @@ class QuorumCore:
 
     def _late_at(self) -> float:
         """Whoever was left out waits for a link: stragglers get as long as they would without it."""
-        joins = self._joined.values()
-        first = next((join for join in joins if not join.left_out), None) or next(iter(joins))
+        first = next(iter(self._joined.values()))
+        if first.left_out:
+            first = next((join for join in self._joined.values() if not join.left_out), first)
         return first.since + self._join_timeout
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
-        while self._verdict(now).forms:
+        while (verdict := self._verdict(now)).forms:
             last_id = self._number.quorum_id
             chosen, links = self._choose()
             formed = self._next_quorum(chosen, now)
@@ -326,6 +323,9 @@ class QuorumCore:
             decisions.append(formed)
             if links or self._last_left_out[1]:
                 self._tell_left_out(links, decisions)
+        self._deadline = self._members.next_expiry()
+        if verdict is Verdict.STRAGGLERS:
+            self._deadline = min(self._deadline, self._late_at())
 
     def _choose(self) -> tuple[dict[str, _Join], tuple[Link, ...]]:
         """Who is in the quorum that is about to be formed, and the links for which some are not.

@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BATCH = 250
+GARBAGE_MAX = 50_000  # a run is garbage all at once
 FAILURES_SHOWN = 3
 
 
@@ -54,6 +55,8 @@ def run_batch(seeds: Sequence[int]) -> Tally:
     tally = Tally(len(seeds))
     began = time.process_time()
     gc.freeze()  # the collector need not look at what was there before
+    collected_often = gc.get_threshold()
+    gc.set_threshold(GARBAGE_MAX)
     for seed in seeds:
         outcome = run(draw(seed))
         tally.commits += outcome.commits
@@ -61,6 +64,7 @@ def run_batch(seeds: Sequence[int]) -> Tally:
         tally.felt.update(outcome.felt)
         if outcome.violation is not None:
             tally.violations.append((seed, outcome.violation))
+    gc.set_threshold(*collected_often)
     gc.unfreeze()
     tally.cpu_s = time.process_time() - began
     return tally

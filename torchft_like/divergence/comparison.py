@@ -92,7 +92,7 @@ def combine(fingerprints: Sequence[bytes]) -> bytes:
 
     Empty when a rank has none, or one of another form.
     """
-    if any(len(fingerprint) != _RANK.size for fingerprint in fingerprints):
+    if b"" in fingerprints or any(len(fingerprint) != _RANK.size for fingerprint in fingerprints):
         return b""
     ranks = [RankFingerprint(*_RANK.unpack(fingerprint)) for fingerprint in fingerprints]
     layout = hashlib.blake2b(b"".join(rank.layout for rank in ranks), digest_size=LAYOUT_BYTES)

@@ -167,7 +167,7 @@ class ReplicaGroup:
         self._metadata[join.group_rank] = join.checkpoint_metadata
         if len(self._joins) < self.world_size:
             return []
-        joins = self._joins.values()
+        joins = [join for _, join in sorted(self._joins.items())]
         versions = {(j.step, j.commit_quorum_id) for j in joins}
         self._is_torn = len(versions) > 1
         step, commit_quorum_id = (0, 0) if self._is_torn else versions.pop()
@@ -176,7 +176,7 @@ class ReplicaGroup:
             shrink_only=any(j.shrink_only for j in joins),
             commit_failures=max([j.commit_failures for j in joins]),
             commit_quorum_id=commit_quorum_id,
-            fingerprint=combine([self._joins[rank].fingerprint for rank in sorted(self._joins)]),
+            fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
         )
         probes = self._links.step_failed() if self._open_join.commit_failures > 0 else []
