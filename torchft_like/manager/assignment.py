@@ -116,10 +116,7 @@ def assign(
         # must not begin, or take their first step, with the parameters and the data of different groups.
         sources, healing = up_to_date[:1], [rank for rank in range(len(members)) if rank != up_to_date[0]]
     else:
-        sources = up_to_date
-        healing = (
-            sorted(set(range(len(members))).difference(up_to_date)) if len(members) > len(sources) else []
-        )
+        sources, healing = up_to_date, sorted(set(range(len(members))).difference(up_to_date))
 
     source_of = _pair(healing, sources, group_rank)
     source = source_of.get(replica_rank)
