@@ -3,6 +3,8 @@
 Each has a page of shared memory for its words and a connection, whose end tells of its death: the writer
 notices when it next looks or waits, and from then on nobody waits for it. One bell, an eventfd, wakes all
 who sleep with one call: woken one by one, the first would take the writer's core before the others are.
+Then the writer gives way for once: the system likes to wake a process on the core of the one that woke it,
+and there it would wait until the writer has nothing more to do.
 
 INVARIANT: what a reader writes into its page can only harm itself. A number that makes no sense gets it
 evicted, and the page is its own file.
@@ -139,6 +141,7 @@ class Audience:
                 is_needed = True
         if is_needed:
             _ring(self._bell)
+            os.sched_yield()
 
     def attend(self) -> None:
         """Let readers in, and take note of those who left. Waits for nothing."""
