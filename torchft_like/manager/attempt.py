@@ -19,7 +19,7 @@ from collections.abc import Callable
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
-from torchft_like.manager.managed_work import Pending
+from torchft_like.manager.managed_work import Pending, Report
 from torchft_like.manager.preparation import PeerState
 
 
@@ -32,6 +32,7 @@ class Attempt:
         self.result: QuorumResult | None = None
         self.pending_state: PeerState | None = None
         self.pending_collectives: Pending = {}
+        self.report: Report | None = None  # told of their errors
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
         self.is_left_out = False  # of the quorum, until a link works again: no reason to give up

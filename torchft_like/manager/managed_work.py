@@ -39,9 +39,12 @@ class ManagedWork(GroupWork):
         pending: holds the work until it was followed up, whatever becomes of the caller's handle.
     """
 
+    # Those of most works: what is not set takes no time.
     _settled_future: Future[Any] | None = None
     _is_issued = True
     _pending: Pending | None = None
+    _divide_by: int | None = None
+    _work: Work = _SETTLED
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class ManagedWork(GroupWork):
         pending: Pending | None = None,
     ) -> None:
         Work.__init__(self)
-        self._work = _SETTLED
         self._tensor = tensor
-        self._divide_by = divide_by
         self._report = report
+        if divide_by is not None:
+            self._divide_by = divide_by
         if pending is not None:
             self._pending = pending
             pending[self] = None

@@ -47,15 +47,15 @@ class Reducer:
             return kind.finished(tensor)
         if not protocol.is_participating:
             tensor.zero_()
-        quorum_id = protocol.quorum_id
+        if (report := attempt.report) is None:
+            report = attempt.report = partial(group.fail, protocol.quorum_id)
         divide_by = protocol.num_participants if is_average else None
-        report, pending = partial(group.fail, quorum_id), attempt.pending_collectives
-        result = kind(tensor, divide_by, report, pending)
+        result = kind(tensor, divide_by, report, attempt.pending_collectives)
         try:
             group.pg.issue_allreduce(result, [tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
-            pending.pop(result, None)
-            group.fail(quorum_id, error)
+            attempt.pending_collectives.pop(result, None)
+            report(error)
         return result
 
     def _can_communicate(self, attempt: Attempt) -> bool:

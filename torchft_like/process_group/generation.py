@@ -37,6 +37,7 @@ from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork, Taker
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
+_NO_NAMES: Mapping[str, Any] = {}
 
 _logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class Generation:
     def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
         """As `run`, for a caller who has a handle of his own."""
         self.operations.add(handle)
-        work = self._start(collective, args, {})
+        work = self._start(collective, args, _NO_NAMES)
         if isinstance(work, ExplainedWork):
             work.explain = self.explain
             handle.take(work, None)
