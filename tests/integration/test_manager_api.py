@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from torchft_like import (
     LighthouseServer,
@@ -27,6 +27,8 @@ from torchft_like import (
 from torchft_like.digest import state_digest
 
 pytestmark = pytest.mark.integration
+
+LIMIT_S = 60.0
 
 T = TypeVar("T")
 
@@ -211,3 +213,33 @@ def test_a_replica_joins_only_when_its_process_group_is_prepared(lighthouse: Lig
             return manager.replica_world_size()
 
     assert on_both(step) == [2, 2]
+
+
+def test_collectives_of_a_step_that_was_given_up_never_meet_those_of_another(
+    lighthouse: LighthouseServer,
+) -> None:
+    """After an exception in the training loop, say; the replicas have got to different places in the step."""
+    finished = threading.Barrier(2)
+
+    def train(name: str) -> set[float]:
+        model = nn.Linear(1, 1)
+        own, given_up = {"a": (1.0, 2), "b": (10.0, 3)}[name]
+        with make_manager(lighthouse, name, model, init_sync=False) as manager:
+            manager.start_quorum()
+            assert manager.should_commit()
+            manager.start_quorum()
+            for _ in range(given_up):
+                manager.allreduce(torch.full((2,), 1000 * own), reduce_op=ReduceOp.SUM)
+            committed: set[float] = set()
+            while manager.current_step() < 2:
+                manager.start_quorum()
+                sums = [torch.full((2,), own) for _ in range(3)]
+                works = [manager.allreduce(tensor, reduce_op=ReduceOp.SUM) for tensor in sums]
+                for work in works:
+                    work.wait()
+                if manager.should_commit():
+                    committed = {float(tensor[0]) for tensor in sums}
+            finished.wait(LIMIT_S)
+            return committed
+
+    assert on_both(train) == [{11.0}, {11.0}]

@@ -246,8 +246,9 @@ class Rank(Process):
         world = self.replica.world
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)
-        self._result = result
-        self._is_agreed = True
+        self._result, self._is_agreed = result, True
+        if self.protocol.is_broken(result.quorum_id):
+            self._abort(result.quorum_id)
         if not plan.serve:
             self.offer = None
         if plan.is_empty:
@@ -473,7 +474,7 @@ class Rank(Process):
         if state is None:
             return
         self.parameters = state[1]
-        self.protocol.restore(state[2])
+        self.protocol.heal(state[2])
         world = self.replica.world
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)

@@ -39,7 +39,10 @@ class ManagedGroup:
     def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """The quorum of the current attempt is known."""
         with self.lock:
-            return self._protocol.agreed(result, allow_heal)
+            plan = self._protocol.agreed(result, allow_heal)
+            if self._protocol.is_broken(result.quorum_id):  # something went wrong before it was known
+                self._abort(result.quorum_id, f"the step is lost: {self._protocol.failure!r}")
+            return plan
 
     def configure(
         self, result: QuorumResult, store_prefix: str, replica_id: str, group: tuple[int, int]

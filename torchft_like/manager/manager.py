@@ -451,7 +451,7 @@ class Manager:
             return
         self._state.load(state.user)
         with self._group.lock:
-            self._protocol.restore(state.counters)
+            self._protocol.heal(state.counters)
             if not self._rules.use_async_quorum:
                 self._protocol.take_part()
 

@@ -13,7 +13,13 @@ from datetime import timedelta
 from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import CheckpointFormatError, FaultToleranceError, GroupLostError, StepLostError
+from torchft_like.errors import (
+    CheckpointFormatError,
+    FaultToleranceError,
+    GroupLostError,
+    MemberLostError,
+    StepLostError,
+)
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
@@ -221,6 +227,9 @@ class QuorumDriver:
                 self._serve(attempt, result)
             if plan.heal and is_configured:
                 attempt.pending_state = self._heal(result)
+            elif plan.heal:
+                lost = MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
+                self._group.fail(result.quorum_id, lost, group_broken=False)
         except Exception as error:
             logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, error)

@@ -93,12 +93,19 @@ class StepProtocol:
         self._failure_before_quorum: Exception | None = None
         self._broken: set[int] = set()
         self._agreed = False
+        self._lacks_state = False
 
     def begin(self) -> Join:
-        """A new attempt starts: what to send with the join."""
+        """A new attempt starts: what to send with the join.
+
+        One that was given up without a verdict has left collectives behind, which must not meet those of
+        this one: its process group is used no more.
+        """
+        if self.in_step and self._agreed:
+            self._broken.add(self.quorum_id)
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
-        self.healing = False
+        self.healing = self._lacks_state = False
         self._agreed = False
         self._failure_before_quorum = None
         return Join(self.step, max(self.commit_failures, int(broken > 0)), self.commit_quorum_id, broken)
@@ -111,7 +118,7 @@ class StepProtocol:
         self._broken = {q for q in self._broken if q >= result.quorum_id}
         if self._failure_before_quorum is not None:
             self.fail(result.quorum_id, self._failure_before_quorum)
-        self.healing = result.heal and allow_heal
+        self.healing = self._lacks_state = result.heal and allow_heal
         self._choose_participants(result, allow_heal)
         return Plan(
             configure=result.quorum_id != self._configured_quorum_id,
@@ -124,10 +131,15 @@ class StepProtocol:
         self._configured_quorum_id = quorum_id
 
     def restore(self, counters: Mapping[str, object]) -> None:
-        """Take over counters that `counters` gave: a peer's after a heal, or a periodic checkpoint's."""
+        """Take over counters that `counters` gave, of a periodic checkpoint."""
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
+
+    def heal(self, counters: Mapping[str, object]) -> None:
+        """A peer's state was loaded: take over its counters, and nothing is lacking for a commit."""
+        self.restore(counters)
+        self._lacks_state = False
 
     def counters(self) -> dict[str, int]:
         """The state version and what was done so far, for peers and periodic checkpoints."""
@@ -191,7 +203,9 @@ class StepProtocol:
 
     def vote(self) -> bool:
         """Whether this rank may commit."""
-        return self.failure is None and self.num_participants >= self._rules.min_replica_size
+        if self.failure is not None or self._lacks_state:
+            return False
+        return self.num_participants >= self._rules.min_replica_size
 
     def decide(self, committed: bool) -> None:
         """The whole replica group has voted."""

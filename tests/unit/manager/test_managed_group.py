@@ -168,3 +168,16 @@ def test_a_configure_that_fails_is_told_and_spoils_the_step(setting: Setting) ->
     assert setting.configured is False
     assert setting.events == [("error", {"quorum_id": 1, "reason": "OSError: Too many open files"})]
     assert not setting.protocol.vote()
+
+
+def test_an_error_reported_before_the_quorum_is_known_releases_the_peers_in_it(setting: Setting) -> None:
+    setting.pg.proceed.set()
+    setting.agree(1)
+    setting.configure(1)
+    setting.protocol.decide(committed=True)
+    setting.protocol.begin()
+    setting.group.fail_current(ValueError("a bad batch"))
+    assert setting.pg.aborts == []
+    setting.group.agree(quorum(1), allow_heal=True)
+    assert len(setting.pg.aborts) == 1
+    assert setting.group.refuse()

@@ -137,7 +137,8 @@ def test_a_healing_replica_does_not_take_part_until_it_has_committed() -> None:
     ready(p, 3, heal=True, max_replica_rank=None, max_world_size=2, max_step=9)
     assert not p.is_participating
     assert p.num_participants == 2
-    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
+    assert not p.vote(), "it has not got the state yet"
+    p.heal({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
     assert p.vote()
     p.decide(committed=True)
     assert (p.step, p.batches_committed, p.commit_quorum_id) == (10, 22, 3)
@@ -150,7 +151,7 @@ def test_with_a_synchronous_quorum_a_healed_replica_takes_part_at_once() -> None
     ready(p, heal=True, replica_rank=2, max_replica_rank=None, max_world_size=2)
     assert p.num_participants == 3
     assert not p.is_participating
-    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
+    p.heal({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
     p.take_part()
     assert p.is_participating
     assert p.participating_rank == 2
@@ -211,6 +212,32 @@ def test_a_replica_leaves_in_order_only_after_a_step_that_it_committed() -> None
     ready(p, 2)
     p.decide(committed=True)
     assert p.leaves_in_order
+
+
+def test_a_replica_that_was_to_heal_and_did_not_may_commit_again_once_it_need_not() -> None:
+    p = protocol()
+    ready(p, heal=True, max_replica_rank=None, max_world_size=2)
+    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
+    assert not p.vote(), "a checkpoint of its own is not the state of its peers"
+    p.decide(committed=False)
+    ready(p, 2)
+    assert p.vote()
+
+
+def test_collectives_of_a_step_that_was_given_up_do_not_meet_those_of_the_next() -> None:
+    p = protocol()
+    ready(p)
+    join = p.begin()
+    assert join.broken_quorum_id == 1
+    assert join.commit_failures == 1, "the next quorum must have a new id"
+
+
+def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
+    p = protocol()
+    ready(p)
+    p.decide(committed=True)
+    p.begin()
+    assert p.begin().broken_quorum_id == 0
 
 
 def test_a_join_names_the_quorum_whose_process_group_broke() -> None:
