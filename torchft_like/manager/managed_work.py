@@ -110,7 +110,7 @@ class ManagedWork(GroupWork):
         """Whether the result is there."""
         if self._settled_future is not None:
             return self._settled_future.done()
-        if self._work is not _SETTLED and self._work.is_completed():
+        if self._work is not _SETTLED and self._is_over():
             self._settle(self._wait_for_work)
         return self._work is _SETTLED
 
@@ -121,6 +121,9 @@ class ManagedWork(GroupWork):
     def _outcome(self) -> Any:
         """What the future carries."""
         return self._tensor
+
+    def _is_over(self) -> bool:
+        return GroupWork.is_completed(self) if self._is_issued else self._work.is_completed()
 
     def _wait_for_work(self) -> None:
         GroupWork.wait(self) if self._is_issued else self._work.wait()

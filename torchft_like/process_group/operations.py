@@ -11,7 +11,8 @@ a tensor any more, and what is left is given up here with the abort's error. The
 ends later, at its timeout, and finds that nobody listens.
 
 INVARIANT: an operation is given up only while its backend cannot touch the operation's tensors;
-otherwise a gradient of the next step could be overwritten by one of the last.
+otherwise a gradient of the next step could be overwritten by one of the last. Threads of other groups,
+which cannot be told from the backend's, may be busy for ever: ten seconds without a connection are enough.
 """
 
 from __future__ import annotations
@@ -112,15 +113,19 @@ class Operations:
     def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
         """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
 
-        Blocks for a moment. A backend that never comes to rest keeps its operations until their timeout.
+        Blocks for a moment, and for `LOOKS_S_MAX` where the backend does not seem to come to rest.
         """
         deadline = time.monotonic() + LOOKS_S_MAX
         while self._is_awaited() and time.monotonic() < deadline:
             if is_still():
-                self._fail_all(error)
-                return
+                break
             time.sleep(LOOK_PAUSE_S)
-        self._given_up = error
+        self._fail_all(error)
+
+    @property
+    def given_up(self) -> Exception | None:
+        """The error of those that are not over and never will be, once there are any."""
+        return self._given_up
 
     def _forget_those_done(self) -> None:
         with self._lock:

@@ -152,15 +152,15 @@ class GroupWork(Work):
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._work.is_completed()
+        return self._work.is_completed() or self._issuer.operations.given_up is not None
 
     def is_success(self) -> bool:
         """Whether it is done without an error."""
-        return self._work.is_success()
+        return self._work.is_completed() and self._work.is_success()
 
     def exception(self) -> Any:
         """The error, once it failed."""
-        return self._work.exception()
+        return self._work.exception() if self._work.is_completed() else self._issuer.operations.given_up
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors, once it is done."""

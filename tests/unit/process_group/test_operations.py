@@ -10,8 +10,12 @@ import torch
 from torch.distributed import Work
 
 from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
+from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.stillness import Stillness
+from torchft_like.process_group.swallowing import SwallowingWork
+from torchft_like.process_group.work import GroupWork
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -139,6 +143,66 @@ def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
     own = operations.follow(future())
     with pytest.raises(ProcessGroupAbortedError):
         own.wait()
+
+
+def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits and futures alike: it may be another group's threads that are busy."""
+    monkeypatch.setattr("torchft_like.process_group.operations.LOOKS_S_MAX", 0.1)
+    operations, work = Operations(), SlowWork()
+    operations.add(work)
+    own = operations.follow(future())
+    operations.give_up(lambda: False, ABORTED)
+    with pytest.raises(ProcessGroupAbortedError):
+        own.wait()
+    with pytest.raises(ProcessGroupAbortedError):
+        operations.wait(work, None)
+
+
+class ForgottenWork(SlowWork):
+    """Of a backend that will never say that it is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future = future()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self.future
+
+
+class Generation:
+    """Of which a work needs this."""
+
+    def __init__(self) -> None:
+        self.operations = Operations()
+
+    def explain(self, _: Exception) -> None:
+        return None
+
+
+def test_a_work_that_was_given_up_is_over_for_whoever_asks() -> None:
+    generation, work = Generation(), GroupWork()
+    work.take(ForgottenWork(), generation)
+    generation.operations.add(work)
+    assert not work.is_completed()
+    assert work.exception() is None
+    generation.operations.give_up(lambda: True, ABORTED)
+    assert work.is_completed()
+    assert not work.is_success()
+    assert work.exception() is ABORTED
+
+
+def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_future_is_done() -> None:
+    generation, work = Generation(), GroupWork()
+    work.take(ForgottenWork(), generation)
+    generation.operations.add(work)
+    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
+    outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
+    swallowing = SwallowingWork(work, BY_NAME["allgather"], (outputs, inputs), {}, group, group._mark())
+    done = swallowing.get_future()
+    generation.operations.give_up(lambda: True, ABORTED)
+    done.wait()
+    assert swallowing.is_completed()
+    assert [tensor.tolist() for tensor in outputs[0]] == [[1.0, 1.0]]
 
 
 class TestStillness:

@@ -150,22 +150,24 @@ class Requests:
         """Nothing will be answered any more: settle what is open. Nobody reads after this."""
         self._end()
         with self._lock:
-            self._turn.wait_for(lambda: not self._is_being_read)
+            self._wait_in_line(lambda: not self._is_being_read)
 
     def _take_turn(self, deadline: float, request: Request | None = None) -> bool:
         """Become the one that reads; False once `request` is settled, or the deadline has come."""
         with self._lock:
             if self._is_being_read or self._is_over:
-                self._waiters += 1
-                try:
-                    self._turn.wait_for(
-                        lambda: _is_settled(request) or self._is_free(), _seconds_until(deadline)
-                    )
-                finally:
-                    self._waiters -= 1
+                self._wait_in_line(lambda: _is_settled(request) or self._is_free(), deadline)
             is_mine = self._is_free() and not _is_settled(request)
             self._is_being_read |= is_mine
             return is_mine
+
+    def _wait_in_line(self, reached: Callable[[], bool], deadline: float = FOREVER) -> None:
+        """With the lock held. Only those who are counted here are told when somebody is done reading."""
+        self._waiters += 1
+        try:
+            self._turn.wait_for(reached, _seconds_until(deadline))
+        finally:
+            self._waiters -= 1
 
     def _is_free(self) -> bool:
         return not self._is_being_read and not self._is_over

@@ -71,6 +71,20 @@ def test_many_threads_wait_for_requests_of_their_own(talk: Correspondence) -> No
         assert all(wait.result(LIMIT_S) for wait in waits)
 
 
+def test_the_end_waits_for_the_one_who_reads_and_not_for_ever(talk: Correspondence) -> None:
+    request = talk.requests.add(FOREVER)
+    reader = threading.Thread(target=talk.requests.wait, args=(request, limit()))
+    reader.start()
+    while not talk.requests._is_being_read:
+        assert reader.is_alive()
+    end = threading.Thread(target=talk.requests.end, daemon=True)
+    end.start()
+    end.join(LIMIT_S)
+    assert not end.is_alive()
+    reader.join(LIMIT_S)
+    assert request.outcome is None
+
+
 def test_one_who_waits_long_does_not_keep_others_from_their_answers(talk: Correspondence) -> None:
     late, early = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
     with ThreadPoolExecutor(2) as pool:
