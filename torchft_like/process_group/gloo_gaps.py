@@ -30,6 +30,7 @@ from torchft_like.process_group.collectives import (
     tensors_of,
 )
 from torchft_like.process_group.joint_work import JointWork
+from torchft_like.writing import writing_to
 
 
 class GlooGaps:
@@ -127,8 +128,8 @@ class GlooGaps:
         works: list[Work] = [reduce([source], options) for source in sources]
 
         def take() -> list[Any]:
-            with torch.no_grad():
-                for output, source, start in zip(outputs, sources, starts, strict=True):
+            for output, source, start in zip(outputs, sources, starts, strict=True):
+                with writing_to(output):
                     output.copy_(source.narrow(0, start, output.numel()).view(output.shape))
             return list(outputs)
 
@@ -174,8 +175,8 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
 
 
 def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    with torch.no_grad():
-        for output, copy in back:
+    for output, copy in back:
+        with writing_to(output):
             output.copy_(copy)
     return call.result
 

@@ -253,6 +253,31 @@ def test_a_future_carries_the_tensors_and_runs_callbacks(party: Party) -> None:
     assert party.together(party.meet(2), act) == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("is_awaited_inside", [True, False])
+def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
+    party: Party, is_awaited_inside: bool
+) -> None:
+    def act(rank: int, group: Any) -> list[Tensor]:
+        with torch.inference_mode():
+            outputs = [blank(4, 2).t(), blank(4, 2).t()]  # with gaps, so they are copied
+            part = blank(2)
+            gather = group.allgather([outputs], [torch.full((2, 4), float(rank))])
+            reduce = group._reduce_scatter_base(part, torch.ones(4))
+            futures = [work.get_future() for work in (gather, reduce)]
+            if is_awaited_inside:
+                assert gather.wait()
+                assert reduce.wait()
+        for work, future in zip((gather, reduce), futures, strict=True):
+            future.wait()
+            assert work.wait()
+        assert group.errored() is None
+        return [*outputs, part]
+
+    for result in party.together(party.meet(2), act):
+        wanted = [torch.zeros(2, 4), torch.ones(2, 4), torch.full((2,), 2.0)]
+        assert all(map(torch.equal, result, wanted))
+
+
 def test_one_member_alone_needs_no_store(party: Party) -> None:
     group = party.own(party_of_one())
     tensor = own(0)
