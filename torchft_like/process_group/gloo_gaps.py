@@ -5,6 +5,8 @@
 * Its gathers into one tensor do not take the stacked shape, which NCCL takes.
 * Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
   writes into what lies between the elements: without an error. Such a tensor is copied here.
+* Of a view that negates, it moves what is negated, and it refuses one that conjugates when its peers
+  are under way. Such a view is copied, too.
 
 The bytes that come out are those that Gloo's own would give: its reduce-scatter is an allreduce, too.
 It knows nothing of the group around it.
@@ -151,7 +153,7 @@ class GlooGaps:
 
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
-    """Run a call, on copies of those tensors that have gaps."""
+    """Run a call, on copies of those tensors that have gaps or are not what lies in memory."""
     try:
         if not kwargs and _are_simple(row, args):
             return run(*args)
@@ -159,9 +161,11 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or tensor.is_contiguous():
+            if tensor.layout is not torch.strided or _is_plain(tensor):
                 return tensor.detach()
-            return copies.setdefault(id(tensor), tensor.detach().contiguous())
+            if (copy := copies.get(id(tensor))) is None:
+                copy = copies[id(tensor)] = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            return copy
 
         positional, named = call.with_tensors(simple)
         work = run(*positional, **named)
@@ -189,16 +193,21 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
         nested = args[place]
         for item in nested if type(nested) is list else (nested,):
             is_plain = type(item) is Tensor and item.is_contiguous() and not item.requires_grad
-            if not is_plain and not _is_simple(item):
+            if not (is_plain and not item.is_neg() and not item.is_conj()) and not _is_simple(item):
                 return False
     return True
 
 
 def _is_simple(nested: Any) -> bool:
-    """Whether there is nothing but memory without gaps, and nothing for autograd to see."""
+    """Whether there is nothing but plain memory, and nothing for autograd to see."""
     if isinstance(nested, Tensor):
-        return nested.layout is not torch.strided or (nested.is_contiguous() and not nested.requires_grad)
+        return nested.layout is not torch.strided or (_is_plain(nested) and not nested.requires_grad)
     return all(map(_is_simple, nested))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

@@ -253,6 +253,48 @@ def test_a_future_carries_the_tensors_and_runs_callbacks(party: Party) -> None:
     assert party.together(party.meet(2), act) == [6.0, 6.0]
 
 
+class TestTensorsThatAreNotWhatLiesInMemory:
+    """Views that negate or conjugate, also those that lie in memory without gaps."""
+
+    @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1)])
+    def test_a_negative_view_is_sent_and_received_as_what_it_shows(
+        self, party: Party, shape: tuple[int, ...]
+    ) -> None:
+        def act(rank: int, group: Any) -> Tensor:
+            tensor = torch.full(shape, 1 + 2j).conj().imag if rank == 0 else torch.zeros(shape)
+            assert tensor.is_neg() == (rank == 0)
+            group.broadcast([tensor]).wait()
+            assert torch.equal(tensor, torch.full(shape, -2.0))
+            group.allreduce([tensor]).wait()
+            return tensor
+
+        for result in party.together(party.meet(2), act):
+            assert torch.equal(result, torch.full(shape, -4.0))
+
+    def test_negative_views_are_reduced_and_scattered(self, party: Party) -> None:
+        def act(rank: int, group: Any) -> float:
+            output, *parts = (torch.tensor([1 + 2j]).conj().imag for _ in range(3))
+            group.reduce_scatter([output], [parts]).wait()
+            return output.item()
+
+        assert party.together(party.meet(2), act) == [-4.0, -4.0]
+
+    @pytest.mark.parametrize("make", [lambda t: t.conj(), lambda t: t.conj().mT])
+    def test_a_conjugate_view_is_sent_and_received_as_what_it_shows(
+        self, party: Party, make: Callable[[Tensor], Tensor]
+    ) -> None:
+        values = torch.tensor([[1 + 2j, 3 + 4j], [5 + 6j, 7 + 8j]])
+
+        def act(rank: int, group: Any) -> Tensor:
+            tensor = make(values.clone() if rank == 0 else torch.zeros_like(values))
+            assert tensor.is_conj()
+            group.broadcast([tensor]).wait()
+            return tensor
+
+        for result in party.together(party.meet(2), act):
+            assert torch.equal(result, make(values))
+
+
 @pytest.mark.parametrize("is_awaited_inside", [True, False])
 def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
     party: Party, is_awaited_inside: bool
