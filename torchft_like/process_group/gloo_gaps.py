@@ -29,6 +29,7 @@ from torchft_like.process_group.collectives import (
     POINT_TO_POINT,
     Call,
     Collective,
+    split_sizes,
     tensors_of,
 )
 from torchft_like.process_group.joint_work import JointWork
@@ -81,7 +82,7 @@ class GlooGaps:
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
         """Gloo finds wrong splits when it is under way, and then the group is of no use."""
         call = BY_NAME["alltoall_base"].bind(args, kwargs)
-        for tensor, sizes in zip((call.outputs, call.inputs), call.options, strict=False):
+        for tensor, sizes in zip((call.outputs, call.inputs), split_sizes(call), strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
             if sum(sizes) != rows if sizes else rows % self._world_size:
                 raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")

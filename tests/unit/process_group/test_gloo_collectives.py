@@ -320,6 +320,18 @@ def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
         assert all(map(torch.equal, result, wanted))
 
 
+def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:
+    def act(rank: int, group: Any) -> list[float]:
+        output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank
+        sent, received = ([[1, 1], [1, 0]], [[0, 2], [1, 2]])[rank]
+        group.alltoall_base(
+            input=source, input_split_sizes=sent, output_split_sizes=received, output=output
+        ).wait()
+        return output.tolist()
+
+    assert party.together(party.meet(2), act) == [[0.0], [1.0, 10.0, 11.0]]
+
+
 def test_one_member_alone_needs_no_store(party: Party) -> None:
     group = party.own(party_of_one())
     tensor = own(0)
