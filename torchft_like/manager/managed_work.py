@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from torchft_like.futures import future_wait
 from torchft_like.process_group.work import DoneWork, GroupWork, Issuer
+from torchft_like.writing import divide
 
 Report = Callable[[Exception], object]
 
@@ -151,11 +152,18 @@ class ManagedWork(GroupWork):
 
     def _succeed(self) -> None:
         if self._divide_by is not None:
-            with _dividing:
-                if self._work is not _SETTLED:
-                    self._tensor.div_(self._divide_by)
-                    self._work = _SETTLED
+            try:
+                self._divide(self._divide_by)
+            except Exception as error:  # noqa: BLE001 - a tensor that nothing can be written to
+                self._fail(error)
+                return
         self._end()
+
+    def _divide(self, divide_by: int) -> None:
+        with _dividing:
+            if self._work is not _SETTLED:
+                divide(self._tensor, divide_by)
+                self._work = _SETTLED
 
     def _fail(self, error: Exception) -> None:
         self._report(error)

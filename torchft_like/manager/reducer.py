@@ -14,6 +14,7 @@ from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedWork, reduction
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.step import StepProtocol
+from torchft_like.writing import writing_to
 
 W = TypeVar("W", bound=ManagedWork)
 
@@ -45,15 +46,16 @@ class Reducer:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
             return kind.finished(tensor)
-        if not protocol.is_participating:
-            tensor.zero_()
         if (report := attempt.report) is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
         divide_by = protocol.num_participants if is_average else None
         result = kind(tensor, divide_by, report, attempt.pending_collectives)
         try:
+            if not protocol.is_participating:
+                with writing_to(tensor):
+                    tensor.zero_()
             group.pg.issue_allreduce(result, [tensor], options)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything; the step is lost, not the script
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `zero_`; the step is lost, not the script
             attempt.pending_collectives.pop(result, None)
             report(error)
         return result

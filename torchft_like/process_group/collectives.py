@@ -193,6 +193,16 @@ def tensors_of(nested: Tensors) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
+def split_sizes(call: Call) -> tuple[list[int], list[int]]:
+    """How an `alltoall_base` splits its output and its input among the ranks; empty is evenly."""
+    return _sizes(call, 2, "output_split_sizes"), _sizes(call, 3, "input_split_sizes")
+
+
+def _sizes(call: Call, index: int, name: str) -> list[int]:
+    found = call.args[index] if len(call.args) > index else call.kwargs.get(name)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
 def _map(nested: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
     return change(nested) if isinstance(nested, Tensor) else [_map(item, change) for item in nested]
 
@@ -265,20 +275,15 @@ def _own_to_own(call: Call, rank: int, world_size: int) -> None:
 
 def _own_split(call: Call, rank: int, world_size: int) -> None:
     _clear(call, rank, world_size)
-    target = _split(call.outputs, _argument(call, 2, "output_split_sizes"), rank, world_size)
-    source = _split(call.inputs, _argument(call, 3, "input_split_sizes"), rank, world_size)
-    target.copy_(source)
+    output_sizes, input_sizes = split_sizes(call)
+    target = _split(call.outputs, output_sizes, rank, world_size)
+    target.copy_(_split(call.inputs, input_sizes, rank, world_size))
 
 
 def _split(tensor: Tensor, sizes: Sequence[int], rank: int, world_size: int) -> Tensor:
     if not sizes:
         return tensor.chunk(world_size)[rank]
     return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])
-
-
-def _argument(call: Call, index: int, name: str) -> Sequence[int]:
-    found: Sequence[int] = call.args[index] if len(call.args) > index else call.kwargs.get(name, ())
-    return found
 
 
 def _flat(nested: Tensors) -> list[Tensor]:

@@ -5,6 +5,8 @@
 * Its gathers into one tensor do not take the stacked shape, which NCCL takes.
 * Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
   writes into what lies between the elements: without an error. Such a tensor is copied here.
+* Of a view that negates, it moves what is negated, and it refuses one that conjugates when its peers
+  are under way. Such a view is copied, too.
 
 The bytes that come out are those that Gloo's own would give: its reduce-scatter is an allreduce, too.
 It knows nothing of the group around it.
@@ -27,9 +29,11 @@ from torchft_like.process_group.collectives import (
     POINT_TO_POINT,
     Call,
     Collective,
+    split_sizes,
     tensors_of,
 )
 from torchft_like.process_group.joint_work import JointWork
+from torchft_like.writing import writing_to
 
 
 class GlooGaps:
@@ -78,7 +82,7 @@ class GlooGaps:
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
         """Gloo finds wrong splits when it is under way, and then the group is of no use."""
         call = BY_NAME["alltoall_base"].bind(args, kwargs)
-        for tensor, sizes in zip((call.outputs, call.inputs), call.options, strict=False):
+        for tensor, sizes in zip((call.outputs, call.inputs), split_sizes(call), strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
             if sum(sizes) != rows if sizes else rows % self._world_size:
                 raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
@@ -127,8 +131,8 @@ class GlooGaps:
         works: list[Work] = [reduce([source], options) for source in sources]
 
         def take() -> list[Any]:
-            with torch.no_grad():
-                for output, source, start in zip(outputs, sources, starts, strict=True):
+            for output, source, start in zip(outputs, sources, starts, strict=True):
+                with writing_to(output):
                     output.copy_(source.narrow(0, start, output.numel()).view(output.shape))
             return list(outputs)
 
@@ -150,7 +154,7 @@ class GlooGaps:
 
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
-    """Run a call, on copies of those tensors that have gaps."""
+    """Run a call, on copies of those tensors that have gaps or are not what lies in memory."""
     try:
         if not kwargs and _are_simple(row, args):
             return run(*args)
@@ -158,9 +162,11 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or tensor.is_contiguous():
+            if tensor.layout is not torch.strided or _is_plain(tensor):
                 return tensor.detach()
-            return copies.setdefault(id(tensor), tensor.detach().contiguous())
+            if (copy := copies.get(id(tensor))) is None:
+                copy = copies[id(tensor)] = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            return copy
 
         positional, named = call.with_tensors(simple)
         work = run(*positional, **named)
@@ -174,8 +180,8 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
 
 
 def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    with torch.no_grad():
-        for output, copy in back:
+    for output, copy in back:
+        with writing_to(output):
             output.copy_(copy)
     return call.result
 
@@ -188,16 +194,21 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
         nested = args[place]
         for item in nested if type(nested) is list else (nested,):
             is_plain = type(item) is Tensor and item.is_contiguous() and not item.requires_grad
-            if not is_plain and not _is_simple(item):
+            if not (is_plain and not item.is_neg() and not item.is_conj()) and not _is_simple(item):
                 return False
     return True
 
 
 def _is_simple(nested: Any) -> bool:
-    """Whether there is nothing but memory without gaps, and nothing for autograd to see."""
+    """Whether there is nothing but plain memory, and nothing for autograd to see."""
     if isinstance(nested, Tensor):
-        return nested.layout is not torch.strided or (nested.is_contiguous() and not nested.requires_grad)
+        return nested.layout is not torch.strided or (_is_plain(nested) and not nested.requires_grad)
     return all(map(_is_simple, nested))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

@@ -19,9 +19,13 @@ from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
+from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, Report, reduction
 from torchft_like.manager.preparation import state_bytes
+from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
+from torchft_like.process_group import ProcessGroupDummy
 
 LIMIT_S = 30.0
 
@@ -113,6 +117,43 @@ def taking(kind: type[W], work: Work, tensor: torch.Tensor, divide_by: int | Non
     return result
 
 
+def leaf() -> torch.Tensor:
+    return torch.nn.Parameter(torch.full((2,), 6.0))
+
+
+def view_of_a_leaf() -> torch.Tensor:
+    parameter = torch.nn.Parameter(torch.full((2, 1), 6.0))
+    with torch.no_grad():
+        return parameter.view(-1)
+
+
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.full((2,), 6.0)
+
+
+HARD_TO_WRITE = [leaf, view_of_a_leaf, made_in_inference_mode]
+
+
+class Spare:
+    """A rank that takes part in the collectives of a step, and adds nothing; its own quorum driver."""
+
+    fatal = None
+
+    def __init__(self) -> None:
+        rules = StepRules(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+        self.protocol = StepProtocol(rules)
+        self.group = ManagedGroup(ProcessGroupDummy(0, 1), self.protocol, lambda *_, **__: None)
+        self.attempt = Attempt(True, LIMIT_S)
+        self.protocol.begin()
+        result = quorum(replica_rank=2, max_replica_rank=2)
+        self.group.agree(result, allow_heal=True)
+        self.group.configure(result, "s:1/p", "a:1", (0, 1))
+        self.attempt.agree(result)
+        self.attempt.open_configured()
+        self.reducer = Reducer(self.protocol, self.group, self)  # type: ignore[arg-type] # it has what is asked
+
+
 class TestManagedWork:
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
         for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
@@ -176,6 +217,52 @@ class TestManagedWork:
         assert ManagedWork.finished(tensor).is_completed()
         assert ManagedWork.finished(tensor).wait()
         assert ManagedWork.finished(tensor).get_future().value() is tensor
+
+    @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
+    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.get_future])
+    def test_an_average_is_divided_on_any_thread_whatever_autograd_says(
+        self, make: Callable[[], torch.Tensor], ask: Callable[[ManagedWork], object]
+    ) -> None:
+        tensor, work, pending = make(), FutureWork(), dict[ManagedWork, None]()
+        result = ManagedWork(tensor, 3, unexpected, pending)
+        result.take(work, None)
+        if ask is ManagedWork.get_future:
+            result.get_future()
+        thread = threading.Thread(target=work.future.set_result, args=([tensor],))
+        thread.start()
+        thread.join(LIMIT_S)
+        assert result.wait()
+        assert result.get_future().wait().tolist() == [2.0, 2.0]
+        assert pending == {}
+
+    def test_an_average_that_cannot_be_divided_goes_to_the_manager_and_is_over(self) -> None:
+        for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
+            tensor, work = torch.ones(1).expand(2), FutureWork()
+            errors, pending = list[Exception](), dict[ManagedWork, None]()
+            result = ManagedWork(tensor, 3, errors.append, pending)
+            result.take(work, None)
+            work.future.set_result([tensor])
+            assert ask(result) is not False
+            assert result.wait()
+            assert result.is_success()
+            assert ["single memory location" in str(error) for error in errors] == [True]
+            assert pending == {}
+
+
+class TestReducer:
+    @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
+    def test_a_spare_adds_zeros_whatever_autograd_says(self, make: Callable[[], torch.Tensor]) -> None:
+        tensor = make()
+        spare = Spare()
+        assert spare.reducer.start(tensor, ReduceOp.AVG, ManagedWork).wait()
+        assert tensor.tolist() == [0.0, 0.0]
+        assert spare.protocol.vote()
+
+    def test_a_spare_whose_tensor_cannot_be_made_zero_loses_the_step(self) -> None:
+        spare = Spare()
+        assert spare.reducer.start(torch.ones(1).expand(2), ReduceOp.AVG, ManagedWork).wait()
+        assert not spare.protocol.vote()
+        assert spare.attempt.pending_collectives == {}
 
 
 class TestReduction:

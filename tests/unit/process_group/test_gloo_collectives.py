@@ -253,6 +253,85 @@ def test_a_future_carries_the_tensors_and_runs_callbacks(party: Party) -> None:
     assert party.together(party.meet(2), act) == [6.0, 6.0]
 
 
+class TestTensorsThatAreNotWhatLiesInMemory:
+    """Views that negate or conjugate, also those that lie in memory without gaps."""
+
+    @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1)])
+    def test_a_negative_view_is_sent_and_received_as_what_it_shows(
+        self, party: Party, shape: tuple[int, ...]
+    ) -> None:
+        def act(rank: int, group: Any) -> Tensor:
+            tensor = torch.full(shape, 1 + 2j).conj().imag if rank == 0 else torch.zeros(shape)
+            assert tensor.is_neg() == (rank == 0)
+            group.broadcast([tensor]).wait()
+            assert torch.equal(tensor, torch.full(shape, -2.0))
+            group.allreduce([tensor]).wait()
+            return tensor
+
+        for result in party.together(party.meet(2), act):
+            assert torch.equal(result, torch.full(shape, -4.0))
+
+    def test_negative_views_are_reduced_and_scattered(self, party: Party) -> None:
+        def act(rank: int, group: Any) -> float:
+            output, *parts = (torch.tensor([1 + 2j]).conj().imag for _ in range(3))
+            group.reduce_scatter([output], [parts]).wait()
+            return output.item()
+
+        assert party.together(party.meet(2), act) == [-4.0, -4.0]
+
+    @pytest.mark.parametrize("make", [lambda t: t.conj(), lambda t: t.conj().mT])
+    def test_a_conjugate_view_is_sent_and_received_as_what_it_shows(
+        self, party: Party, make: Callable[[Tensor], Tensor]
+    ) -> None:
+        values = torch.tensor([[1 + 2j, 3 + 4j], [5 + 6j, 7 + 8j]])
+
+        def act(rank: int, group: Any) -> Tensor:
+            tensor = make(values.clone() if rank == 0 else torch.zeros_like(values))
+            assert tensor.is_conj()
+            group.broadcast([tensor]).wait()
+            return tensor
+
+        for result in party.together(party.meet(2), act):
+            assert torch.equal(result, make(values))
+
+
+@pytest.mark.parametrize("is_awaited_inside", [True, False])
+def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
+    party: Party, is_awaited_inside: bool
+) -> None:
+    def act(rank: int, group: Any) -> list[Tensor]:
+        with torch.inference_mode():
+            outputs = [blank(4, 2).t(), blank(4, 2).t()]  # with gaps, so they are copied
+            part = blank(2)
+            gather = group.allgather([outputs], [torch.full((2, 4), float(rank))])
+            reduce = group._reduce_scatter_base(part, torch.ones(4))
+            futures = [work.get_future() for work in (gather, reduce)]
+            if is_awaited_inside:
+                assert gather.wait()
+                assert reduce.wait()
+        for work, future in zip((gather, reduce), futures, strict=True):
+            future.wait()
+            assert work.wait()
+        assert group.errored() is None
+        return [*outputs, part]
+
+    for result in party.together(party.meet(2), act):
+        wanted = [torch.zeros(2, 4), torch.ones(2, 4), torch.full((2,), 2.0)]
+        assert all(map(torch.equal, result, wanted))
+
+
+def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:
+    def act(rank: int, group: Any) -> list[float]:
+        output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank
+        sent, received = ([[1, 1], [1, 0]], [[0, 2], [1, 2]])[rank]
+        group.alltoall_base(
+            input=source, input_split_sizes=sent, output_split_sizes=received, output=output
+        ).wait()
+        return output.tolist()
+
+    assert party.together(party.meet(2), act) == [[0.0], [1.0, 10.0, 11.0]]
+
+
 def test_one_member_alone_needs_no_store(party: Party) -> None:
     group = party.own(party_of_one())
     tensor = own(0)

@@ -29,6 +29,7 @@ from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 from torchft_like.process_group.baby.work import BabyWork, Failures
 from torchft_like.process_group.collectives import Call, tensors_of
+from torchft_like.writing import writing_to
 
 TENSORS_KEPT_MAX = 1024  # of one storage; a tensor is a view and takes about a kilobyte
 
@@ -163,8 +164,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    # Tensors made in inference mode can be written to in inference mode only.
-    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+    with writing_to(target):
         target.copy_(source)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchft_like.process_group.checking.rules import EXCHANGED, PAIRED, Description
-from torchft_like.process_group.collectives import Call, tensors_of
+from torchft_like.process_group.collectives import Call, split_sizes, tensors_of
 
 # torch takes rank 0 where a call of these names no root.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -26,8 +26,9 @@ def describe(call: Call, world_size: int) -> Description:
     inputs = tuple(map(_specification, tensors_of(call.inputs)))
     outputs = () if row.output == row.input else tuple(map(_specification, tensors_of(call.outputs)))
     if row.agreement == EXCHANGED and row.output is not None and row.output.depth == 0:
-        inputs = _parts(call.inputs, _sizes(call, 3, "input_split_sizes"), world_size)
-        outputs = _parts(call.outputs, _sizes(call, 2, "output_split_sizes"), world_size)
+        output_sizes, input_sizes = split_sizes(call)
+        inputs = _parts(call.inputs, input_sizes, world_size)
+        outputs = _parts(call.outputs, output_sizes, world_size)
     return Description(row.name, row.agreement, inputs, outputs, _root(call), _reduce_op(call))
 
 
@@ -70,11 +71,6 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
     shape = str(list(tensor.shape))
     lengths = sizes or [rows // world_size] * world_size
     return tuple(whole.replace(shape, str([length, *rest]), 1) for length in lengths)
-
-
-def _sizes(call: Call, index: int, name: str) -> list[int]:
-    found = call.args[index] if len(call.args) > index else call.kwargs.get(name)
-    return list(found) if isinstance(found, list | tuple) else []
 
 
 def _root(call: Call) -> int | None:
