@@ -118,7 +118,8 @@ class Call(NamedTuple):
         The caller's own share is where it belongs, what only a peer could have sent is zero, and
         a tensor that is both input and output keeps its value.
         """
-        with torch.no_grad():
+        of_inference = any(tensor.is_inference() for tensor in tensors_of(self.outputs))
+        with torch.inference_mode() if of_inference else torch.no_grad():
             self.collective.alone(self, rank, world_size)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, Unpack
 
-import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
@@ -30,6 +29,7 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective, tensors_of
 from torchft_like.process_group.work import DoneWork
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
+from torchft_like.writing import writing_to
 
 Report = Callable[[Exception], None]
 
@@ -154,8 +154,8 @@ def _fill_in(call: Call, place: _Place) -> None:
         call.apply_locally(*place)
     except (IndexError, RuntimeError, ValueError) as error:
         _logger.debug("%s was called with tensors that do not fit: %s", call.collective.name, error)
-        with torch.no_grad(), contextlib.suppress(RuntimeError):  # of tensors that cannot be written to
-            for output in tensors_of(call.outputs):
+        for output in tensors_of(call.outputs):
+            with contextlib.suppress(RuntimeError), writing_to(output):  # of some that cannot be written to
                 output.zero_()
 
 

@@ -140,6 +140,13 @@ def test_alone_every_output_is_defined_and_holds_the_callers_own_share(name: str
         assert torch.equal(output, wanted)
 
 
+def test_alone_outputs_made_in_inference_mode_are_defined_too() -> None:
+    with torch.inference_mode():
+        outputs, own = [torch.full((2,), 9.0) for _ in range(3)], torch.ones(2)
+    BY_NAME["allgather"].bind(([outputs], [own]), {}).apply_locally(rank=1, world_size=3)
+    assert outputs[1].tolist() == [1.0, 1.0]
+
+
 def test_alone_uneven_splits_keep_the_callers_own_rows() -> None:
     output, source = garbage(4), torch.arange(5.0)
     call = BY_NAME["alltoall_base"].bind((output, source, [1, 2, 1], [2, 2, 1]), {})
