@@ -458,7 +458,13 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
         writer.enqueue("who knows who has it", LIMIT_S)
     with pytest.raises(QueueClosedError):
         writer.enqueue("more", LIMIT_S)
+    assert writer.lost_readers == []
+    with pytest.raises(QueueClosedError):
+        assert writer.readers
+    with pytest.raises(QueueClosedError):
+        writer.wait_until_ready(LIMIT_S)
     writer.shutdown()
+    assert writer.lost_readers == []
     assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)
