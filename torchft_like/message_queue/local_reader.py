@@ -6,6 +6,7 @@ It reads where the writer wrote, and frees the slots when it has its own copy.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import select
@@ -86,8 +87,11 @@ class LocalReader(ReadingEnd):
                 value = self._read(ring, record)
             except (PlainDataError, QueueCorruptError) as error:
                 self._leave()
+                self._close_files()
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
             self._free(ring, record)
+            if self._files:
+                self._close_files(ring.consumed)
             return value
 
     def _say_goodbye(self) -> None:
@@ -101,9 +105,7 @@ class LocalReader(ReadingEnd):
         os.close(self._stop)
         if self._bell >= 0:
             os.close(self._bell)
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._close_files()
         if self._ring is not None:
             self._ring.release()
             self._words.release()
@@ -161,28 +163,31 @@ class LocalReader(ReadingEnd):
         if len(note) != FILE_RECORD.size:
             raise QueueCorruptError("a message in a file has no record of it")
         number, structure_bytes, nbytes = FILE_RECORD.unpack(note)
-        descriptor = self._file(number)
-        try:
-            fill = reading_file(descriptor, nbytes)
-            if structure_bytes > nbytes:
-                raise QueueCorruptError("the structure of a message is longer than the message")
-            structure = bytearray(structure_bytes)
-            fill(memoryview(structure))
-            return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
-        finally:
-            os.close(descriptor)
+        fill = reading_file(self._file(number), nbytes)
+        if structure_bytes > nbytes:
+            raise QueueCorruptError("the structure of a message is longer than the message")
+        structure = bytearray(structure_bytes)
+        fill(memoryview(structure))
+        return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
 
     def _file(self, number: int) -> int:
-        """The file of a message, which was sent before the message was told of."""
+        """The file of a message, which was sent before the message was told of.
+
+        It is kept until the slot is free: who is interrupted before that reads the message once more.
+        """
         while number not in self._files and self._hear():
             pass
-        for older in [known for known in self._files if known < number]:
-            os.close(self._files.pop(older))
+        self._close_files(number)
         if number not in self._files:
             raise QueueCorruptError(
                 "the file of a message did not arrive: is the limit of open files reached?"
             )
-        return self._files.pop(number)
+        return self._files[number]
+
+    def _close_files(self, until: float = math.inf) -> None:
+        """Those of the messages before that number."""
+        for older in [known for known in self._files if known < until]:
+            os.close(self._files.pop(older))
 
     def _free(self, ring: RingReader, record: Record) -> None:
         ring.consumed += record.slots

@@ -70,7 +70,7 @@ class Writer(End):
     def lost_readers(self) -> list[int]:
         """The ranks of those who died, in the order in which that was noticed."""
         with self._lock:
-            if not self._is_closed:
+            if not self._is_closing:  # nor was it interrupted while it wrote
                 self._attend()
             return self._local.lost + (self._remote.lost if self._remote else [])
 

@@ -401,6 +401,50 @@ def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
     assert reader.dequeue(LIMIT_S) == "last"
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("where", ["assembled", "LocalReader._free"])
+@pytest.mark.parametrize("size", [100, 100_000], ids=["inline", "in a file"])
+def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str, size: int
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise error
+
+    writer, (reader,) = queues.make()
+    before = files()
+    for number in range(3):
+        writer.enqueue([number, b"x" * size], LIMIT_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"torchft_like.message_queue.local_reader.{where}", interrupt)
+            with pytest.raises(error):
+                reader.dequeue(LIMIT_S)
+        assert same(reader.dequeue(LIMIT_S), [number, b"x" * size])
+        assert files() == before
+
+
+@pytest.mark.parametrize("is_corrupt", [True, False], ids=["leaves", "shuts down"])
+def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch, is_corrupt: bool
+) -> None:
+    error = QueueCorruptError if is_corrupt else MemoryError
+
+    def fail(*_: object) -> None:
+        raise error("no message")
+
+    before = files()
+    made = Queues()
+    writer, (reader,) = made.make()
+    open_then = files()
+    for number in range(3):
+        writer.enqueue([number, b"x" * 100_000], LIMIT_S)
+    monkeypatch.setattr("torchft_like.message_queue.local_reader.assembled", fail)
+    with pytest.raises(error):
+        reader.dequeue(LIMIT_S)
+    assert files() == open_then + (not is_corrupt)
+    made.close()
+    assert files() == before
+
+
 def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +458,13 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
         writer.enqueue("who knows who has it", LIMIT_S)
     with pytest.raises(QueueClosedError):
         writer.enqueue("more", LIMIT_S)
+    assert writer.lost_readers == []
+    with pytest.raises(QueueClosedError):
+        assert writer.readers
+    with pytest.raises(QueueClosedError):
+        writer.wait_until_ready(LIMIT_S)
     writer.shutdown()
+    assert writer.lost_readers == []
     assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)

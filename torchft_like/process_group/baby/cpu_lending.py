@@ -47,6 +47,7 @@ class CpuLender:
         self._mapped: set[int] = set()
         # With what keeps its descriptor open until it is sent.
         self._letters: deque[tuple[Letter, object]] = deque()
+        self._on_its_way: tuple[Letter, object] | None = None
         self._is_abandoned = False
 
     def lend(self, call: Call) -> _CpuLoan:
@@ -58,11 +59,14 @@ class CpuLender:
         for number in self._exports.take_dead():
             self._mapped.discard(number)
             self._letters.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
-        return self._letters[0][0] if self._letters else None
+        with contextlib.suppress(IndexError):  # `close` may come at any time, and takes what is left
+            self._on_its_way = self._letters.popleft()
+            return self._on_its_way[0]
+        return None
 
     def letter_sent(self) -> None:
         """See lending.Lender."""
-        self._letters.popleft()
+        self._on_its_way = None
 
     def greeting(self) -> None:
         """Nothing has to be known."""

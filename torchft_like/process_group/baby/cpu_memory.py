@@ -82,10 +82,8 @@ class Exports:
             return None
         segment = self._known.get(storage._cdata)
         if segment is None or segment.nbytes != storage.nbytes():
-            if not _has_descriptor(storage):
-                return None
-            segment = self._export(storage)
-        return segment, spec_of(tensor, segment.number)
+            segment = self._export(storage) if _is_nameless(storage) else None
+        return None if segment is None else (segment, spec_of(tensor, segment.number))
 
     def take_dead(self) -> list[int]:
         """The numbers of the segments that nobody uses any more, each once."""
@@ -98,8 +96,10 @@ class Exports:
         self._watches.clear()
         self._known.clear()
 
-    def _export(self, storage: torch.UntypedStorage) -> Segment:
+    def _export(self, storage: torch.UntypedStorage) -> Segment | None:
         descriptor, nbytes = storage._share_fd_cpu_()
+        if descriptor < 0:  # a file that was mapped, and unlinked: torch has kept no descriptor of it
+            return None
         segment = Segment(next(_numbers), descriptor, nbytes)
         key = storage._cdata
         self._known[key] = segment
@@ -115,7 +115,7 @@ class Exports:
         self._dead.append(segment.number)
 
 
-def _has_descriptor(storage: torch.UntypedStorage) -> bool:
+def _is_nameless(storage: torch.UntypedStorage) -> bool:
     """Whether the shared memory is of the nameless kind; torch would silently copy the other one."""
     address = storage.data_ptr()
     for line in _maps.read_text().splitlines():

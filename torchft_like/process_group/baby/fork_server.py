@@ -91,10 +91,11 @@ class _ForkServer:
                 for descriptor, _ in self._events.poll():
                     if descriptor == self._trainer:
                         raise ChannelClosedError("the trainer is gone")
-                    if descriptor in self._forks:
+                    if descriptor == self._control.fileno():
+                        if (channel := self._obey()) is not None:
+                            return channel
+                    elif descriptor in self._forks:  # one that was asked for just now is reaped already
                         self._reap(descriptor)
-                    elif (channel := self._obey()) is not None:
-                        return channel
         except ChannelClosedError:
             self._end_forks()
             return None

@@ -255,6 +255,7 @@ class Requests:
                 self._turn.wait_for(self._followers_need_something)
                 due = self._due.popleft() if self._due else None
                 if due is None and self._is_over and not self._followed:
+                    self._follower = None  # a request that is being settled may still be followed
                     return
                 is_my_turn = due is None and self._is_free()
                 self._is_being_read |= is_my_turn

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ def test_shared_memory_with_a_name_has_to_be_staged_and_stays_where_it_is() -> N
     address = tensor.data_ptr()
     assert Exports().find(tensor) is None
     assert tensor.data_ptr() == address
+
+
+def test_a_mapped_file_has_to_be_staged_also_when_it_was_unlinked(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(4096))
+    tensor = torch.from_file(str(path), shared=True, size=1024)
+    assert Exports().find(tensor) is None
+    path.unlink()
+    assert Exports().find(tensor) is None
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,19 @@ def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party)
         server.send_signal(signal.SIGCONT)
 
 
+def test_a_tensor_in_a_mapped_file_that_was_unlinked_is_reduced_as_any_other(
+    party: Party, tmp_path: Path
+) -> None:
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(4096))
+    tensor = torch.from_file(str(path), shared=True, size=1024)
+    path.unlink()
+    groups = party.meet(2, baby)
+    tensors = [tensor, torch.ones(1024)]
+    party.together(groups, lambda rank, group: group.allreduce([tensors[rank]]).wait())
+    assert tensor.sum() == 1024
+
+
 def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None:
     def use_one() -> None:
         group = ProcessGroupBabyGloo(LIMIT_S, check_collectives=False)

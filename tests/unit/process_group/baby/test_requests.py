@@ -136,6 +136,38 @@ def test_a_follower_may_wait_for_another_request(talk: Correspondence) -> None:
     assert done.wait(LIMIT_S)
 
 
+def test_a_follower_that_comes_while_its_request_is_settled_after_the_end_is_told(
+    talk: Correspondence,
+) -> None:
+    settling, copied = threading.Event(), threading.Event()
+
+    def copy_back(_: Request) -> None:
+        settling.set()
+        copied.wait(LIMIT_S)
+
+    first, second = talk.requests.add(FOREVER), talk.requests.add(FOREVER, copy_back)
+    told = [threading.Event() for _ in range(2)]
+    talk.requests.follow(first, lambda _: told[0].set())
+    idle = talk.requests._follower
+    assert idle is not None
+    talk.answer(first)
+    assert told[0].wait(LIMIT_S)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            wait = pool.submit(talk.requests.wait, second, limit())
+            talk.answer(second)
+            assert settling.wait(LIMIT_S)
+            end = pool.submit(talk.requests.end)
+            idle.join(LIMIT_S)
+            assert not idle.is_alive()
+            talk.requests.follow(second, lambda _: told[1].set())
+        finally:
+            copied.set()
+        assert wait.result(LIMIT_S)
+        end.result(LIMIT_S)
+    assert told[1].wait(LIMIT_S)
+
+
 def test_whoever_waits_finds_the_effects_of_the_answer(talk: Correspondence) -> None:
     effects: list[str] = []
     request = talk.requests.add(FOREVER, lambda _: effects.append("copied back"))
