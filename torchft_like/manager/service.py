@@ -104,6 +104,7 @@ class _Handlers:
                         self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
                     case "leave":
                         self._server.rank_left(group_rank, request.leave.reason[:TEXT_MAX])
+                        return  # the rank waits for this end of the stream
         finally:
             line.end()
 

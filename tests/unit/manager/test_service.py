@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from lighthouse import wire
 from lighthouse.address import parse_address
-from lighthouse.net import coordination_loop
+from lighthouse.net import coordination_loop, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.errors import ConnectError
+from torchft_like.manager.duplex import DuplexCall
 from torchft_like.manager.rank_link import SessionLink
 from torchft_like.manager.service import _Handlers
 
@@ -74,3 +77,22 @@ def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
     with pytest.raises(ConnectError, match="rank 1 of g is here already"):
         SessionLink(address, 1, Ear(), 3.0)
     first.close()
+
+
+def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: ManagerServer) -> None:
+    async def leave() -> list[str | None]:
+        channel = make_aio_channel(parse_address(server.address()))
+        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        heard: list[str | None] = []
+        try:
+            call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=1)))
+            call.send(pb.RankSessionRequest(leave=pb.Leave(reason="done")))
+            async with asyncio.timeout(LIMIT_S):
+                while (response := await call.read()) is not None:
+                    heard.append(response.WhichOneof("response"))
+        finally:
+            await call.close()
+            await channel.close(None)
+        return heard
+
+    assert coordination_loop().run(leave()) == ["registered"]
