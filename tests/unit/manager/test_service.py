@@ -82,6 +82,7 @@ def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
 def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: ManagerServer) -> None:
     async def leave() -> list[str | None]:
         channel = make_aio_channel(parse_address(server.address()))
+        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
         call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
         heard: list[str | None] = []
         try:
