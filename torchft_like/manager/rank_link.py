@@ -137,6 +137,7 @@ class SessionLink:
                     await asyncio.sleep(CONNECT_RETRY_S)
         except TimeoutError:
             task.cancel()
+            registered.cancel()
             raise ConnectError(
                 f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
                 f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
