@@ -14,13 +14,12 @@ less than one in a millisecond, and leap by seconds or minutes where a clock was
 from __future__ import annotations
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.links import REPORTED_MAX
+from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address, or a reason
 STEP_MAX = 10**15
-REPORTED_CHARACTERS_MAX = 16 * 1024  # of all ids in a report of broken links
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
 # of any lighthouse; one that is not leaves room to count on from.

@@ -17,10 +17,11 @@ from heapq import heapify, heappop, heappush
 
 from lighthouse.decisions import Link, Member
 
-__all__ = ["REPORTED_MAX", "Link", "Links", "leave_out"]
+__all__ = ["REPORTED_CHARACTERS_MAX", "REPORTED_MAX", "Link", "Links", "leave_out"]
 
 # Of one replica. With more it is the one that is left out, whatever the rest of them is.
 REPORTED_MAX = 64
+REPORTED_CHARACTERS_MAX = 16 * 1024  # of all ids in a report
 
 Version = tuple[int, int]
 

@@ -14,11 +14,13 @@ shares a single completion queue per process and is not at ease with several eve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import ipaddress
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -194,11 +196,29 @@ def connect_tcp(
     raise failure or OSError(f"{address} has no address")
 
 
-async def answers_tcp(address: Address, timeout_s: float) -> bool:
-    """Whether anything comes back when one connects there within `timeout_s`: a refusal does, too.
+async def resolve(address: Address, timeout_s: float) -> tuple[Address, ...]:
+    """All addresses of the name; none where the name server gives none, or is slow."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address.host)
+        return (address,)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError:  # of which a TimeoutError is one
+        return ()
+    return tuple(Address(host, address.port) for host in sorted({str(target[0]) for *_, target in found}))
 
-    What fails on this host, for want of descriptors or a name server, says nothing: it counts as an answer.
+
+async def answers_tcp(addresses: Iterable[Address], timeout_s: float) -> bool:
+    """Whether anything comes back when one connects to these within `timeout_s`: a refusal does, too.
+
+    What fails on this host, for want of descriptors, says nothing: it counts as an answer.
     """
+    return any(await asyncio.gather(*[_answers_tcp(address, timeout_s) for address in addresses]))
+
+
+async def _answers_tcp(address: Address, timeout_s: float) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(address.host, address.port)

@@ -101,7 +101,8 @@ class _Join:
     since: float
     in_session: bool = False
     in_call: bool = False
-    left_out: bool = False  # of a quorum that was formed since, and told so
+    left_out: bool = False  # of a quorum that was formed since
+    told: bool = False  # so, since it joined the last time
 
 
 class QuorumCore:
@@ -306,10 +307,8 @@ class QuorumCore:
 
     def _late_at(self) -> float:
         """Whoever was left out waits for a link: stragglers get as long as they would without it."""
-        first = next(iter(self._joined.values()))
-        if first.left_out:
-            first = next((join for join in self._joined.values() if not join.left_out), first)
-        return first.since + self._join_timeout
+        first = next((join for join in self._joined.values() if not join.left_out), None)
+        return (first or next(iter(self._joined.values()))).since + self._join_timeout
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
         while (verdict := self._verdict(now)).forms:
@@ -345,15 +344,15 @@ class QuorumCore:
         return max(self._min_replicas, len(self._members) // 2 + 1)
 
     def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
-        """Each is told once, people of every change. `shrink_only` was about that quorum, and is settled."""
+        """Each is told once a join, people of every change. `shrink_only` was about that quorum: settled."""
         out = frozenset(i for link in links for i in link if i in self._joined)
-        news = [i for i in sorted(out) if not self._joined[i].left_out]
+        news = [i for i in sorted(out) if not self._joined[i].told]
         if links and (news or (out, links) != self._last_left_out):
             sessions = tuple((s.number, i) for i in news if (s := self._members.session_of(i)) is not None)
             decisions.append(LeftOut(self._number.quorum_id, tuple(sorted(out)), links, sessions))
         self._last_left_out = out, links
         for join in map(self._joined.__getitem__, news):
-            join.left_out = True
+            join.left_out = join.told = True
             self._shrinking -= join.member.shrink_only
             join.member = join.member._replace(shrink_only=False)
 
@@ -408,7 +407,7 @@ class QuorumCore:
             self._missing -= member.replica_id in self._last
         else:
             self._shrinking -= join.member.shrink_only
-            join.member = member
+            join.member, join.told = member, False  # a new attempt, which knows nothing
         self._shrinking += member.shrink_only
         return join
 

@@ -65,6 +65,9 @@ class LighthouseServer:
 
     def describe(self) -> str:
         """For people: who is in, who is awaited, and why there is no quorum yet."""
+        return self._loop.run(self._describe())
+
+    async def _describe(self) -> str:
         return self._lighthouse.describe()
 
     def shutdown(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -29,6 +30,8 @@ RECONNECT_MAX_S = 0.25
 LEAVE_ANSWER_S = 0.5
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class LighthouseListener(Protocol):
@@ -114,13 +117,15 @@ class LighthouseLink:
                 reason = str(error)
             except TimeoutError:
                 reason = f"no answer to the registration within {REGISTER_S:g} s"
+            except Exception as error:  # of the listener, perhaps of a user's process group
+                logger.exception("what the lighthouse said could not be dealt with; connecting anew")
+                reason = f"{type(error).__name__}: {error}"
             self.last_error = reason
             self._say = None
             await self._close_channel()
             if self._connected.is_set() and not self._leaving:
-                self._connected.clear()
                 backoff = RECONNECT_MIN_S
-                self._listener.lighthouse_disconnected(reason)
+                self._mark_disconnected(reason)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads the crowd
             backoff = min(2 * backoff, RECONNECT_MAX_S)
 
@@ -133,6 +138,13 @@ class LighthouseLink:
         self._say = say
         self._connected.set()
         self._listener.lighthouse_connected()
+
+    def _mark_disconnected(self, reason: str) -> None:
+        self._connected.clear()
+        try:
+            self._listener.lighthouse_disconnected(reason)
+        except Exception:
+            logger.exception("the listener failed when it was told that the lighthouse is away")
 
     # -------------------------------------------------------------- sessions
 

@@ -9,18 +9,18 @@ Invariants:
 
 * The join waits only for probes that are under way, and no longer for a member once it is lost.
 * At most one probe is under way because of a failed step, and one because of what is unreachable.
-* What is kept is bounded, and of the members of the last quorum and of `UNREACHABLE_MAX` others.
+* What is kept is bounded, and of the members of the last quorum and of as many others as the
+  lighthouse takes in a report. Who cannot reach so many is left out itself, whatever else it has to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from torchft_like.manager.assignment import QuorumMemberLike
-
-# The lighthouse takes as many. Who cannot reach so many is left out itself, whatever else it has to say.
-UNREACHABLE_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,17 @@ class PeerLinks:
                 self.unreachable.pop(replica_id, None)
             elif was_asked:
                 self.unreachable[replica_id] = address
-        for replica_id in list(self.unreachable)[:-UNREACHABLE_MAX]:  # the oldest: perhaps of hosts long gone
+        for replica_id in _beyond_a_report(list(self.unreachable)):
             del self.unreachable[replica_id]
         self._is_watching = self._is_watching and not probe.is_repeated
         if self._is_watching or not self.unreachable:
             return []
         self._is_watching = True
         return [Probe(tuple(self.unreachable.items()), is_repeated=True)]
+
+
+def _beyond_a_report(replica_ids: Sequence[str]) -> Sequence[str]:
+    """The oldest, perhaps of hosts long gone: a report of all would end the session."""
+    lengths = accumulate(map(len, reversed(replica_ids)))
+    kept = sum(length <= REPORTED_CHARACTERS_MAX for length in lengths)
+    return replica_ids[: len(replica_ids) - min(kept, REPORTED_MAX)]

@@ -6,6 +6,7 @@ hear that a member died and to abort what is being waited for here.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,10 @@ from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.client import ManagerClient
 
 State = Mapping[str, object]
+Job = Callable[[], None]
+OnError = Callable[[Exception], None]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,14 @@ class QuorumWorker:
     """A daemon thread that runs one job after the other."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, OnError] | None] = queue.SimpleQueue()
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._thread = threading.Thread(target=self._run, name="torchft-quorum", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those that were submitted before; it handles its own errors."""
-        self._jobs.put(job)
+    def submit(self, job: Job, on_error: OnError = lambda _: None) -> None:
+        """Run `job` after those that were submitted before. An error is logged and told to `on_error`."""
+        self._jobs.put((job, on_error))
 
     def stop(self, timeout_s: float | None) -> None:
         """End after the jobs submitted so far, and wait for that for at most `timeout_s` (None: do not)."""
@@ -52,8 +57,14 @@ class QuorumWorker:
     def _run(self) -> None:
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)
-        while (job := self._jobs.get()) is not None:
-            job()
+        while (entry := self._jobs.get()) is not None:
+            job, on_error = entry
+            try:
+                job()
+            except Exception as error:  # perhaps of a user's transport; later jobs have to run nevertheless
+                logger.exception("a job of the quorum worker failed")
+                on_error(error)
+            del entry, job, on_error  # they hold attempts and their tensors
 
 
 def fetch_state(

@@ -12,21 +12,22 @@ import contextlib
 
 from lighthouse.address import parse_address
 from lighthouse.errors import AddressError
-from lighthouse.net import answers_tcp
+from lighthouse.net import answers_tcp, resolve
 from torchft_like.manager.peer_links import Probe
 
 # All of them together are far below the timeout of a process group, and enough where packets are lost.
 ATTEMPTS = 4
 ATTEMPT_S = 0.5
-LIMIT_S = (ATTEMPTS + 1) * ATTEMPT_S
+RESOLVE_S = 0.5
+LIMIT_S = RESOLVE_S + (ATTEMPTS + 1) * ATTEMPT_S
 REPEAT_S = 3.0
 CONNECTIONS_MAX = 64
 
 
 async def silent_peers(probe: Probe) -> frozenset[str]:
-    """Those of the probed who gave no answer within two seconds; a repeated probe waits three before that.
+    """Those of the probed who gave no answer within two seconds, names aside; a repeated one waits before.
 
-    Whoever could not be asked, for want of an address or of time, is not among them.
+    Whoever could not be asked, for want of an address, a name server or time, is not among them.
     """
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
@@ -49,10 +50,13 @@ async def _answers(text: str) -> bool:
         address = parse_address(text)
     except AddressError:
         return True  # it does not say where it is: nothing can be said about the link, either
+    addresses = await resolve(address, RESOLVE_S)
+    if not addresses:
+        return True  # that is the name server's fault
     loop = asyncio.get_running_loop()
     for _ in range(ATTEMPTS):
         end = loop.time() + ATTEMPT_S
-        if await answers_tcp(address, ATTEMPT_S):
+        if await answers_tcp(addresses, ATTEMPT_S):
             return True
         await asyncio.sleep(end - loop.time())
     return False

@@ -82,6 +82,8 @@ class QuorumDriver:
         with self._group.lock:
             self.attempt = attempt
             self._left_out_by = ()
+            if self.fatal is not None:  # since the caller has looked: nobody else wakes this attempt
+                attempt.fail(self.fatal)
             return self._protocol.begin()
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
@@ -92,7 +94,7 @@ class QuorumDriver:
         elif pending.is_ready:
             link.join(join._replace(fingerprint=pending.result()))
         else:
-            self._worker.submit(lambda: self._ask_later(attempt, join, link, pending))
+            self._worker.submit(lambda: self._ask_later(attempt, join, link, pending), attempt.fail)
 
     def current(self) -> Attempt:
         """The attempt that has begun.
@@ -153,7 +155,7 @@ class QuorumDriver:
         if plan.is_empty:
             attempt.open_ready()
         else:
-            self._worker.submit(lambda: self._prepare(attempt, result, plan))
+            self._worker.submit(lambda: self._prepare(attempt, result, plan), attempt.fail)
 
     def verdict(self, verdict: Verdict) -> None:
         if self.attempt is not None and verdict.step == self._protocol.step:

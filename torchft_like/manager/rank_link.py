@@ -93,6 +93,7 @@ class SessionLink:
         self._closing = False
         self._registered = asyncio.Event()
         self._replica_id = ""
+        self._last_error = "no answer"
         self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None
         self._task = self._loop.run(self._start(connect_timeout_s))
 
@@ -136,10 +137,11 @@ class SessionLink:
                     await asyncio.sleep(CONNECT_RETRY_S)
         except TimeoutError:
             task.cancel()
+            registered.cancel()
             raise ConnectError(
                 f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
-                f"{connect_timeout_s:g} s; check that rank 0 of this replica group is running and that "
-                "its host is reachable from here"
+                f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
+                "running, that its host is reachable from here, and that no other rank has this number"
             ) from None
 
     async def _run(self) -> None:
@@ -157,6 +159,7 @@ class SessionLink:
         finally:
             await self._call.close()
             await channel.close(None)
+        self._last_error = reason
         if self._registered.is_set() and not self._closing:
             self._listener.group_lost(f"rank 0 (ManagerServer at {self._address}) is gone: {reason}")
 

@@ -78,13 +78,15 @@ class _Handlers:
         line = _SessionLine()
         if not self._server.rank_attached(group_rank, line, lasts=True):
             await self._refuse_second(group_rank, context)
-        yield pb.RankSessionResponse(registered=pb.RankRegistered(replica_id=self._server.replica_id))
-        reader = asyncio.create_task(self._read(requests, group_rank, line))
+        reader: asyncio.Task[None] | None = None
         try:
+            yield pb.RankSessionResponse(registered=pb.RankRegistered(replica_id=self._server.replica_id))
+            reader = asyncio.create_task(self._read(requests, group_rank, line))
             while (response := await line.responses.get()) is not None:
                 yield response
         finally:
-            reader.cancel()
+            if reader is not None:
+                reader.cancel()
             self._server.rank_lost(group_rank, line, "its session ended")
 
     async def _read(
@@ -102,6 +104,7 @@ class _Handlers:
                         self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
                     case "leave":
                         self._server.rank_left(group_rank, request.leave.reason[:TEXT_MAX])
+                        return  # the rank waits for this end of the stream
         finally:
             line.end()
 

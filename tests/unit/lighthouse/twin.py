@@ -42,6 +42,7 @@ class Joined:
     in_session: bool
     in_call: bool
     left_out: bool = False
+    told: bool = False
 
 
 class Twin:
@@ -249,11 +250,11 @@ class Twin:
 
     def tell_left_out(self, links: list[tuple[str, str]]) -> list[Decision]:
         out = {j.member.replica_id for j in self.joined} & {end for link in links for end in link}
-        news = {j.member.replica_id for j in self.joined if not j.left_out} & out
+        news = {j.member.replica_id for j in self.joined if not j.told} & out
         is_news = bool(links) and (bool(news) or self.left_out != (out, links))
         self.left_out = out, links
         self.joined = [
-            replace(j, left_out=True, member=j.member._replace(shrink_only=False))
+            replace(j, left_out=True, told=True, member=j.member._replace(shrink_only=False))
             if j.member.replica_id in news
             else j
             for j in self.joined

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from lighthouse.admission import TEXT_MAX, about_links
+from lighthouse.links import REPORTED_MAX
+from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
 from torchft_like.manager.group import (
     BrokenLinks,
@@ -11,7 +16,7 @@ from torchft_like.manager.group import (
     LossNotice,
     ReplicaGroup,
 )
-from torchft_like.manager.peer_links import UNREACHABLE_MAX, Probe
+from torchft_like.manager.peer_links import Probe
 
 ADDRESS = "http://h:1"
 BOTH = Probe((("b", ADDRESS), ("c", ADDRESS)))
@@ -112,12 +117,26 @@ def test_at_most_one_probe_is_repeated_at_a_time() -> None:
 
 
 def test_reports_are_bounded() -> None:
-    names = [f"{n:03}" for n in range(2 * UNREACHABLE_MAX)]
+    names = [f"{n:03}" for n in range(2 * REPORTED_MAX)]
     group = in_quorum(*names)
     [probe] = group.rank_joined(join(0, commit_failures=1))
     assert isinstance(probe, Probe)
     [report] = of_kind(group.probed(probe, names), BrokenLinks)
-    assert report == BrokenLinks(tuple(names[-UNREACHABLE_MAX:]))
+    assert report == BrokenLinks(tuple(names[-REPORTED_MAX:]))
+
+
+@pytest.mark.parametrize("length", [300, TEXT_MAX])
+def test_the_lighthouse_takes_every_report(length: int) -> None:
+    names = [f"{n:03}".ljust(length, "x") for n in range(REPORTED_MAX - 4)]
+    group = in_quorum(*names)
+    [probe] = group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    [report] = of_kind(group.probed(probe, names), BrokenLinks)
+    assert isinstance(report, BrokenLinks)
+    assert report.unreachable == tuple(names[-len(report.unreachable) :])
+    assert about_links(pb.BrokenLinks(unreachable_replica_ids=report.unreachable)) is None
+    more = pb.BrokenLinks(unreachable_replica_ids=names[-len(report.unreachable) - 1 :])
+    assert about_links(more) is not None, "no more is kept back than has to be"
 
 
 def test_being_left_out_is_told_while_the_join_is_open() -> None:

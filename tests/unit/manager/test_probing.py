@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "ATTEMPTS", 2)
     monkeypatch.setattr(probing, "ATTEMPT_S", 0.2)
     monkeypatch.setattr(probing, "REPEAT_S", 0.05)
+    monkeypatch.setattr(probing, "RESOLVE_S", 2.0)
 
 
 @pytest.fixture
@@ -31,11 +34,16 @@ def silent() -> Iterator[str]:
     """An address at which nobody answers: the system drops what a full queue cannot take."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            client = stack.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(listener.getsockname())
+        fill(listener, stack)
         yield address_of(listener)
+
+
+def fill(listener: socket.socket, stack: contextlib.ExitStack) -> None:
+    """More connections than a queue without room takes."""
+    for _ in range(4):
+        client = stack.enter_context(socket.socket())
+        client.setblocking(False)
+        client.connect_ex(listener.getsockname())
 
 
 def address_of(listener: socket.socket) -> str:
@@ -75,3 +83,39 @@ def test_nothing_is_said_for_want_of_descriptors(
 
     monkeypatch.setattr(asyncio, "open_connection", fail)
     assert silent_of(address_of(listener)) == set()
+
+
+def test_nothing_is_said_where_the_name_server_gives_no_answer(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def wait(*_: Any, **__: Any) -> Any:
+        over.wait(30.0)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    async def probe() -> frozenset[str]:
+        try:
+            return await probing.silent_peers(Probe((("b", "http://host-b.example:1"),)))
+        finally:
+            over.set()
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    monkeypatch.setattr(probing, "RESOLVE_S", 0.2)
+    assert asyncio.run(probe()) == set()
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_of_the_addresses_of_a_name_one_that_answers_is_enough(
+    monkeypatch: pytest.MonkeyPatch, listening: bool
+) -> None:
+    """The first one, and the second one if nothing is listening there, drop what is sent to them."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        port = first.getsockname()[1]
+        second = stack.enter_context(socket.create_server(("127.0.0.3", port), backlog=16 * listening))
+        for listener in (first, *[second] * (not listening)):
+            fill(listener, stack)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", port)) for n in (2, 3)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        assert silent_of(f"http://host-b.example:{port}") == (set() if listening else {0})

@@ -1,0 +1,81 @@
+"""The line to a real lighthouse, and a listener that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from lighthouse.address import parse_address
+from lighthouse.config import LighthouseConfig
+from lighthouse.net import coordination_loop
+from lighthouse.server import Lighthouse
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.manager.lighthouse_link import LighthouseLink
+
+LIMIT_S = 30.0
+
+
+class Listener:
+    """Joins whenever it is connected, and fails at the first of what it is told, whatever that is."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = {failing}
+        self.link: LighthouseLink | None = None
+        self.quorums = asyncio.Queue[int]()
+
+    def fail(self, kind: str) -> None:
+        if kind in self.failing:
+            self.failing.remove(kind)
+            raise RuntimeError("abort failed")
+
+    def registration(self) -> pb.Register:
+        self.fail("registration")
+        return pb.Register(replica_id="a", address="http://h:1", world_size=1)
+
+    def lighthouse_connected(self) -> None:
+        self.fail("connected")
+        assert self.link is not None
+        self.link.join(pb.QuorumMember(replica_id="a"))
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        self.fail("disconnected")
+
+    def quorum_formed(self, quorum: pb.Quorum) -> None:
+        self.quorums.put_nowait(quorum.quorum_id)
+        self.fail("quorum")
+
+    def member_lost(self, lost: pb.MemberLost) -> None:
+        """There is nobody else."""
+
+    def left_out(self, left: pb.LeftOut) -> None:
+        """There is nobody else."""
+
+
+async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
+    """Those before and after a failure that ends the first session."""
+    lighthouse = await Lighthouse.start(LighthouseConfig(), parse_address("127.0.0.1:0"))
+    listener = Listener(failing)
+    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            first = await listener.quorums.get()
+            if failing == "disconnected":  # a join that names somebody else ends the session
+                link.join(pb.QuorumMember(replica_id="b"))
+            elif failing != "quorum":
+                link.join(pb.QuorumMember(replica_id="a"))
+            return first, await listener.quorums.get()
+    finally:
+        await link.close()
+        await lighthouse.stop()
+
+
+@pytest.mark.parametrize("failing", ["registration", "connected", "quorum", "disconnected"])
+def test_a_listener_that_fails_does_not_deafen_the_line(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        first, second = coordination_loop().run(quorums_in_two_sessions(failing))
+    assert second >= first
+    assert "RuntimeError: abort failed" in caplog.text

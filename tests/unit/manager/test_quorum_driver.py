@@ -1,0 +1,98 @@
+"""The quorum driver and its worker, with a dummy process group and transports that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lighthouse.decisions import Member
+from torchft_like.errors import GroupLostError, ShutdownError
+from torchft_like.manager.assignment import QuorumResult, assign
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.config import ManagerArguments, resolve
+from torchft_like.manager.managed_group import ManagedGroup
+from torchft_like.manager.preparation import QuorumWorker
+from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.manager.step import StepProtocol, StepRules
+from torchft_like.process_group.dummy import ProcessGroupDummy
+
+LIMIT_S = 30.0
+
+
+class BrokenTransport:
+    """It serves, and fails to stop."""
+
+    def disallow_checkpoint(self) -> None:
+        raise RuntimeError("transport broke")
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def ignore(*_: object, **__: object) -> None:
+    """An event that nobody reads."""
+
+
+@pytest.fixture
+def protocol() -> StepProtocol:
+    return StepProtocol(StepRules(1))
+
+
+@pytest.fixture
+def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
+    arguments: dict[str, Any] = dict.fromkeys(ManagerArguments.__dataclass_fields__)
+    arguments |= {"timeout": LIMIT_S, "quorum_timeout": LIMIT_S, "connect_timeout": LIMIT_S, "rank": 0}
+    arguments |= {"world_size": 1, "lighthouse_addr": "http://127.0.0.1:1", "replica_id": "a"}
+    arguments |= {"hostname": "127.0.0.1"}
+    config = resolve(ManagerArguments(**arguments), {})
+    group = ManagedGroup(ProcessGroupDummy(0, 1), protocol, ignore)
+    transport: Any = BrokenTransport()
+    driver = QuorumDriver(config, protocol, group, StateRegistry(), transport, ignore)
+    yield driver
+    driver.stop(ShutdownError("over"), LIMIT_S)
+
+
+def quorum(quorum_id: int, **steps: int) -> QuorumResult:
+    address = "http://127.0.0.1:1"
+    members = [Member(name, address, "127.0.0.1:2", step, commit_quorum_id=1) for name, step in steps.items()]
+    return assign(quorum_id, members, "a", 0, False)
+
+
+def test_a_transport_that_cannot_stop_serving_does_not_keep_the_next_quorum_from_being_prepared(
+    driver: QuorumDriver, protocol: StepProtocol, caplog: pytest.LogCaptureFixture
+) -> None:
+    for quorum_id, members in ((5, {"a": 3, "b": 2}), (6, {"a": 3, "c": 3})):
+        attempt = Attempt(True, LIMIT_S)
+        driver.begin(attempt)
+        driver.quorum(quorum(quorum_id, **members))
+        attempt.wait_ready(str)
+        if quorum_id == 5:
+            protocol.decide(protocol.vote())
+    assert "transport broke" in caplog.text
+
+
+def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:
+    worker, attempt, next_one = QuorumWorker(), Attempt(True, LIMIT_S), Attempt(True, LIMIT_S)
+
+    def fail() -> None:
+        raise RuntimeError("cannot prepare")
+
+    worker.submit(fail, attempt.fail)
+    worker.submit(lambda: next_one.agree(quorum(5, a=3)))
+    worker.submit(next_one.open_ready)
+    with pytest.raises(RuntimeError, match="cannot prepare"):
+        attempt.wait_configured(str)
+    next_one.wait_ready(str)
+    worker.stop(LIMIT_S)
+
+
+def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: QuorumDriver) -> None:
+    driver.raise_if_over()
+    driver.group_lost("rank 0 is gone")
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    with pytest.raises(GroupLostError, match="rank 0 is gone"):
+        attempt.wait_ready(str)

@@ -1,0 +1,99 @@
+"""Sessions of ranks with a real ManagerServer, from the first message to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lighthouse import wire
+from lighthouse.address import parse_address
+from lighthouse.net import coordination_loop, make_aio_channel
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.coordination import LighthouseServer, ManagerServer
+from torchft_like.errors import ConnectError
+from torchft_like.manager.duplex import DuplexCall
+from torchft_like.manager.rank_link import SessionLink
+from torchft_like.manager.service import _Handlers
+
+LIMIT_S = 30.0
+
+
+class Ear:
+    """A rank's listener; `told` has what it was told, by name."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda news=None: self.told.put((name, news))
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer()
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def server(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
+    """Of a replica group of two ranks."""
+    limit = timedelta(seconds=LIMIT_S)
+    server = ManagerServer(
+        "g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 2, connect_timeout=limit
+    )
+    yield server
+    server.close()
+
+
+def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: ManagerServer) -> None:
+    async def requests() -> AsyncIterator[pb.RankSessionRequest]:
+        yield pb.RankSessionRequest(register=pb.RankRegister(group_rank=1))
+
+    async def end_at_the_first_write() -> None:
+        session: Any = _Handlers(server).session(requests(), None)  # type: ignore[arg-type]
+        await anext(session)
+        await session.aclose()
+
+    ear = Ear()
+    server.attach_local_rank(0, ear)
+    coordination_loop().run(end_at_the_first_write())
+    what, reason = ear.told.get(timeout=LIMIT_S)
+    assert what == "group_lost"
+    assert "rank 1" in reason
+    SessionLink(parse_address(server.address()), 1, Ear(), LIMIT_S).close()  # its place is free
+
+
+def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
+    address = parse_address(server.address())
+    with pytest.raises(ConnectError, match=r"group rank 7 is not in \[0, 2\)"):
+        SessionLink(address, 7, Ear(), 3.0)
+    first = SessionLink(address, 1, Ear(), LIMIT_S)
+    with pytest.raises(ConnectError, match="rank 1 of g is here already"):
+        SessionLink(address, 1, Ear(), 3.0)
+    first.close()
+
+
+def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: ManagerServer) -> None:
+    async def leave() -> list[str | None]:
+        channel = make_aio_channel(parse_address(server.address()))
+        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
+        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        heard: list[str | None] = []
+        try:
+            call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=1)))
+            call.send(pb.RankSessionRequest(leave=pb.Leave(reason="done")))
+            async with asyncio.timeout(LIMIT_S):
+                while (response := await call.read()) is not None:
+                    heard.append(response.WhichOneof("response"))
+        finally:
+            await call.close()
+            await channel.close(None)
+        return heard
+
+    assert coordination_loop().run(leave()) == ["registered"]

@@ -1,0 +1,33 @@
+"""The lighthouse inside this process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lighthouse.net import coordination_loop
+from torchft_like.coordination import LighthouseServer
+
+LIMIT_S = 30.0
+
+
+def test_a_lighthouse_is_described_between_two_events_and_not_in_the_middle_of_one() -> None:
+    server, begun, over = LighthouseServer(), threading.Event(), threading.Event()
+
+    def event() -> None:
+        begun.set()
+        over.wait(LIMIT_S)
+
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            coordination_loop().loop.call_soon_threadsafe(event)
+            assert begun.wait(LIMIT_S)
+            description = threads.submit(server.describe)
+            with pytest.raises(TimeoutError):
+                description.result(0.2)
+        finally:
+            over.set()
+        assert "no quorum" in description.result(LIMIT_S)
+    server.shutdown()
