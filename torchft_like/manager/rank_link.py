@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import asdict
 from typing import Protocol
 
@@ -26,6 +27,8 @@ from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verd
 
 CONNECT_RETRY_S = 0.05
 LEAVE_ANSWER_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class RankListener(Protocol):
@@ -156,6 +159,9 @@ class SessionLink:
             reason = error.details() or error.code().name
         except MalformedMessageError as error:
             reason = str(error)
+        except Exception as error:  # of the listener, perhaps of a user's process group
+            logger.exception("what the ManagerServer said could not be dealt with; hanging up")
+            reason = f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})"
         finally:
             await self._call.close()
             await channel.close(None)

@@ -17,6 +17,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.errors import ConnectError
 from torchft_like.manager.duplex import DuplexCall
+from torchft_like.manager.group import Verdict
 from torchft_like.manager.rank_link import SessionLink
 from torchft_like.manager.service import _Handlers
 
@@ -31,6 +32,12 @@ class Ear:
 
     def __getattr__(self, name: str) -> Any:
         return lambda news=None: self.told.put((name, news))
+
+    def heard(self, name: str) -> Any:
+        """The next news of this name."""
+        while (told := self.told.get(timeout=LIMIT_S))[0] != name:
+            pass
+        return told[1]
 
 
 @pytest.fixture
@@ -63,9 +70,7 @@ def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: Manage
     ear = Ear()
     server.attach_local_rank(0, ear)
     coordination_loop().run(end_at_the_first_write())
-    what, reason = ear.told.get(timeout=LIMIT_S)
-    assert what == "group_lost"
-    assert "rank 1" in reason
+    assert "rank 1" in ear.heard("group_lost")
     SessionLink(parse_address(server.address()), 1, Ear(), LIMIT_S).close()  # its place is free
 
 
@@ -77,6 +82,22 @@ def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
     with pytest.raises(ConnectError, match="rank 1 of g is here already"):
         SessionLink(address, 1, Ear(), 3.0)
     first.close()
+
+
+class FailingEar(Ear):
+    """Fails at one piece of news, as a user's process group may when it is aborted."""
+
+    def step_lost(self, step: int) -> None:
+        raise RuntimeError(f"cannot abort step {step}")
+
+
+def test_a_rank_that_cannot_deal_with_what_it_is_told_loses_its_group(server: ManagerServer) -> None:
+    ear, other = FailingEar(), Ear()
+    link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
+    server.attach_local_rank(0, other).vote(0, Verdict(3, False, False))
+    assert "cannot abort step 3" in ear.heard("group_lost")
+    assert "rank 1" in other.heard("group_lost")
+    link.close()
 
 
 def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: ManagerServer) -> None:
