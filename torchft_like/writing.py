@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 
-def writing_to(tensor: Tensor) -> AbstractContextManager[None]:
-    """A context in which the tensor can be changed in place, by any thread, and autograd does not see it.
+def writing_to(*tensors: Tensor) -> AbstractContextManager[None]:
+    """A context in which these can be changed in place, by any thread, and autograd does not see it.
 
     Each thread has modes of its own, so what the caller of a collective has set is of no use to a
     backend's thread. Tensors made in inference mode can be changed in inference mode only.
     """
-    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+    is_inference = any(tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if is_inference else torch.no_grad()
 
 
 def divide(tensor: Tensor, divisor: int) -> None:

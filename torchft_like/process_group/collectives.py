@@ -29,6 +29,7 @@ from torchft_like.process_group.checking.rules import (
     SCATTERED,
     SHARED_OUT,
 )
+from torchft_like.writing import writing_to
 
 # Tensors as a call holds them: one tensor, a list, or a list of lists.
 Tensors = Any
@@ -118,8 +119,7 @@ class Call(NamedTuple):
         The caller's own share is where it belongs, what only a peer could have sent is zero, and
         a tensor that is both input and output keeps its value.
         """
-        of_inference = any(tensor.is_inference() for tensor in tensors_of(self.outputs))
-        with torch.inference_mode() if of_inference else torch.no_grad():
+        with writing_to(*tensors_of(self.outputs)):
             self.collective.alone(self, rank, world_size)
 
 
