@@ -482,7 +482,7 @@ class QuorumCore:
             for replica_id, session in self._members.sessions()
             if self._is_over(session.last)
         ]
-        self._missing = len(ids - self._joined.keys())
+        self._missing = len(ids.difference(self._joined))
         self._members.expect(ids, now + self._reconnect_grace)
         for replica_id in sorted(ids):
             session = self._members.session_of(replica_id)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lighthouse.quorum import QuorumCore
 from torchft_like.manager.group import ReplicaGroup
 from torchft_like.manager.step import StepProtocol
 
 
-@dataclass(frozen=True)
-class Cores:
+class Cores(NamedTuple):
     """Which class plays which part."""
 
     lighthouse: type[QuorumCore] = QuorumCore

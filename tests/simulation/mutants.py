@@ -8,8 +8,7 @@ one that was indeed missing until the simulation found it. `CAUGHT_BY` has a see
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lighthouse.decisions import Decision, Link, Member, Verdict
 from lighthouse.membership import QuorumNumber
@@ -26,8 +25,7 @@ from torchft_like.manager.step import Join, Plan, StepProtocol
 SEEDS_MAX = 2000
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A set of cores of which one lacks a rule."""
 
     name: str
@@ -35,8 +33,7 @@ class Mutant:
     cores: Cores
 
 
-@dataclass(frozen=True)
-class Catch:
+class Catch(NamedTuple):
     """After how many seeds a mutant was caught; `seeds` is None if it was not."""
 
     mutant: Mutant
@@ -107,17 +104,9 @@ class _NoAlarmForBroken(QuorumCore):
 
 
 class _LearnsTooLate(QuorumCore):
-    def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
-        super()._adopt(number, ids)
+    def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
         self._has_formed = False
-
-    @property
-    def _has_formed(self) -> bool:
-        return False
-
-    @_has_formed.setter
-    def _has_formed(self, value: bool) -> None:
-        pass
+        super()._learn(number, ids, now, decisions)
 
 
 class _KeepsTheDead(QuorumCore):

@@ -71,7 +71,7 @@ class Scenario:
     replicas: int
     ranks: int
     min_replicas: int
-    kinds: frozenset[str]
+    kinds: tuple[str, ...]
     gap_s: float
     latency_s: float
     delay_rate: float
@@ -91,7 +91,7 @@ class Scenario:
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """The same job with these kinds of faults switched off."""
-        return replace(self, kinds=self.kinds - frozenset(kinds))
+        return replace(self, kinds=tuple(kind for kind in self.kinds if kind not in kinds))
 
 
 def draw(seed: int, replicas: int | None = None) -> Scenario:
@@ -116,7 +116,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         replicas=count,
         ranks=ranks,
         min_replicas=majority if flip() < 0.6 else 1 + int(flip() * 2),
-        kinds=frozenset(kinds if any(kind != "heal_break" for kind in kinds) else [*kinds, "delay"]),
+        kinds=tuple(kinds if any(kind != "heal_break" for kind in kinds) else [*kinds, "delay"]),
         gap_s=compute_s * haste * 0.25 * 8 ** flip(),
         latency_s=0.0002 * 5 ** flip(),
         delay_rate=0.2 + 0.4 * flip(),

@@ -40,14 +40,14 @@ def shrink(scenario: Scenario, outcome: Outcome, cores: Cores) -> Small:
         again = run(scenario.without(without), cores, only=frozenset(only), injections=injections)
         return runs < RUNS_MAX and _invariant(again) == invariant
 
-    only, without = tuple(range(injections)), ()
+    only = tuple(range(injections))
     if not fails(only, ()):
         return Small(run(scenario, cores, story=True), only, ())
-    without = _drop(
+    needed = _drop(
         tuple(k for k in MESSAGE_KINDS if k in scenario.kinds),
         lambda kept: fails(only, tuple(k for k in MESSAGE_KINDS if k not in kept)),
     )
-    dropped = tuple(k for k in MESSAGE_KINDS if k not in without)
+    dropped = tuple(k for k in MESSAGE_KINDS if k not in needed)
     only = _drop(only, lambda kept: fails(kept, dropped))
     last = run(scenario.without(dropped), cores, only=frozenset(only), injections=injections, story=True)
     return Small(last, only, dropped)
