@@ -21,6 +21,10 @@ QUEUE = "MessageQueue"
 PIPE = "multiprocessing's connection"
 OBJECT_LIST = "broadcast_object_list"
 CASE_SECONDS_MAX = 30.0
+WAKES = {
+    True: "one-way, 100 B, to a reader that has been asleep",
+    False: "one-way, 100 B, where both have been asleep",
+}
 LIMITS_US = {"10 B": 17, "100 B": 17, "1 KB": 17, "1 MB": 280, "array of 1 MB": 280}
 
 METHOD = [
@@ -28,7 +32,9 @@ METHOD = [
     "return of `dequeue` in the other process, on the clock that all processes share; the next message is "
     "sent when the reader has confirmed the last. A sample is the median (or the 99th percentile) of a block "
     "of 500 messages, 100 of 1 MB or more; the ways of sending take turns, block by block.",
-    "After a pause: 20 ms of silence before each message, so that the reader sleeps. Idle: the processor "
+    "Asleep: 20 ms of silence before each message, so that the reader sleeps. The writer works meanwhile (it "
+    "multiplies matrices, it dumps and loads JSON) or sleeps as well, and then it is both that have to wake "
+    "and find their caches cold; the bar is about readers, hence about the first. Idle: the processor "
     "time of a reader that waits for 3 s, as a share of a core.",
     "Broadcast: a dict of some numbers and words, from the call on the writer to the moment when the last of "
     "three readers has the object; the next one when all have confirmed the last. `broadcast_object_list` is "
@@ -74,7 +80,7 @@ def _measure_one_way(
     blocks: dict[str, list[list[float]]] = {QUEUE: [], PIPE: []}
     for turn in turns(rounds, CASE_SECONDS_MAX):
         for via, of_one in blocks.items():
-            answers = ask(fleet, ranks, do="one_way", via=via, payload=payload, count=count, pause=0)
+            answers = ask(fleet, ranks, do="one_way", via=via, payload=payload, count=count)
             if turn > 0:  # the first is to warm up
                 of_one.append(answers[1]["us"])
     for via, of_one in blocks.items():
@@ -83,13 +89,16 @@ def _measure_one_way(
 
 
 def _measure_wake(result: Result, fleet: Fleet, ranks: list[FleetProcess], rounds: int) -> None:
-    found: dict[str, list[float]] = {QUEUE: [], PIPE: []}
-    for _ in range(rounds):
+    for works, case in WAKES.items():
+        found: dict[str, list[float]] = {QUEUE: [], PIPE: []}
+        for _ in range(rounds):
+            for via, samples in found.items():
+                answers = ask(
+                    fleet, ranks, do="one_way", via=via, payload="100 B", count=20, pause=0.02, works=works
+                )
+                samples.append(statistics.median(answers[1]["us"]))
         for via, samples in found.items():
-            answers = ask(fleet, ranks, do="one_way", via=via, payload="100 B", count=20, pause=0.02)
-            samples.append(statistics.median(answers[1]["us"]))
-    for via, samples in found.items():
-        result.add("one-way, 100 B, after a pause", via, "µs", samples)
+            result.add(case, via, "µs", samples)
 
 
 def _measure_idle(result: Result, fleet: Fleet, ranks: list[FleetProcess], plan: Plan) -> None:
@@ -119,7 +128,7 @@ def _judge(result: Result) -> None:
     for payload, limit in LIMITS_US.items():
         median = result.median(f"one-way, {payload}", QUEUE)
         result.bars.append(Bar(f"MessageQueue one-way, {payload}", median, limit, "µs"))
-    wake = result.median("one-way, 100 B, after a pause", QUEUE)
+    wake = result.median(WAKES[True], QUEUE)
     result.bars.append(Bar("MessageQueue: an idle reader wakes", wake, 250, "µs"))
     result.bars.append(
         Bar("MessageQueue: idle reader", result.median("idle reader", QUEUE), 1, "% of a core")

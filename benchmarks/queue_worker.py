@@ -3,7 +3,8 @@
 It reads commands, one JSON object in a line, and answers each with one record. All ranks get the same
 commands; times are of the system's monotonic clock, which all processes of a machine share.
 
-* {"do": "one_way", "via": v, "payload": p, "count": n, "pause": s}: 0 sends to 1; µs from call to object;
+* {"do": "one_way", "via": v, "payload": p, "count": n, "pause": s, "works": b}: 0 sends to 1; µs from call
+  to object; between two messages 0 sleeps for so many seconds, or works for as long;
 * {"do": "broadcast", "via": v, "count": n}: 0 sends to all; the moments, in ns;
 * {"do": "idle", "seconds": s}: readers wait for nothing; the processor time that each used.
 """
@@ -63,12 +64,15 @@ class Worker:
         self._confirmed = [_queue(rank, reader, [0]) for reader in range(1, RANKS)]
         self._pipe = _pipe(rank)
 
-    def one_way(self, via: str, payload: str, count: int, pause: float) -> dict[str, Any]:
+    def one_way(
+        self, via: str, payload: str, count: int, pause: float = 0.0, works: bool = False
+    ) -> dict[str, Any]:
+        wait = _work if works else time.sleep
         if self._rank == 0:
             send = self._to_one.enqueue if via == "MessageQueue" else self._pipe.send  # type: ignore[union-attr]
             value = PAYLOADS[payload]()
             for _ in range(count):
-                time.sleep(pause)
+                wait(pause)
                 send((time.perf_counter_ns(), value))
                 self._confirmed[0].dequeue(LIMIT_S)  # type: ignore[union-attr]
         if self._rank != 1:
@@ -143,6 +147,15 @@ def _pipe(rank: int) -> Connection[Any, Any] | None:
         with listener:
             return listener.accept()
     return Client(address[0], "AF_UNIX") if rank == 0 else None
+
+
+def _work(seconds: float) -> None:
+    """What a process does that has messages to send now and then: numbers, objects, strings."""
+    matrix = torch.ones(256, 256)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        matrix = matrix @ matrix / 256
+        json.loads(json.dumps(SMALL_OBJECT))
 
 
 def report(**record: object) -> None:
