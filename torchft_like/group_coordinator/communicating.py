@@ -193,8 +193,9 @@ class Communicating(Members):
 
     def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Transport, int | None]:
         """The transport of a call to one rank, and that rank; None in a group of one."""
-        default = (self.rank_in_group + step) % self.world_size
-        return self._current(), point_to_point.peer(self._current(), rank, default, name)
+        transport = self._current()  # which may have other members than the last call
+        default = (transport.rank + step) % transport.world_size
+        return transport, point_to_point.peer(transport, rank, default, name)
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:
