@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.errors import StaleEpochError
 from torchft_like.group_coordinator import ManagedCoordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -72,3 +73,17 @@ def test_a_tensor_goes_to_the_next_rank_before_anything_else_was_called(
         return coordinator.recv([2], torch.float32).tolist() if rank == 1 else None
 
     assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]  # type: ignore[arg-type]
+
+
+def test_tokens_of_an_earlier_quorum_are_not_combined(party: Party, groups: list[ProcessGroup]) -> None:
+    coordinators, tokens = over(groups), torch.ones(2, 3)
+    party.configure(groups)
+    party.together(coordinators, lambda _, c: c.dispatch(tokens, tokens))  # type: ignore[arg-type]
+    party.configure(groups)  # the same members, whose other calls of that quorum may have failed
+
+    def combine(_: int, coordinator: ManagedCoordinator) -> str:
+        with pytest.raises(StaleEpochError) as raised:
+            coordinator.combine(torch.ones(6, 3))
+        return str(raised.value)
+
+    assert all("dispatch" in said for said in party.together(coordinators, combine))  # type: ignore[arg-type]
