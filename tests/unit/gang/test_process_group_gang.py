@@ -224,6 +224,15 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_every_member(crew: MakeCre
     assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
 
 
+def test_an_object_that_does_not_fit_into_memory_is_an_error_on_every_member(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    found = gangs.outcomes(lambda gang: gang.broadcast_objects([torch.zeros(1).expand(2**46)]))
+    assert "memory" in str(found[0])
+    assert isinstance(found[1], GangError)
+    assert "cannot send its objects" in str(found[1])
+    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
+
+
 # ------------------------------------------------------------------------------- helpers
 
 
