@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -122,6 +123,64 @@ def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
         with pytest.raises(ValueError, match="cannot be added"):
             add(tensor)
     assert alone.all_gather(tensor).view(torch.uint8).tolist() == [1, 1]
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # it is a prototype of torch's
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch will do without
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.eye(2).to_sparse(),
+        nested,
+        quantized,
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused_by_everything(make: Callable[[], torch.Tensor]) -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    acts: list[Callable[[torch.Tensor], object]] = [
+        alone.all_reduce,
+        alone.all_gather,
+        alone.all_gatherv,
+        alone.reduce_scatter,
+        alone.reduce_scatterv,
+        alone.gather,
+        alone.broadcast,
+        lambda tensor: alone.dispatch(tensor, tensor),
+    ]
+    for act in acts:
+        with pytest.raises(TypeError, match="a dense torch tensor was expected, not"):
+            act(make())
+
+
+def test_an_expanded_tensor_is_refused_where_it_would_be_overwritten(party: Party) -> None:
+    coordinators = over(party.meet(2, gloo), check_collectives=True)
+    found = errors(party, coordinators, lambda _, c: c.broadcast(torch.ones(1).expand(2)))
+    assert [type(error) for error in found] == [CollectiveMismatchError, ValueError]
+
+    def broadcast(rank: int, c: GroupCoordinator) -> list[float]:
+        return c.broadcast(torch.zeros(2) if rank else torch.ones(1).expand(2)).tolist()
+
+    assert party.together(coordinators, broadcast) == [[1.0, 1.0]] * 2  # type: ignore[arg-type]
+
+
+def test_a_column_of_a_matrix_made_in_inference_mode_is_overwritten(party: Party) -> None:
+    def broadcast(rank: int, c: GroupCoordinator) -> list[list[float]]:
+        with torch.inference_mode():
+            matrix = torch.full((2, 2), float(rank))
+        c.broadcast(matrix[:, 0])
+        return matrix.tolist()
+
+    coordinators = over(party.meet(2, gloo))
+    assert party.together(coordinators, broadcast)[1] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
 
 
 def test_groups_and_ranks_that_do_not_fit_are_refused(party: Party) -> None:
