@@ -21,7 +21,7 @@ from torchft_like.errors import GangError, NotSupportedError
 from torchft_like.gang.arguments import check_gather, check_gather_list, check_reduction, check_source
 from torchft_like.gang.base import Gang, ReduceOperation
 from torchft_like.gang.objects import ObjectBroadcast
-from torchft_like.gang.tensors import as_moved, dense, effective, reducible
+from torchft_like.gang.tensors import as_moved, check_dense, dense, effective, reducible
 from torchft_like.process_group import ProcessGroup
 
 _REDUCE_OPS = {
@@ -100,14 +100,21 @@ class GroupGang(Gang):
         """See Gang.all_gather."""
         check_gather(output_tensor, input_tensor, self.size)
         self._check_place(input_tensor)
-        with dense(input_tensor, writes=False) as source, self._communicating("all_gather") as group:
-            self._gather(group, output_tensor.detach(), source)
+        with (
+            dense(input_tensor, writes=False) as source,
+            dense(output_tensor, writes=True) as output,
+            self._communicating("all_gather") as group,
+        ):
+            self._gather(group, output, source)
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
         """See Gang.all_gather_to_list."""
         check_gather_list(output_tensors, input_tensor, self.size)
         self._check_place(input_tensor)
+        check_dense(input_tensor, writes=False)
+        for output in output_tensors:
+            check_dense(output, writes=True)
         gathered = input_tensor.new_empty((self.size, *input_tensor.shape))
         self.all_gather(gathered, input_tensor)
         for output, part in zip(output_tensors, gathered, strict=True):
@@ -118,7 +125,8 @@ class GroupGang(Gang):
         """See Gang.broadcast."""
         source = check_source(source_rank, self.size)
         self._check_place(tensor)
-        with dense(tensor, writes=True) as without_gaps, self._communicating("broadcast") as group:
+        is_target = self.rank != source
+        with dense(tensor, writes=is_target) as without_gaps, self._communicating("broadcast") as group:
             dist.broadcast(as_moved(without_gaps), group=group, group_src=source)
 
     @torch.no_grad()
