@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -336,6 +337,36 @@ def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
         with pytest.raises(TimeoutError, match="its own"):
             handle.wait(LIMIT_S)
     assert handle.is_done()
+
+
+def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_failed() -> None:
+    made: list[object] = []
+
+    def settle(found: object) -> object:
+        made.append(found)
+        raise CollectiveMismatchError("shape", {0: "its", 1: "other"})
+
+    handle = Handle("reading", lambda: 7, settle)
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatchError, match="shape"):
+            handle.wait(LIMIT_S)
+    assert made == [7]
+
+
+def test_a_handle_that_is_done_when_the_wait_for_it_ends_gives_the_result() -> None:
+    class Late(Future[object]):
+        """Is done a moment after its wait has ended."""
+
+        def result(self, timeout: float | None = None) -> object:
+            if timeout is not None:
+                self.set_result(7)
+                raise TimeoutError
+            return super().result()
+
+    handle: Handle[object] = Handle("reading", lambda: None, lambda found: found, lambda: False)
+    handle._outcome = Late()
+    handle._is_over = None
+    assert handle.wait(0.01) == 7
 
 
 def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
