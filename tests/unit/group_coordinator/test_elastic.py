@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -294,6 +295,18 @@ def test_wrong_arguments_are_refused(crew: Crew) -> None:
 
 
 # --------------------------------------------------------------------------- the store is lost
+
+
+def test_a_store_that_gives_no_answer_holds_up_no_later_change(crew: Crew) -> None:
+    crew.change("ab")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nowhere = Membership(2, f"127.0.0.1:{silent.getsockname()[1]}/x", ("a", "b", "c"))
+        crew.begin("ab", nowhere, 3600, ready=False)
+        later = Membership(3, f"127.0.0.1:{crew.port}/later", ("a", "b"))
+        begun = crew.together("ab", lambda c: c.begin_change(later))
+        assert crew.complete(dict(zip("ab", begun, strict=True))) == [""] * 2
+        crew["a"].begin_change(Membership(4, nowhere.store_address, ("a", "b")), 3600)
+        crew.together("a", lambda c: c.destroy())
 
 
 def test_a_store_that_is_lost_before_the_vote_rolls_back_for_certain(crew: Crew) -> None:
