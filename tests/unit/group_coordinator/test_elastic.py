@@ -19,7 +19,7 @@ from torchft_like.errors import (
     QueueClosedError,
     StaleEpochError,
 )
-from torchft_like.group_coordinator import ElasticCoordinator, Membership
+from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator, Membership
 from torchft_like.group_coordinator.elastic.ballot import Ballot
 from torchft_like.group_coordinator.elastic.membership import SWITCH, Verdict
 
@@ -273,6 +273,29 @@ def test_who_leaves_stays_if_the_change_is_rolled_back(crew: Crew) -> None:
     changes["a"].roll_back("not now")
     assert crew.complete({name: changes[name] for name in "bc"}) == ["ChangeRolledBackError"] * 2
     assert crew.sums("abc") == [3, 3, 3]
+
+
+def test_a_member_that_is_destroyed_after_its_vote_is_not_waited_for(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CoordinatorOptions(timeout=3600)
+    crew.coordinators |= {name: ElasticCoordinator(name, options=options) for name in "ab"}
+    changes, read = crew.begin("ab", crew.board.announce("ab")), Change._read
+
+    def interrupted(change: Change, deadline: float) -> Verdict:
+        if change is changes["a"]:
+            raise KeyboardInterrupt
+        return read(change, deadline)
+
+    monkeypatch.setattr(Change, "_read", interrupted)
+    completing = crew.aside(changes["b"].complete)
+    with pytest.raises(KeyboardInterrupt):
+        changes["a"].complete()
+    completing.result(LIMIT_S)
+    waiting = crew.aside(crew["b"].all_reduce, torch.ones(1))
+    crew["a"].destroy()
+    with pytest.raises(GroupCoordinatorError):
+        waiting.result(LIMIT_S)
 
 
 def test_wrong_arguments_are_refused(crew: Crew) -> None:

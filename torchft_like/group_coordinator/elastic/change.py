@@ -177,6 +177,11 @@ class Change:
         telling.join(TELLING_S)
         self._give_up(reason)
 
+    def abandon(self, reason: str) -> None:
+        """Instead of `complete`, after the vote: the others, if they switch, find this member gone."""
+        if not self.is_over:
+            self._give_up(reason)
+
     # ------------------------------------------------------------- meeting, on a thread aside
 
     def _prepare(self) -> None:
