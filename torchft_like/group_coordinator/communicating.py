@@ -34,7 +34,7 @@ class Communicating(Members):
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """The tensors of all ranks, which have one shape, joined along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+            return compiled.all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._all_gather_out_place(input_, dim)
 
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
@@ -59,7 +59,7 @@ class Communicating(Members):
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of the sum over all ranks, which is split evenly along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+            return compiled.reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._reduce_scatter_out_place(input_, dim)
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:

@@ -82,6 +82,24 @@ def test_a_change_is_due_when_all_members_have_the_same(crew: Crew) -> None:
     assert crew.together("ab", lambda c: c.is_due(changes[c.name])) == [False] * 2  # it has come about
 
 
+def test_a_compiled_function_is_one_of_the_present_members(crew: Crew) -> None:
+    torch._dynamo.reset()
+
+    def everyones(coordinator: ElasticCoordinator) -> list[float]:
+        def function(rank: torch.Tensor) -> torch.Tensor:
+            rows = coordinator.all_gather(rank, 0)
+            return rows.sum() + rows.shape[0] + coordinator.reduce_scatter(rows, 0)
+
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        return compiled(torch.tensor([coordinator.rank_in_group])).tolist()
+
+    for members in ("ab", "abc", "b"):
+        crew.change(members, *(name for name in crew.coordinators if name not in members))
+        ranks = range(len(members))
+        shared = sum(ranks) + len(ranks)
+        assert crew.together(members, everyones) == [[shared + len(ranks) * rank] for rank in ranks]
+
+
 def test_several_changes_in_a_row(crew: Crew) -> None:
     for number, members in enumerate(("a", "ab", "abc", "cb", "cbd"), start=1):
         gone = sorted({name for name, c in crew.coordinators.items() if c.membership} - set(members))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import StaleEpochError
+from torchft_like.errors import GroupCoordinatorError, StaleEpochError
 from torchft_like.group_coordinator import ManagedCoordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -87,3 +87,33 @@ def test_tokens_of_an_earlier_quorum_are_not_combined(party: Party, groups: list
         return str(raised.value)
 
     assert all("dispatch" in said for said in party.together(coordinators, combine))  # type: ignore[arg-type]
+
+
+def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for_all(
+    party: Party, groups: list[ProcessGroup]
+) -> None:
+    torch._dynamo.reset()
+    coordinators = over(groups)
+
+    def gather(_: int, coordinator: ManagedCoordinator) -> object:
+        def function(row: torch.Tensor) -> torch.Tensor:
+            return coordinator.all_gather(row, 0)
+
+        try:
+            return len(torch.compile(function, backend="eager", fullgraph=True)(torch.ones(1)))
+        except GroupCoordinatorError as error:
+            return str(error)
+
+    party.configure(groups[:2])
+    party.together(coordinators[:2], lambda _, c: c.refresh())  # type: ignore[arg-type]
+    assert party.together(coordinators[:2], gather) == [2, 2]  # type: ignore[arg-type]
+    party.configure(groups)
+    coordinators[2].refresh()
+    found = party.together(coordinators, gather)  # type: ignore[arg-type]
+    assert ["entered with 2 members" in str(each) for each in found] == [True, True, False]
+    assert all(coordinator._manager.errored() for coordinator in coordinators)
+    party.configure(groups)
+    for coordinator in coordinators:
+        coordinator._manager.lost = None  # type: ignore[attr-defined] # it is a Quorum
+    party.together(coordinators, lambda _, c: c.refresh())  # type: ignore[arg-type]
+    assert party.together(coordinators, gather) == [3, 3, 3]  # type: ignore[arg-type]
