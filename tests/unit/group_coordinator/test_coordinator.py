@@ -392,6 +392,20 @@ def test_tensors_are_not_there_before_the_handle_is_done(party: Party) -> None:
     sending.wait(LIMIT_S)
 
 
+def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goes_on(party: Party) -> None:
+    coordinators = over(party.meet(2, lambda: ProcessGroupGloo(3600, check_collectives=False)))
+    for found in (
+        errors(party, coordinators, lambda _, c: c.isend_tensor_dict({"x": object()})),
+        errors(party, coordinators, lambda rank, c: c.send_object(object(), 1 - rank)),
+    ):
+        assert [type(error) for error in found] == [PlainDataError] * 2
+    for receive in (GroupCoordinator.recv_tensor_dict, lambda c: c.recv_object(1 - c.rank_in_group)):
+        for error in errors(party, coordinators, lambda _, c, receive=receive: receive(c)):  # type: ignore[misc]
+            assert isinstance(error, CollectiveMismatchError)
+            assert "is an object, which does not travel" in str(error)
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+
+
 def test_a_handle_ends_with_its_group(party: Party) -> None:
     groups = party.meet(2, gloo)
     receiving = over(groups)[1].irecv_tensor_dict(0)
