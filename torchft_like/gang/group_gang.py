@@ -137,7 +137,7 @@ class GroupGang(Gang):
         # Each part ends with the question whether it took place: what was received is not looked at before.
         with self._communicating("broadcast_objects") as group:
             size = sending.agree(objects, lambda own: self._gather_checked(group, own))
-        with self._communicating("broadcast_objects") as group:
+        with self._communicating("broadcast_objects") as group, self._to_the_end(group):
             sending.transfer(objects, size, self._broadcast_checked)
 
     def _exchange(self, group: dist.ProcessGroup, record: bytes) -> list[bytes]:
@@ -180,6 +180,22 @@ class GroupGang(Gang):
     def _raise_hidden(self, what: str) -> None:
         if (error := self._hidden_error()) is not None:
             raise self._explained(what, error) from error
+
+    @contextlib.contextmanager
+    def _to_the_end(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Around several collectives: a member that leaves half-way takes the group down.
+
+        The others would wait for it, and take its next call for the rest of this one. Torch's own groups
+        cannot be ended.
+        """
+        ours = group if isinstance(group, ProcessGroup) else None
+        epoch = None if ours is None else ours.epoch
+        try:
+            yield
+        except BaseException as error:
+            if ours is not None and ours.epoch == epoch:
+                ours.abort(f"a member left broadcast_objects half-way: {error!r}")
+            raise
 
     def _check_place(self, tensor: Tensor) -> None:
         kind = tensor.device.type

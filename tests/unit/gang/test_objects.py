@@ -11,6 +11,8 @@ import torch
 from tests.unit.gang.conftest import MakeCrew
 from torchft_like.errors import PlainDataError
 from torchft_like.gang import GangError, ProcessGroupGang, all_sum, broadcast_flag
+from torchft_like.gang.objects import ObjectBroadcast
+from torchft_like.process_group import ProcessGroupGloo
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -58,6 +60,25 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_every_member(crew: MakeCre
     found = gangs.outcomes(lambda gang: gang.broadcast_objects([lambda: None]))
     assert [type(error) for error in found] == [PlainDataError, GangError]
     assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
+
+
+def test_a_member_without_memory_for_what_comes_ends_the_group_for_all(
+    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = ObjectBroadcast._receive_tensor
+
+    def receive_unless_first(broadcast: ObjectBroadcast, *args: Any) -> torch.Tensor:
+        if broadcast._rank == 1:
+            raise MemoryError("no memory for what comes")
+        return receive(broadcast, *args)
+
+    monkeypatch.setattr(ObjectBroadcast, "_receive_tensor", receive_unless_first)
+    gangs = crew(3, lambda: ProcessGroupGloo(3600))
+    found = gangs.outcomes(lambda gang: gang.broadcast_objects([torch.ones(1 << 22), torch.ones(1 << 22)]))
+    assert isinstance(found[1], GangError)
+    assert isinstance(found[1].__cause__, MemoryError)
+    assert all(isinstance(error, GangError) for error in found)
+    assert all(isinstance(each, GangError) for each in gangs.outcomes(lambda gang: gang.barrier()))
 
 
 def test_an_object_that_does_not_fit_into_memory_is_an_error_on_every_member(crew: MakeCrew) -> None:
