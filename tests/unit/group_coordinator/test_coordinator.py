@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -124,6 +125,14 @@ def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
         with pytest.raises(ValueError, match="cannot be added"):
             add(tensor)
     assert alone.all_gather(tensor).view(torch.uint8).tolist() == [1, 1]
+
+
+def test_any_true_value_says_that_the_ranks_hold_chunks_of_the_same_sequences() -> None:
+    alone, tokens = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1)), torch.ones(2, 3)
+    alone.dispatch(tokens, tokens, np.bool_(True))  # type: ignore[arg-type]
+    assert torch.equal(alone.combine(tokens, True), tokens)
+    with pytest.raises(ValueError, match="it was True in dispatch"):
+        alone.combine(tokens)
 
 
 def nested() -> torch.Tensor:
