@@ -1,4 +1,6 @@
-"""Changing tensors in place where autograd, or inference mode, would not have it."""
+"""Tensors as memory: which have any that can be moved, and how it is changed in place where autograd, or
+inference mode, would not have it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,17 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers are in memory, each in a place of its shape, and all that there is to it."""
+    odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout is torch.strided and not odd
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several of its elements are one in memory, as those of an expanded tensor are."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def writing_to(*tensors: Tensor) -> AbstractContextManager[None]:

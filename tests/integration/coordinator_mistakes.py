@@ -47,6 +47,7 @@ def a_wrong_argument_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None
     sizes = [2] * c.world_size
     refused(c, lambda wrong: c.all_gatherv(ones(3 if wrong else 2), sizes=sizes), ValueError)
     refused(c, lambda wrong: c.all_gatherv("no" if wrong else ones(2)), TypeError)  # type: ignore[arg-type]
+    refused(c, lambda wrong: c.all_gatherv(torch.empty(2, device="meta") if wrong else ones(2)), TypeError)
     rows = 2 * c.world_size
     refused(c, lambda wrong: c.reduce_scatterv(ones(rows, 3 + wrong), 0))
     refused(c, lambda wrong: c.reduce_scatterv(ones(rows), 0, [*sizes[1:], 3 if wrong else 2]), ValueError)

@@ -6,6 +6,7 @@ import math
 import random
 import struct
 import sys
+import warnings
 from collections import OrderedDict
 
 import numpy as np
@@ -16,7 +17,23 @@ from torchft_like.dtypes import DTYPES
 from torchft_like.errors import PlainDataError
 from torchft_like.message_queue.leaves import bytes_of
 from torchft_like.plain_data import assemble, assemble_from, disassemble, dissect, tensor_specs
-from torchft_like.plain_data.schema import DEPTH_MAX, INLINE_BYTES_MAX, LEAVES_MAX, VALUES_MAX
+from torchft_like.plain_data.schema import (
+    DEPTH_MAX,
+    DIMENSIONS_MAX,
+    INLINE_BYTES_MAX,
+    LEAVES_MAX,
+    STRUCTURE_BYTES_MAX,
+    VALUES_MAX,
+)
+
+
+def _deep(levels: int) -> tuple[object, ...]:
+    """A tuple in a tuple in a tuple."""
+    found: tuple[object, ...] = ()
+    for _ in range(levels):
+        found = (found,)
+    return found
+
 
 PLAIN = [
     None,
@@ -67,6 +84,11 @@ REFUSED = [
     ({(1, 1j): 1}, r"key of type tuple"),
     (2 * [VALUES_MAX // 2 * [None]], r"values: put numbers into an array"),
     ([torch.empty(0)] * (LEAVES_MAX + 1), r"one tensor too many"),
+    (torch.empty([1] * (DIMENSIONS_MAX + 1)), r"has 65 dimensions.*flatten"),
+    (torch.empty([1] * 256), r"has 256 dimensions"),
+    ({_deep(3 * sys.getrecursionlimit()): 1}, r"\[tuple\] is under a key of type tuple"),
+    ({10**5000: {1}}, r"\[int\] is a set"),
+    (["x" * 4095] * (STRUCTURE_BYTES_MAX // 4096), r"takes 6717\d+ bytes beside tensors"),
 ]
 
 
@@ -156,6 +178,13 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 def test_what_does_not_travel_is_named_with_a_cure(value: object, message: str) -> None:
     with pytest.raises(PlainDataError, match=message):
         disassemble(value)
+
+
+def test_a_nested_tensor_is_refused() -> None:
+    with warnings.catch_warnings(action="ignore"):  # it is a prototype of torch's
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(PlainDataError, match=r"nested tensor.*unbind"):
+        disassemble([nested])
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:

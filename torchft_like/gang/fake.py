@@ -23,7 +23,7 @@ from torchft_like.gang.arguments import (
     check_source,
 )
 from torchft_like.gang.base import Gang, ReduceOperation
-from torchft_like.gang.tensors import dense, effective, reducible
+from torchft_like.gang.tensors import check_dense, dense, effective, reducible
 
 
 @final
@@ -104,18 +104,24 @@ class FakeGang(Gang):
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         """See Gang.all_gather."""
         check_gather(output_tensor, input_tensor, self._size)
+        check_dense(input_tensor, writes=False)
+        check_dense(output_tensor, writes=True)
         output_tensor.detach().view(self._size, *input_tensor.shape).copy_(input_tensor)
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
         """See Gang.all_gather_to_list."""
         check_gather_list(output_tensors, input_tensor, self._size)
+        check_dense(input_tensor, writes=False)
+        for output in output_tensors:
+            check_dense(output, writes=True)
         for output in output_tensors:
             output.detach().copy_(input_tensor)
 
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
         """See Gang.broadcast."""
-        check_source(source_rank, self._size)
+        source = check_source(source_rank, self._size)
+        check_dense(tensor, writes=self._rank != source)
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         """See Gang.broadcast_objects."""

@@ -21,7 +21,7 @@ from torchft_like.errors import GangError, NotSupportedError
 from torchft_like.gang.arguments import check_gather, check_gather_list, check_reduction, check_source
 from torchft_like.gang.base import Gang, ReduceOperation
 from torchft_like.gang.objects import ObjectBroadcast
-from torchft_like.gang.tensors import as_moved, dense, effective, reducible
+from torchft_like.gang.tensors import as_moved, check_dense, dense, effective, reducible
 from torchft_like.process_group import ProcessGroup
 
 _REDUCE_OPS = {
@@ -100,14 +100,21 @@ class GroupGang(Gang):
         """See Gang.all_gather."""
         check_gather(output_tensor, input_tensor, self.size)
         self._check_place(input_tensor)
-        with dense(input_tensor, writes=False) as source, self._communicating("all_gather") as group:
-            self._gather(group, output_tensor.detach(), source)
+        with (
+            dense(input_tensor, writes=False) as source,
+            dense(output_tensor, writes=True) as output,
+            self._communicating("all_gather") as group,
+        ):
+            self._gather(group, output, source)
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
         """See Gang.all_gather_to_list."""
         check_gather_list(output_tensors, input_tensor, self.size)
         self._check_place(input_tensor)
+        check_dense(input_tensor, writes=False)
+        for output in output_tensors:
+            check_dense(output, writes=True)
         gathered = input_tensor.new_empty((self.size, *input_tensor.shape))
         self.all_gather(gathered, input_tensor)
         for output, part in zip(output_tensors, gathered, strict=True):
@@ -118,7 +125,8 @@ class GroupGang(Gang):
         """See Gang.broadcast."""
         source = check_source(source_rank, self.size)
         self._check_place(tensor)
-        with dense(tensor, writes=True) as without_gaps, self._communicating("broadcast") as group:
+        is_target = self.rank != source
+        with dense(tensor, writes=is_target) as without_gaps, self._communicating("broadcast") as group:
             dist.broadcast(as_moved(without_gaps), group=group, group_src=source)
 
     @torch.no_grad()
@@ -129,7 +137,7 @@ class GroupGang(Gang):
         # Each part ends with the question whether it took place: what was received is not looked at before.
         with self._communicating("broadcast_objects") as group:
             size = sending.agree(objects, lambda own: self._gather_checked(group, own))
-        with self._communicating("broadcast_objects") as group:
+        with self._communicating("broadcast_objects") as group, self._to_the_end(group):
             sending.transfer(objects, size, self._broadcast_checked)
 
     def _exchange(self, group: dist.ProcessGroup, record: bytes) -> list[bytes]:
@@ -172,6 +180,22 @@ class GroupGang(Gang):
     def _raise_hidden(self, what: str) -> None:
         if (error := self._hidden_error()) is not None:
             raise self._explained(what, error) from error
+
+    @contextlib.contextmanager
+    def _to_the_end(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Around several collectives: a member that leaves half-way takes the group down.
+
+        The others would wait for it, and take its next call for the rest of this one. Torch's own groups
+        cannot be ended.
+        """
+        ours = group if isinstance(group, ProcessGroup) else None
+        epoch = None if ours is None else ours.epoch
+        try:
+            yield
+        except BaseException as error:
+            if ours is not None and ours.epoch == epoch:
+                ours.abort(f"a member left broadcast_objects half-way: {error!r}")
+            raise
 
     def _check_place(self, tensor: Tensor) -> None:
         kind = tensor.device.type

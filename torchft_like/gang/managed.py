@@ -43,9 +43,10 @@ class ManagedGang(GroupGang):
     """The members of the current quorum, healing ones included: one rank of every replica group.
 
     Usable from the first `start_quorum` on. A reduction counts the participants, so a replica that heals
-    in this step adds zero and MEAN divides by the others; what shares tensors out by rank (all_gather)
-    makes no sense in such a step and raises GangError. So do all functions of sub-gangs in it. With
-    `Manager(use_async_quorum=False)` replicas heal before the step, and there is no such step.
+    in this step adds zero, or what else changes no result, and MEAN divides by the others; what shares
+    tensors out by rank (all_gather) makes no sense in such a step and raises GangError. So do all functions
+    of sub-gangs in it. With `Manager(use_async_quorum=False)` replicas heal before the step, and there is no
+    such step.
 
     After a GangError go on to the next `start_quorum`: the gang then has the members of that quorum.
 

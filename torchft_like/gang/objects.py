@@ -62,7 +62,7 @@ class ObjectBroadcast:
         self._source = source
         self._device = device
         self._message: Message | None = None
-        self._refusal: PlainDataError | None = None
+        self._refusal: Exception | None = None
 
     def agree(self, objects: list[object], gather: Gather) -> int:
         """Compare what the members were told; gives the bytes that describe the objects.
@@ -104,8 +104,8 @@ class ObjectBroadcast:
     def _take_apart(self, objects: list[object]) -> None:
         try:
             self._message = plain_data.disassemble(list(objects))
-        except PlainDataError as error:
-            self._refusal = error  # told to the others first
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are told first
+            self._refusal = error
 
     def _receive(self, structure_bytes: int, count: int, broadcast: Broadcast) -> list[object]:
         if structure_bytes > STRUCTURE_BYTES_MAX:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.gang.base import ReduceOperation
+from torchft_like.writing import is_dense, overlaps_itself
 
 _KNOWN = frozenset(
     {
@@ -37,15 +38,28 @@ def dense(tensor: Tensor, *, writes: bool) -> Iterator[Tensor]:
     """In the block, the tensor without gaps; what the block leaves in it is in `tensor` afterwards.
 
     Raises:
-        ValueError: it is sparse, or has no memory.
+        ValueError: see `check_dense`.
     """
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise ValueError(f"a gang takes dense tensors, not {tensor.layout} on {tensor.device}")
+    check_dense(tensor, writes=writes)
     original = tensor.detach()
-    without_gaps = original.contiguous()
+    without_gaps = original.resolve_conj().resolve_neg().contiguous()
     yield without_gaps
     if writes and without_gaps is not original:
         original.copy_(without_gaps)
+
+
+def check_dense(tensor: Tensor, *, writes: bool) -> None:
+    """Whether the numbers of a tensor can be moved, and overwritten if `writes`.
+
+    Raises:
+        ValueError: it is sparse, nested or quantized, or has no memory; or several of those to be
+            overwritten are one in memory.
+    """
+    if not is_dense(tensor):
+        kind = "nested ones" if tensor.is_nested else f"{tensor.layout} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"a gang takes dense tensors, not {kind}")
+    if writes and overlaps_itself(tensor):
+        raise ValueError("an expanded tensor cannot be overwritten: pass its `.contiguous()`")
 
 
 def as_moved(tensor: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from torchft_like.group_coordinator.plans import checked_dim, shape_text
+from torchft_like.writing import is_dense, overlaps_itself
 
 Terms = tuple[tuple[str, str], ...]
 
@@ -18,9 +18,25 @@ def checked_tensor(value: object) -> Tensor:
     Raises:
         TypeError: it is not.
     """
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, Tensor):
         raise TypeError(f"a dense torch tensor was expected, not {type(value).__name__}")
+    if not is_dense(value):
+        kind = "a nested one" if value.is_nested else f"{value.dtype} with {value.layout} on {value.device}"
+        raise TypeError(f"a dense torch tensor was expected, not {kind}")
     return value
+
+
+def checked_target(value: object) -> Tensor:
+    """The value, if it is a dense tensor whose every element can be overwritten.
+
+    Raises:
+        TypeError: it is no dense tensor.
+        ValueError: some of its elements are one in memory.
+    """
+    tensor = checked_tensor(value)
+    if overlaps_itself(tensor):
+        raise ValueError("an expanded tensor cannot be overwritten: pass its `.contiguous()`")
+    return tensor
 
 
 def checked_along(tensors: Sequence[object], dim: int) -> int:

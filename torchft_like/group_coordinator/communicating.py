@@ -34,7 +34,7 @@ class Communicating(Members):
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """The tensors of all ranks, which have one shape, joined along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+            return compiled.all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._all_gather_out_place(input_, dim)
 
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
@@ -59,7 +59,7 @@ class Communicating(Members):
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of the sum over all ranks, which is split evenly along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+            return compiled.reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._reduce_scatter_out_place(input_, dim)
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:
@@ -193,8 +193,9 @@ class Communicating(Members):
 
     def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Transport, int | None]:
         """The transport of a call to one rank, and that rank; None in a group of one."""
-        default = (self.rank_in_group + step) % self.world_size
-        return self._current(), point_to_point.peer(self._current(), rank, default, name)
+        transport = self._current()  # which may have other members than the last call
+        default = (transport.rank + step) % transport.world_size
+        return transport, point_to_point.peer(transport, rank, default, name)
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:

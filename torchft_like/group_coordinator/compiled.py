@@ -1,14 +1,18 @@
 """Collectives as operators of torch, so that `torch.compile` keeps a graph in one piece.
 
-A graph cannot hold a coordinator. It holds its name, by which the operator finds it when it runs. An
+A graph cannot hold a coordinator. It holds its name, by which the operator finds it when it runs, and, where
+the shape of a result depends on it, the number of members: torch compiles anew where that has changed. An
 operator returns new tensors and changes none, which is what torch asks of it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.membership import coordinator_named
 from torchft_like.group_coordinator.plans import checked_dim, with_rows
 
@@ -20,15 +24,15 @@ def all_reduce(tensor: Tensor, coordinator: str) -> Tensor:
 
 
 @torch.library.custom_op("torchft_like::all_gather", mutates_args=())
-def all_gather(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+def all_gather(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
     """See GroupCoordinator.all_gather."""
-    return coordinator_named(coordinator)._all_gather_out_place(tensor, dim)  # type: ignore[no-any-return]
+    return _with_members(coordinator, world_size)._all_gather_out_place(tensor, dim)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("torchft_like::reduce_scatter", mutates_args=())
-def reduce_scatter(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+def reduce_scatter(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
     """See GroupCoordinator.reduce_scatter."""
-    return coordinator_named(coordinator)._reduce_scatter_out_place(tensor, dim)  # type: ignore[no-any-return]
+    return _with_members(coordinator, world_size)._reduce_scatter_out_place(tensor, dim)  # type: ignore[no-any-return]
 
 
 @all_reduce.register_fake
@@ -37,14 +41,28 @@ def _(tensor: Tensor, coordinator: str) -> Tensor:
 
 
 @all_gather.register_fake
-def _(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+def _(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
     at = checked_dim(dim, tensor.dim())
-    rows = tensor.shape[at] * coordinator_named(coordinator).world_size
+    rows = tensor.shape[at] * world_size
     return tensor.new_empty(with_rows(tensor.shape, at, rows))
 
 
 @reduce_scatter.register_fake
-def _(tensor: Tensor, dim: int, coordinator: str) -> Tensor:
+def _(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
     at = checked_dim(dim, tensor.dim())
-    rows = tensor.shape[at] // coordinator_named(coordinator).world_size
+    rows = tensor.shape[at] // world_size
     return tensor.new_empty(with_rows(tensor.shape, at, rows))
+
+
+def _with_members(coordinator: str, world_size: int) -> Any:
+    """The coordinator, if it has as many members as the graph was compiled for.
+
+    Raises:
+        GroupCoordinatorError: they have changed since the graph was entered, as a Manager's quorum may.
+    """
+    found = coordinator_named(coordinator)
+    transport = found._current()
+    if transport.world_size != world_size:
+        with transport.guard("a compiled graph"):  # others may have entered theirs with the new members
+            raise GroupCoordinatorError(f"it was entered with {world_size} members: enter it again")
+    return found

@@ -234,9 +234,10 @@ class GroupCoordinator(Communicating):
         Experts that return their input give `world_size` times the input: each rank adds what its own
         experts make of a token, and zero where the token is none of theirs.
         """
+        transport = self._current()  # first: it is what ends the epoch of an earlier quorum
         if self._dispatched is not None:
             self._dispatched.among.require_present("dispatch")
-        return expert_parallel.combine(self._current(), hidden_states, self._dispatched, is_sequence_parallel)
+        return expert_parallel.combine(transport, hidden_states, self._dispatched, is_sequence_parallel)
 
     @contextlib.contextmanager
     def graph_capture(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchft_like.group_coordinator.arguments import Terms, checked_tensor, tensor_terms
+from torchft_like.group_coordinator.arguments import Terms, checked_target, checked_tensor, tensor_terms
 from torchft_like.group_coordinator.numbers import addable, as_before
 from torchft_like.group_coordinator.plans import checked_dim, checked_rank, with_rows
 from torchft_like.group_coordinator.summing import reduce_scatter_by_rows
 from torchft_like.group_coordinator.transport import Transport, as_bytes
+from torchft_like.writing import writing_to
 
 
 def all_reduce(transport: Transport, input_: Tensor) -> Tensor:
@@ -88,8 +89,8 @@ def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
     """Bring the tensor of rank `src` into that of every other rank; gives the same tensor."""
 
     def prepare() -> Tensor:
-        checked_rank(src, transport.world_size, "src")
-        return checked_tensor(input_)
+        is_source = transport.rank == checked_rank(src, transport.world_size, "src")
+        return checked_tensor(input_) if is_source else checked_target(input_)
 
     with transport.guard("broadcast"):
         transport.agree_if_checking(prepare, "broadcast", lambda _: _terms(input_, src=src))
@@ -97,7 +98,7 @@ def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
             moved = transport.carried(input_)
             transport.broadcast(as_bytes(moved), src).land()
             if transport.rank != src and moved.data_ptr() != input_.data_ptr():
-                with torch.no_grad():
+                with writing_to(input_):
                     input_.copy_(moved)
         return input_
 

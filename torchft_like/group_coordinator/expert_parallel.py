@@ -38,7 +38,7 @@ def dispatch(
 ) -> tuple[list[Tensor], Dispatched]:
     """The rows of all ranks, in the order of ranks, of tensors that have a row for each token."""
     gathered, sizes = all_gatherv(transport, tensors, 0, None, "dispatch", _terms(is_sequence_parallel))
-    return gathered, Dispatched(sizes, is_sequence_parallel, transport)
+    return gathered, Dispatched(sizes, bool(is_sequence_parallel), transport)
 
 
 def combine(
@@ -49,7 +49,7 @@ def combine(
     def sizes() -> Sizes:
         if dispatched is None:
             raise ValueError("combine comes after dispatch: there was none")
-        if dispatched.is_sequence_parallel is not is_sequence_parallel:
+        if dispatched.is_sequence_parallel != bool(is_sequence_parallel):
             raise ValueError(
                 f"is_sequence_parallel is {is_sequence_parallel}: it was "
                 f"{dispatched.is_sequence_parallel} in dispatch"

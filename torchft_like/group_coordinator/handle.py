@@ -42,7 +42,7 @@ class Handle(Generic[T]):
         self._is_over = is_over
         self._outcome: Future[object] = Future()
         self._settling = threading.Lock()
-        self._settled: list[T] = []
+        self._result: Future[T] | None = None
         if is_over is None:
             threading.Thread(target=self._run, name="torchft-coordinator", daemon=True).start()
 
@@ -61,13 +61,10 @@ class Handle(Generic[T]):
         try:
             outcome = self._outcome.result(timeout)
         except FutureTimeoutError:
-            if self._outcome.done():  # the operation's own error
-                raise
-            raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
-        with self._settling:
-            if not self._settled:
-                self._settled.append(self._settle(outcome))
-            return self._settled[0]
+            if not self._outcome.done():
+                raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
+            outcome = self._outcome.result()  # the operation's own error, or it was done just now
+        return self._settled_once(outcome)
 
     def is_done(self) -> bool:
         """Whether everything was sent, or has come, or the operation has failed."""
@@ -75,6 +72,18 @@ class Handle(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
+
+    def _settled_once(self, outcome: object) -> T:
+        """The result, or the error of making it: the other ranks do not make it a second time."""
+        with self._settling:
+            if self._result is None:
+                result: Future[T] = Future()
+                try:
+                    result.set_result(self._settle(outcome))
+                except Exception as error:  # noqa: BLE001 - it is raised below, and again
+                    result.set_exception(error)
+                self._result = result
+            return self._result.result()
 
     def _run_once(self) -> None:
         with self._settling:

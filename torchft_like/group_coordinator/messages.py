@@ -17,6 +17,7 @@ import torch
 from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
 from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.cargo import Cargo
+from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement, check, decode, encode
 from torchft_like.group_coordinator.transport import Flight, Transport, from_bytes
 from torchft_like.plain_data import Message, PlainDataError, assemble, disassemble, tensor_specs
@@ -91,14 +92,15 @@ def start_sending(
         prepare: gives what is said of the value, and the value; may refuse the caller's arguments.
 
     Raises:
-        PlainDataError, ValueError, TypeError: it cannot be sent. The receiver is told, and fails too.
+        PlainDataError, ValueError, TypeError: it cannot be sent. The receiver is told, once it comes.
     """
     tag = transport.tag("to", dst)
     try:
         terms, value = prepare()
         message = taken_apart(transport, value)
     except (ValueError, TypeError) as error:
-        transport.send(from_bytes(encode(Statement(kind).refused(error))), dst, tag).land()
+        refusal = transport.send(from_bytes(encode(Statement(kind).refused(error))), dst, tag)
+        Handle("a refusal", refusal.land, lambda _: None)  # aside: the receiver may be about to send, too
         raise
     statement = Statement(kind, terms).announcing(message.structure)
     head = [encode(statement), *([] if statement.payload else [message.structure])]

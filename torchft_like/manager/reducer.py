@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from torchft_like.errors import FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, reduction
+from torchft_like.manager.managed_work import ManagedWork, neutral, reduction
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.step import StepProtocol
 from torchft_like.writing import writing_to
@@ -53,9 +53,9 @@ class Reducer:
         try:
             if not protocol.is_participating:
                 with writing_to(tensor):
-                    tensor.zero_()
+                    tensor.fill_(neutral(options.reduceOp, tensor.dtype))
             group.pg.issue_allreduce(result, [tensor], options)
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `zero_`; the step is lost, not the script
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `fill_`; the step is lost, not the script
             attempt.pending_collectives.pop(result, None)
             report(error)
         return result

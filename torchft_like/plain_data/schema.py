@@ -70,10 +70,10 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 TAGS = [bytes([tag]) for tag in range(LEAF_ARRAY + 1)]
 
 
-def is_key(key: object) -> bool:
-    """Whether the key of a dict travels."""
+def is_key(key: object, levels: int = DEPTH_MAX) -> bool:
+    """Whether the key of a dict travels; `levels` of tuples in it do."""
     if type(key) is tuple:
-        return len(key) <= DIMENSIONS_MAX and all(is_key(part) for part in key)
+        return levels > 0 and len(key) <= DIMENSIONS_MAX and all(is_key(part, levels - 1) for part in key)
     return key is None or type(key) in (bool, int, float, str, bytes)
 
 

@@ -18,6 +18,7 @@ from torchft_like.plain_data.schema import (
     DEPTH_MAX,
     DEVICES,
     DICT,
+    DIMENSIONS_MAX,
     DOUBLE,
     DTYPE_NUMBERS,
     FALSE,
@@ -72,8 +73,15 @@ def dissect(value: object) -> tuple[bytes, list[Leaf]]:
         raise PlainDataError(f"{_show(unfit.path)} {unfit.problem}") from None
     leaves = sheet.leaves
     if not leaves:
-        return NO_LEAVES + b"".join(sheet.parts), leaves
-    return b"".join([HEAD.pack(MAGIC, len(leaves)), *map(_spec_bytes, leaves), *sheet.parts]), leaves
+        structure = NO_LEAVES + b"".join(sheet.parts)
+    else:
+        structure = b"".join([HEAD.pack(MAGIC, len(leaves)), *map(_spec_bytes, leaves), *sheet.parts])
+    if len(structure) > STRUCTURE_BYTES_MAX:  # which a receiver refuses, when others have begun to receive
+        raise PlainDataError(
+            f"the value takes {len(structure)} bytes beside tensors, arrays and long texts: "
+            f"{STRUCTURE_BYTES_MAX} travel at a time"
+        )
+    return structure, leaves
 
 
 class _Unfit(Exception):  # noqa: N818 - never leaves this module
@@ -194,12 +202,16 @@ def _write_dict(value: dict[object, object], sheet: _Sheet, depth: int) -> None:
 
 
 def _write_tensor(value: Tensor, sheet: _Sheet, _: int) -> None:
+    if value.is_nested:
+        raise _Unfit("is a nested tensor: only dense ones travel; pass `.unbind()`")
     if value.layout is not torch.strided or value.is_quantized:
         raise _Unfit(f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`")
     if value.device.type not in DEVICES:
         raise _Unfit(f"is a tensor on {value.device}, which does not travel; pass `.cpu()`")
     if value.dtype not in DTYPE_NUMBERS:
         raise _Unfit(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
+    if value.dim() > DIMENSIONS_MAX:
+        raise _Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
     sheet.put_leaf(LEAF_TENSOR, value.detach().resolve_conj().resolve_neg().contiguous())
 
 
@@ -259,8 +271,16 @@ def _cure(value: object) -> str:
 
 def _show(path: Sequence[object]) -> str:
     keys = list(reversed(path))  # the innermost was added first
-    shown = "".join(f'["{key:.80}"]' if type(key) is str else f"[{key!r:.80}]" for key in keys[:16])
-    return shown + ("..." if len(keys) > 16 else "") or "the value"
+    return "".join(map(_show_key, keys[:16])) + ("..." if len(keys) > 16 else "") or "the value"
+
+
+def _show_key(key: object) -> str:
+    if type(key) is str:
+        return f'["{key:.80}"]'
+    try:
+        return f"[{key!r:.80}]"
+    except Exception:  # noqa: BLE001 - of an int with many digits, deep tuples, or whatever was refused as a key
+        return f"[{name_of(key)}]"
 
 
 def _spec_bytes(leaf: Leaf) -> bytes:

@@ -63,9 +63,9 @@ class ManagedProcessGroup(SwallowingGroup):
     """A group whose collectives never fail and whose size is the number of participants.
 
     An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals
-    adds zero. Every other collective goes to the manager's group; where some members of it do not
-    participate, one that shares tensors out by rank cannot have a right result: it is skipped and
-    the step is lost. Once the step is lost, collectives are skipped, as they are by an
+    adds zero, or what else changes no result. Every other collective goes to the manager's group; where
+    some members of it do not participate, one that shares tensors out by rank cannot have a right result:
+    it is skipped and the step is lost. Once the step is lost, collectives are skipped, as they are by an
     ErrorSwallowingProcessGroupWrapper.
 
     If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.unit.gang.conftest import CPU, Crew, MakeCrew
 from tests.unit.process_group.conftest import Party
-from torchft_like.errors import CollectiveMismatchError, NotSupportedError, PlainDataError
+from torchft_like.errors import CollectiveMismatchError, NotSupportedError
 from torchft_like.gang import (
     GangError,
     Gangs,
@@ -137,9 +137,34 @@ def test_tensors_with_gaps_without_dimensions_and_without_elements(crew: MakeCre
         ]
 
 
+def test_views_that_conjugate_are_taken_for_what_they_show(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[Any]:
+        seen, total, sent = (torch.tensor([complex(1, 1 + gang.rank)]).conj() for _ in range(3))
+        gathered = torch.zeros(2, 1, dtype=seen.dtype)
+        gang.all_gather(gathered, seen)
+        gang.all_reduce(total, ReduceOperation.SUM)
+        gang.broadcast(sent, source_rank=1)
+        assert total.is_conj()
+        assert sent.is_conj()
+        return [gathered.flatten().tolist(), total.tolist(), sent.tolist()]
+
+    assert crew(2).together(act) == [[[1 - 1j, 1 - 2j], [2 - 3j], [1 - 2j]]] * 2
+
+
+def test_a_source_may_send_an_expanded_tensor(crew: MakeCrew) -> None:
+    def act(gang: ProcessGroupGang) -> list[float]:
+        tensor = torch.ones(1).expand(2) if gang.rank == 0 else torch.zeros(2)
+        gang.broadcast(tensor)
+        return tensor.tolist()
+
+    assert crew(2).together(act) == [[1.0, 1.0]] * 2
+
+
 def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> None:
     gang = crew(2).gangs[0]  # the other one never calls: whatever is sent would hang
     rows = torch.zeros(3, 2)
+    with warnings.catch_warnings(action="ignore"):  # torch will do without
+        quantized = torch.quantize_per_tensor(rows, 0.1, 0, torch.quint8)
     for act in (
         lambda: gang.broadcast(rows, 2),
         lambda: gang.broadcast(rows, -1),
@@ -152,6 +177,11 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> 
         lambda: gang.all_reduce(rows, "sum"),  # type: ignore[arg-type]
         lambda: gang.all_reduce(rows.to_sparse(), ReduceOperation.SUM),
         lambda: gang.all_reduce(rows.to("meta"), ReduceOperation.SUM),
+        lambda: gang.all_reduce(torch.zeros(1).expand(3), ReduceOperation.SUM),
+        lambda: gang.all_gather_to_list([rows, torch.zeros(3, 1).expand(3, 2)], rows),
+        lambda: gang.all_gather_to_list([rows, rows.to_sparse()], rows),
+        lambda: gang.broadcast(quantized),
+        lambda: gang.all_gather_to_list([quantized, quantized], quantized),
         lambda: gang.create_gang([0, 2]),
         lambda: gang.create_gang([0, 0]),
         lambda: broadcast_flag(gang, True, source_rank=2),
@@ -172,56 +202,6 @@ def test_a_tensor_of_another_shape_on_one_member_is_an_error_on_all_and_the_gang
         assert isinstance(error, GangError)
         assert isinstance(error.__cause__, CollectiveMismatchError)
     assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [3] * 3
-
-
-# ------------------------------------------------------------------------------- objects
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_objects_of_the_source_replace_those_of_the_others(crew: MakeCrew, size: int) -> None:
-    source = size - 1
-    sent = [
-        {"a": [1, 2.5, None, True, "text", b"bytes"], ("b", 3): (torch.arange(3), torch.zeros(0, 2))},
-        np.arange(4, dtype=np.int16).reshape(2, 2),
-        torch.tensor(True),
-        torch.arange(6.0).view(2, 3).t(),
-    ]
-
-    def act(gang: ProcessGroupGang) -> list[Any]:
-        objects: list[Any] = list(sent) if gang.rank == source else [None] * len(sent)
-        gang.broadcast_objects(objects, source)
-        return objects
-
-    for first, array, flag, turned in crew(size).together(act):
-        assert first["a"] == sent[0]["a"]  # type: ignore[index]
-        assert torch.equal(first["b", 3][0], torch.arange(3))
-        assert first["b", 3][1].shape == (0, 2)
-        assert array.tolist() == [[0, 1], [2, 3]]
-        assert array.dtype == np.int16
-        assert flag.item() is True
-        assert torch.equal(turned, torch.arange(6.0).view(2, 3).t())
-
-
-def test_lists_of_unequal_length_are_an_error_on_every_member(crew: MakeCrew) -> None:
-    gangs = crew(3)
-    found = gangs.outcomes(lambda gang: gang.broadcast_objects([0] * (1 + (gang.rank == 1))))
-    assert [str(error) for error in found] == [
-        "the members' lists differ in length: rank 0: 1, rank 1: 2, rank 2: 1"
-    ] * 3
-    assert all(isinstance(error, ValueError) for error in found)
-    assert gangs.together(lambda gang: broadcast_flag(gang, gang.rank == 2, 2)) == [True] * 3
-
-
-def test_sources_that_differ_are_an_error_on_every_member(crew: MakeCrew) -> None:
-    found = crew(2).outcomes(lambda gang: gang.broadcast_objects([0], source_rank=gang.rank))
-    assert all(isinstance(error, ValueError) for error in found)
-
-
-def test_an_object_that_cannot_be_sent_is_an_error_on_every_member(crew: MakeCrew) -> None:
-    gangs = crew(2)
-    found = gangs.outcomes(lambda gang: gang.broadcast_objects([lambda: None]))
-    assert [type(error) for error in found] == [PlainDataError, GangError]
-    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
 
 
 # ------------------------------------------------------------------------------- helpers

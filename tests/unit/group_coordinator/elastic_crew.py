@@ -27,7 +27,8 @@ class Crew:
 
     def __init__(self) -> None:
         self.store: TCPStore | None = serve_store()
-        self.board = MembershipBoard(f"127.0.0.1:{self.store.port}/job")
+        self.port = self.store.port
+        self.board = MembershipBoard(f"127.0.0.1:{self.port}/job")
         self.coordinators: dict[str, ElasticCoordinator] = {}
         self._threads = ThreadPoolExecutor(16)
 

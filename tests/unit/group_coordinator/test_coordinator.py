@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -122,6 +125,72 @@ def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
         with pytest.raises(ValueError, match="cannot be added"):
             add(tensor)
     assert alone.all_gather(tensor).view(torch.uint8).tolist() == [1, 1]
+
+
+def test_any_true_value_says_that_the_ranks_hold_chunks_of_the_same_sequences() -> None:
+    alone, tokens = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1)), torch.ones(2, 3)
+    alone.dispatch(tokens, tokens, np.bool_(True))  # type: ignore[arg-type]
+    assert torch.equal(alone.combine(tokens, True), tokens)
+    with pytest.raises(ValueError, match="it was True in dispatch"):
+        alone.combine(tokens)
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # it is a prototype of torch's
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # torch will do without
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.eye(2).to_sparse(),
+        nested,
+        quantized,
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused_by_everything(make: Callable[[], torch.Tensor]) -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    acts: list[Callable[[torch.Tensor], object]] = [
+        alone.all_reduce,
+        alone.all_gather,
+        alone.all_gatherv,
+        alone.reduce_scatter,
+        alone.reduce_scatterv,
+        alone.gather,
+        alone.broadcast,
+        lambda tensor: alone.dispatch(tensor, tensor),
+    ]
+    for act in acts:
+        with pytest.raises(TypeError, match="a dense torch tensor was expected, not"):
+            act(make())
+
+
+def test_an_expanded_tensor_is_refused_where_it_would_be_overwritten(party: Party) -> None:
+    coordinators = over(party.meet(2, gloo), check_collectives=True)
+    found = errors(party, coordinators, lambda _, c: c.broadcast(torch.ones(1).expand(2)))
+    assert [type(error) for error in found] == [CollectiveMismatchError, ValueError]
+
+    def broadcast(rank: int, c: GroupCoordinator) -> list[float]:
+        return c.broadcast(torch.zeros(2) if rank else torch.ones(1).expand(2)).tolist()
+
+    assert party.together(coordinators, broadcast) == [[1.0, 1.0]] * 2  # type: ignore[arg-type]
+
+
+def test_a_column_of_a_matrix_made_in_inference_mode_is_overwritten(party: Party) -> None:
+    def broadcast(rank: int, c: GroupCoordinator) -> list[list[float]]:
+        with torch.inference_mode():
+            matrix = torch.full((2, 2), float(rank))
+        c.broadcast(matrix[:, 0])
+        return matrix.tolist()
+
+    coordinators = over(party.meet(2, gloo))
+    assert party.together(coordinators, broadcast)[1] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
 
 
 def test_groups_and_ranks_that_do_not_fit_are_refused(party: Party) -> None:
@@ -279,6 +348,36 @@ def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
     assert handle.is_done()
 
 
+def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_failed() -> None:
+    made: list[object] = []
+
+    def settle(found: object) -> object:
+        made.append(found)
+        raise CollectiveMismatchError("shape", {0: "its", 1: "other"})
+
+    handle = Handle("reading", lambda: 7, settle)
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatchError, match="shape"):
+            handle.wait(LIMIT_S)
+    assert made == [7]
+
+
+def test_a_handle_that_is_done_when_the_wait_for_it_ends_gives_the_result() -> None:
+    class Late(Future[object]):
+        """Is done a moment after its wait has ended."""
+
+        def result(self, timeout: float | None = None) -> object:
+            if timeout is not None:
+                self.set_result(7)
+                raise TimeoutError
+            return super().result()
+
+    handle: Handle[object] = Handle("reading", lambda: None, lambda found: found, lambda: False)
+    handle._outcome = Late()
+    handle._is_over = None
+    assert handle.wait(0.01) == 7
+
+
 def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
     waited: list[int] = []
     over_yet = [False]
@@ -300,6 +399,20 @@ def test_tensors_are_not_there_before_the_handle_is_done(party: Party) -> None:
     assert found is not None
     assert found["x"].tolist() == [0, 1, 2]
     sending.wait(LIMIT_S)
+
+
+def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goes_on(party: Party) -> None:
+    coordinators = over(party.meet(2, lambda: ProcessGroupGloo(3600, check_collectives=False)))
+    for found in (
+        errors(party, coordinators, lambda _, c: c.isend_tensor_dict({"x": object()})),
+        errors(party, coordinators, lambda rank, c: c.send_object(object(), 1 - rank)),
+    ):
+        assert [type(error) for error in found] == [PlainDataError] * 2
+    for receive in (GroupCoordinator.recv_tensor_dict, lambda c: c.recv_object(1 - c.rank_in_group)):
+        for error in errors(party, coordinators, lambda _, c, receive=receive: receive(c)):  # type: ignore[misc]
+            assert isinstance(error, CollectiveMismatchError)
+            assert "is an object, which does not travel" in str(error)
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
 
 
 def test_a_handle_ends_with_its_group(party: Party) -> None:

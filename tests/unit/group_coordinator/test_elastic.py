@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torchft_like.errors import (
     QueueClosedError,
     StaleEpochError,
 )
-from torchft_like.group_coordinator import ElasticCoordinator, Membership
+from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator, Membership
 from torchft_like.group_coordinator.elastic.ballot import Ballot
 from torchft_like.group_coordinator.elastic.membership import SWITCH, Verdict
 
@@ -79,6 +80,24 @@ def test_a_change_is_due_when_all_members_have_the_same(crew: Crew) -> None:
     assert crew.together("ab", lambda c: c.is_due(changes["a"] if c.name == "a" else None)) == [False] * 2
     assert crew.complete(changes) == ["", ""]
     assert crew.together("ab", lambda c: c.is_due(changes[c.name])) == [False] * 2  # it has come about
+
+
+def test_a_compiled_function_is_one_of_the_present_members(crew: Crew) -> None:
+    torch._dynamo.reset()
+
+    def everyones(coordinator: ElasticCoordinator) -> list[float]:
+        def function(rank: torch.Tensor) -> torch.Tensor:
+            rows = coordinator.all_gather(rank, 0)
+            return rows.sum() + rows.shape[0] + coordinator.reduce_scatter(rows, 0)
+
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        return compiled(torch.tensor([coordinator.rank_in_group])).tolist()
+
+    for members in ("ab", "abc", "b"):
+        crew.change(members, *(name for name in crew.coordinators if name not in members))
+        ranks = range(len(members))
+        shared = sum(ranks) + len(ranks)
+        assert crew.together(members, everyones) == [[shared + len(ranks) * rank] for rank in ranks]
 
 
 def test_several_changes_in_a_row(crew: Crew) -> None:
@@ -274,6 +293,29 @@ def test_who_leaves_stays_if_the_change_is_rolled_back(crew: Crew) -> None:
     assert crew.sums("abc") == [3, 3, 3]
 
 
+def test_a_member_that_is_destroyed_after_its_vote_is_not_waited_for(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CoordinatorOptions(timeout=3600)
+    crew.coordinators |= {name: ElasticCoordinator(name, options=options) for name in "ab"}
+    changes, read = crew.begin("ab", crew.board.announce("ab")), Change._read
+
+    def interrupted(change: Change, deadline: float) -> Verdict:
+        if change is changes["a"]:
+            raise KeyboardInterrupt
+        return read(change, deadline)
+
+    monkeypatch.setattr(Change, "_read", interrupted)
+    completing = crew.aside(changes["b"].complete)
+    with pytest.raises(KeyboardInterrupt):
+        changes["a"].complete()
+    completing.result(LIMIT_S)
+    waiting = crew.aside(crew["b"].all_reduce, torch.ones(1))
+    crew["a"].destroy()
+    with pytest.raises(GroupCoordinatorError):
+        waiting.result(LIMIT_S)
+
+
 def test_wrong_arguments_are_refused(crew: Crew) -> None:
     membership = crew.change("ab")
     with pytest.raises(ValueError, match="comes after 1"):
@@ -294,6 +336,18 @@ def test_wrong_arguments_are_refused(crew: Crew) -> None:
 
 
 # --------------------------------------------------------------------------- the store is lost
+
+
+def test_a_store_that_gives_no_answer_holds_up_no_later_change(crew: Crew) -> None:
+    crew.change("ab")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nowhere = Membership(2, f"127.0.0.1:{silent.getsockname()[1]}/x", ("a", "b", "c"))
+        crew.begin("ab", nowhere, 3600, ready=False)
+        later = Membership(3, f"127.0.0.1:{crew.port}/later", ("a", "b"))
+        begun = crew.together("ab", lambda c: c.begin_change(later))
+        assert crew.complete(dict(zip("ab", begun, strict=True))) == [""] * 2
+        crew["a"].begin_change(Membership(4, nowhere.store_address, ("a", "b")), 3600)
+        crew.together("a", lambda c: c.destroy())
 
 
 def test_a_store_that_is_lost_before_the_vote_rolls_back_for_certain(crew: Crew) -> None:

@@ -258,7 +258,28 @@ class TestReducer:
         assert tensor.tolist() == [0.0, 0.0]
         assert spare.protocol.vote()
 
-    def test_a_spare_whose_tensor_cannot_be_made_zero_loses_the_step(self) -> None:
+    @pytest.mark.parametrize(
+        "operation", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int64])
+    def test_a_spare_changes_no_result(self, operation: Any, dtype: torch.dtype) -> None:
+        of_the_others = torch.tensor([-3, 0, 5]).to(dtype)
+        if of_the_others.is_floating_point() and operation in (ReduceOp.BAND, ReduceOp.BOR):
+            return
+        combine: dict[Any, Callable[..., torch.Tensor]] = {
+            ReduceOp.SUM: torch.add,
+            ReduceOp.PRODUCT: torch.mul,
+            ReduceOp.MIN: torch.minimum,
+            ReduceOp.MAX: torch.maximum,
+            ReduceOp.BAND: torch.bitwise_and,
+            ReduceOp.BOR: torch.bitwise_or,
+        }
+        tensor, spare = of_the_others.clone(), Spare()
+        assert spare.reducer.start(tensor, operation, ManagedWork).wait()
+        assert torch.equal(combine[operation](tensor, of_the_others), of_the_others)
+        assert spare.protocol.vote()
+
+    def test_a_spare_whose_tensor_cannot_be_written_to_loses_the_step(self) -> None:
         spare = Spare()
         assert spare.reducer.start(torch.ones(1).expand(2), ReduceOp.AVG, ManagedWork).wait()
         assert not spare.protocol.vote()

@@ -33,6 +33,7 @@ from torchft_like.process_group.wrapper import as_timedelta
 
 ABORT_REPEAT_S = 0.02
 GRACE_S = 5.0
+TELLING_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -165,8 +166,21 @@ class Change:
             return
         if self._ballot.has_voted:
             raise ChangeInDoubtError(f"{self._name} has voted for epoch {self.membership.epoch} already")
-        self._ballot.try_to_refuse(f"{self._name}: {reason}")
+        # Certain already, as this vote is missing: it is for the others, so a lost store is not waited for.
+        telling = threading.Thread(
+            target=self._ballot.try_to_refuse,
+            args=(f"{self._name}: {reason}",),
+            name="torchft-change-refuse",
+            daemon=True,
+        )
+        telling.start()
+        telling.join(TELLING_S)
         self._give_up(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Instead of `complete`, after the vote: the others, if they switch, find this member gone."""
+        if not self.is_over:
+            self._give_up(reason)
 
     # ------------------------------------------------------------- meeting, on a thread aside
 

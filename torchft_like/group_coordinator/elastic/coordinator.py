@@ -11,7 +11,6 @@ Who shall be a member is not decided here: a `Membership` says it, which a launc
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from datetime import timedelta
 
@@ -217,10 +216,12 @@ class ElasticCoordinator(EpochCoordinator):
         return self._transport
 
     def _give_up_change(self, reason: str) -> None:
-        """The others need not wait for this member in the change that it has begun, if it has not voted."""
+        """The others need not wait for this member in the change that it has begun."""
         if self._change is not None:
-            with contextlib.suppress(ChangeInDoubtError):
+            try:
                 self._change.roll_back(reason)
+            except ChangeInDoubtError:  # `complete` was interrupted after the vote
+                self._change.abandon(reason)
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
         reason = f"its members are those of epoch {membership.epoch} now"

@@ -1,0 +1,119 @@
+"""A managed coordinator whose quorum changes between two calls, in threads of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.errors import GroupCoordinatorError, StaleEpochError
+from torchft_like.group_coordinator import ManagedCoordinator
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+
+__all__ = ["party", "store"]
+LIMIT_S = 30.0
+
+
+class Quorum:
+    """What a coordinator asks of a Manager, of a group that the test configures."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.process_group = group
+        self.lost: Exception | None = None
+
+    def wait_quorum(self) -> None:
+        """There is one."""
+
+    def replica_rank(self) -> int:
+        return self.process_group.rank()
+
+    def replica_world_size(self) -> int:
+        return self.process_group.size()
+
+    def errored(self) -> Exception | None:
+        return self.lost
+
+    def report_error(self, e: Exception) -> None:
+        self.lost = e
+
+
+@pytest.fixture
+def groups(party: Party) -> list[ProcessGroup]:
+    """Three, not configured yet."""
+    return [party.own(ProcessGroupGloo(LIMIT_S)) for _ in range(3)]
+
+
+def over(groups: list[ProcessGroup]) -> list[ManagedCoordinator]:
+    return [ManagedCoordinator(Quorum(group)) for group in groups]
+
+
+def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: list[ProcessGroup]) -> None:
+    coordinators = over(groups)
+
+    def hand_on(rank: int, coordinator: ManagedCoordinator) -> object:
+        sending = coordinator.isend_tensor_dict({"from": rank})
+        received = coordinator.recv_tensor_dict()
+        sending.wait(LIMIT_S)
+        return received and received["from"]
+
+    for size in (2, 3, 2):  # of the quorum: the first call in it is one that leaves out the other rank
+        party.configure(groups[:size])
+        found = party.together(coordinators[:size], hand_on)  # type: ignore[arg-type]
+        assert found == [(rank - 1) % size for rank in range(size)]
+
+
+def test_a_tensor_goes_to_the_next_rank_before_anything_else_was_called(
+    party: Party, groups: list[ProcessGroup]
+) -> None:
+    party.configure(groups)
+
+    def talk(rank: int, coordinator: ManagedCoordinator) -> object:
+        if rank == 0:
+            coordinator.send(torch.ones(2))
+        return coordinator.recv([2], torch.float32).tolist() if rank == 1 else None
+
+    assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]  # type: ignore[arg-type]
+
+
+def test_tokens_of_an_earlier_quorum_are_not_combined(party: Party, groups: list[ProcessGroup]) -> None:
+    coordinators, tokens = over(groups), torch.ones(2, 3)
+    party.configure(groups)
+    party.together(coordinators, lambda _, c: c.dispatch(tokens, tokens))  # type: ignore[arg-type]
+    party.configure(groups)  # the same members, whose other calls of that quorum may have failed
+
+    def combine(_: int, coordinator: ManagedCoordinator) -> str:
+        with pytest.raises(StaleEpochError) as raised:
+            coordinator.combine(torch.ones(6, 3))
+        return str(raised.value)
+
+    assert all("dispatch" in said for said in party.together(coordinators, combine))  # type: ignore[arg-type]
+
+
+def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for_all(
+    party: Party, groups: list[ProcessGroup]
+) -> None:
+    torch._dynamo.reset()
+    coordinators = over(groups)
+
+    def gather(_: int, coordinator: ManagedCoordinator) -> object:
+        def function(row: torch.Tensor) -> torch.Tensor:
+            return coordinator.all_gather(row, 0)
+
+        try:
+            return len(torch.compile(function, backend="eager", fullgraph=True)(torch.ones(1)))
+        except GroupCoordinatorError as error:
+            return str(error)
+
+    party.configure(groups[:2])
+    party.together(coordinators[:2], lambda _, c: c.refresh())  # type: ignore[arg-type]
+    assert party.together(coordinators[:2], gather) == [2, 2]  # type: ignore[arg-type]
+    party.configure(groups)
+    coordinators[2].refresh()
+    found = party.together(coordinators, gather)  # type: ignore[arg-type]
+    assert ["entered with 2 members" in str(each) for each in found] == [True, True, False]
+    assert all(coordinator._manager.errored() for coordinator in coordinators)
+    party.configure(groups)
+    for coordinator in coordinators:
+        coordinator._manager.lost = None  # type: ignore[attr-defined] # it is a Quorum
+    party.together(coordinators, lambda _, c: c.refresh())  # type: ignore[arg-type]
+    assert party.together(coordinators, gather) == [3, 3, 3]  # type: ignore[arg-type]
