@@ -154,7 +154,7 @@ class Loop:
         self._model.backward(self._manager.current_step())
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        self._witness.attend(step)
+        self._witness.attend(step, self._model.digest())
         self._optimizer.step()
         if self._manager.current_step() == step + 1:
             self.steps_done += 1

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torchft_like.chaos.invariants import Commit, Heal, History, Process
+from torchft_like.chaos.invariants import Commit, Heal, History, Process, Sighting
 from torchft_like.chaos.journal import Record
 
 # Records of several processes come in as they are read: this far from the order of their times.
@@ -36,7 +36,7 @@ class Log:
         heals = [
             Heal(e["time"], e["replica_id"], e["group_rank"]) for e in self.events if e["kind"] == "heal"
         ]
-        return History(tuple(self.commits), tuple(heals))
+        return History(tuple(self.commits), tuple(heals), tuple(sightings(self.events)))
 
     def commits_between(self, since: float, until: float) -> Iterator[Commit]:
         """Committed in this time, in any order."""
@@ -60,6 +60,14 @@ class Log:
         self.commits.sort(key=lambda commit: commit.time)
         self.events.sort(key=lambda record: float(record["time"]))
         self.notes.sort(key=lambda record: float(record["time"]))
+
+
+def sightings(events: Iterable[Record]) -> Iterator[Sighting]:
+    """The quorums that processes heard of, in the order of the events."""
+    for event in events:
+        if event["kind"] == "quorum":
+            members = frozenset(event["members"])
+            yield Sighting(event["replica_id"], event["group_rank"], event["quorum_id"], members)
 
 
 def name_of(replica_id: str) -> str:

@@ -9,7 +9,7 @@ recovery     from the injection to the last survivor's first committed step that
              the fault was felt; what the fault itself lasts is part of it
 whole        from the injection to the first step that all replica groups committed together and
              began after the fault was lifted
-divergence   a violation of `agreement` or `heal_is_clean`: other bits at the same step
+divergence   a violation of `agreement`, `heal_is_clean` or `no_trace`: other bits at the same step
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BIN_S = 5.0
 LISTED_MAX = 20
 # What can be told of a command that writes no digests and no ledger.
 WITHOUT_JOURNAL = ("one_quorum_per_step", "monotonic", "no_regress")
-DIVERGENCE = ("agreement", "heal_is_clean")
+DIVERGENCE = ("agreement", "heal_is_clean", "no_trace")
 
 
 @dataclass(frozen=True)

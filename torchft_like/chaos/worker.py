@@ -129,7 +129,7 @@ class Loop:
         nn.functional.mse_loss(self._ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        self._witness.attend(step)
+        self._witness.attend(step, self._model.digest())
         self._optimizer.step()
         if self._manager.current_step() != step + 1:
             self._journal.write("failed", began=began, step=step)
