@@ -291,12 +291,17 @@ class ChaosJob:
         return True
 
     def is_whole(self, since: float) -> bool:
-        """Whether all ranks have committed a step together that they began after `since`."""
+        """Whether all ranks have committed a step together that they began after `since`, and count in it."""
         everybody = self.settings.members.processes()
         return everybody <= self.last.keys() and all(
-            self.last[rank].began > since and len(self.last[rank].members) == self.settings.replicas
-            for rank in everybody
+            commit.began > since and commit.participating and len(commit.members) == self.settings.replicas
+            for commit in (self.last[rank] for rank in everybody)
         )
+
+    def expect_no_end(self) -> None:
+        """Whatever had a reason to end has ended: an end from now on is a crash."""
+        for replica in self.replicas:
+            replica.may_end = False
 
     def pids(self) -> dict[str, int]:
         """The processes that run now: label of the start and process id."""
@@ -321,12 +326,12 @@ class ChaosJob:
             if code is None:
                 continue
             if not replica.may_end:
-                label = f"{replica.name}.{replica.starts}.{rank.number}"
-                self.crashes.append(f"{label} ended with {code}:\n{rank.child.tail()}")
+                self._crashed(replica, rank, "which nobody asked for")
             ended = {"kind": "ended", "time": time.time(), "replica": replica.name, "code": code}
             self.log.notes.append(ended)
         for rank in replica.ranks:
-            rank.child.kill()
+            if rank.child.exit_code is None:  # what an ended one has left shall be found, not ended
+                rank.child.kill()
             self._read(replica, rank)
         self._start_replica(replica)
 
@@ -371,7 +376,8 @@ class ChaosJob:
     # ------------------------------------------------------------------------------ ending
 
     def stop(self) -> list[str]:
-        """Ask every replica group to leave; who did not end in good order, in words."""
+        """Ask every replica group to leave; who did not end at all, in words. Who failed to has crashed."""
+        self.tend()
         self._ends = True
         for replica in self.replicas:
             replica.signal(signal.SIGTERM)
@@ -382,11 +388,17 @@ class ChaosJob:
                 if not rank.child.ends_within(max(0.1, deadline - time.monotonic())):
                     found.append(f"{replica.name} rank {rank.number} did not end after SIGTERM")
                     rank.child.signal(signal.SIGUSR2)
+                elif rank.child.exit_code not in (0, -signal.SIGTERM):
+                    self._crashed(replica, rank, "asked to leave")
         self.tend()
         return found
 
+    def _crashed(self, replica: Replica, rank: Rank, when: str) -> None:
+        label = f"{replica.name}.{replica.starts}.{rank.number}"
+        self.crashes.append(f"{label} ended with {rank.child.exit_code}, {when}:\n{rank.child.tail()}")
+
     def left_behind(self) -> list[str]:
-        """Processes that outlive those that started them, in words. After `stop`."""
+        """Processes that outlive those that started them, killed ones too, in words. After `stop`."""
         found = []
         for child in self._children:
             if child.exit_code is not None:
