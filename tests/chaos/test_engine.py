@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from torchft_like.chaos.engine import Engine, Run, features
-from torchft_like.chaos.job import ChaosJob, JobSettings
+from torchft_like.chaos.job import ChaosJob, JobSettings, Rank
+from torchft_like.chaos.journal import Journal, JournalTail
 from torchft_like.chaos.report import hangs, make_report
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -36,6 +37,8 @@ for step in range(1, 10**9):
     time.sleep(0.02)
     if way == "stalls" and step > 10:
         continue
+    if way == "heals" and step % 4 == 0:
+        write("heal", step)
     write("commit", step, committed=True, participants=2)
 """
 
@@ -101,3 +104,18 @@ def test_a_fault_excuses_no_end_after_the_next_one_began(job: ChaosJob) -> None:
     victim.ranks[0].child.signal(signal.SIGABRT)
     assert job.wait_until(lambda: victim.starts == 2, LIMIT_S)
     assert len(job.crashes) == 1
+
+
+@pytest.mark.parametrize("job", ["heals"], indirect=True)
+def test_a_step_for_which_a_command_healed_is_no_batch_of_its_own(job: ChaosJob) -> None:
+    assert job.wait_until(lambda: len(job.log.commits) > 40, LIMIT_S)
+    assert all(commit.participating == (commit.step % 4 > 0) for commit in job.log.commits)
+
+
+def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
+    job = ChaosJob(JobSettings(replicas=2, ranks=2), tmp_path, str(tmp_path))
+    paths = tmp_path / "a.journal", tmp_path / "a.events"
+    Journal(str(paths[0])).write("failed", began=1.0, step=3)
+    rank = Rank(1, None, *map(JournalTail, paths))  # type: ignore[arg-type]
+    job._read(job.replicas[0], rank)
+    assert [note["group_rank"] for note in job.log.notes] == [1]

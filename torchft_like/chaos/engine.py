@@ -47,6 +47,7 @@ class Run:
         hangs: in words: when all no longer trained together, and who did not end when asked to; those of
             faults are seen by their outcomes.
         crashes, leaks: in words.
+        compared: processes that lived through enough faults for a leak to show.
     """
 
     settings: JobSettings
@@ -59,6 +60,7 @@ class Run:
     hangs: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Engine:
                     break
             self._finish(job, run)
         run.leaks += self._watch.leaks() + self._watch.shared_memory_left()
+        run.compared = self._watch.compared()
         return run
 
     def _set_up(self, stack: ExitStack) -> Target:

@@ -89,6 +89,7 @@ class Rank:
     events: JournalTail
     members: dict[int, list[str]] = field(default_factory=dict)
     last_vote: float = 0.0
+    is_healing: bool = False
 
 
 class Replica:
@@ -340,7 +341,7 @@ class ChaosJob:
             if record["kind"] == "commit":
                 self._add(self._commit(record))
             else:
-                self.log.notes.append({**record, "replica": replica.name})
+                self.log.notes.append({**record, "replica": replica.name, "group_rank": rank.number})
         for record in rank.events.new_records():
             if record["kind"] != "commit":
                 self.log.events.append(record)
@@ -351,15 +352,17 @@ class ChaosJob:
         """A user's command writes no journal: the Manager's own events have to do, without digests."""
         if event["kind"] == "quorum":
             rank.members[event["quorum_id"]] = event["members"]
+        rank.is_healing = rank.is_healing or event["kind"] == "heal"
         if event["kind"] != "commit":
             return
         began, rank.last_vote = rank.last_vote, event["time"]
+        participating, rank.is_healing = not rank.is_healing, False
         if not event["committed"]:
             self.log.notes.append({**event, "kind": "failed", "replica": replica.name})
             return
         told = {key: event[key] for key in ("time", "replica_id", "group_rank", "step", "quorum_id")}
         members = rank.members.get(event["quorum_id"], [])
-        counted = {"participants": event["participants"], "participating": True}
+        counted = {"participants": event["participants"], "participating": participating}
         unknown = {"index": 0, "ledger": 0, "ledger_steps": 0, "digest": ""}
         self._add(self._commit({**told, **counted, **unknown, "members": members, "began": began}))
 
