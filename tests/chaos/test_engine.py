@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from torchft_like.chaos.engine import Engine, Run, features
+from torchft_like.chaos.injectors import Injected, Target, inject
 from torchft_like.chaos.job import ChaosJob, JobSettings, Rank
 from torchft_like.chaos.journal import Journal, JournalTail
 from torchft_like.chaos.report import hangs, make_report
+from torchft_like.chaos.schedule import Planned
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMIT_S = 40.0
@@ -119,3 +121,10 @@ def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
     rank = Rank(1, None, *map(JournalTail, paths))  # type: ignore[arg-type]
     job._read(job.replicas[0], rank)
     assert [note["group_rank"] for note in job.log.notes] == [1]
+
+
+def test_a_job_without_any_backend_to_kill_has_no_victim(tmp_path: Path) -> None:
+    planned = Planned(number=0, at_s=0, kind="baby-kill", victim=0, duration_s=0, amount=0)
+    target = Target(ChaosJob(JobSettings(replicas=2), tmp_path, str(tmp_path)))
+    with inject(target, planned) as injected:
+        assert injected == Injected((), {"killed": 0})

@@ -81,6 +81,7 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
     missing: dict[str, str | None] = {
         "network": why_unavailable() if network else "the run was told to do without",
         "disk": SmallDisk.why_unavailable(),
+        "third": None if settings.replicas > 2 else "of two replica groups it would leave no survivor",
         "ranks": None if settings.ranks > 1 else "replica groups have one rank",
         "baby": None if settings.training.backend != "gloo" else "the backend is gloo, without a subprocess",
         "worker": "the user's command cannot be told to do it" if settings.command else None,
