@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_like.chaos.invariants import Commit, Heal, History, Sighting, progress, violations
+from torchft_like.chaos.invariants import Commit, Heal, History, Refusal, Sighting, progress, violations
 
 NAMES = ("a", "b", "c")
 
@@ -45,7 +45,7 @@ def sound_commits() -> list[Commit]:
         commit("b", 2, 1, "ab"),
         commit("a", 3, 2, "a"),
         commit("a", 4, 3, "ac", **joins),
-        commit("c", 4, 3, "ac", **joins, participating=False, before="its own"),
+        commit("c", 4, 3, "ac", **joins, participating=False),
         commit("a", 5, 3, "ac"),
         commit("c", 5, 3, "ac"),
     ]
@@ -72,6 +72,8 @@ def seen(*sightings: Sighting) -> History:
 
 def test_a_sound_history_has_no_violations() -> None:
     assert violations(History(tuple(sound_commits()), (C_HEALS,))) == []
+    refused = Refusal("a", 0, 2, 4)  # and done again in the next quorum
+    assert violations(History(tuple(sound_commits()), (C_HEALS,), (), (refused,))) == []
     assert violations(seen(Sighting("", 0, 2, frozenset("a")), Sighting("", 0, 3, frozenset("ac")))) == []
 
 
@@ -81,6 +83,10 @@ def test_a_replica_that_healed_before_its_step_counts_with_the_state_that_it_too
 
 UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
     "two replicas differ after the same step": ("agreement", lambda: changed(3, digest="other")),
+    "a rank commits what another one of its group does not": (
+        "agreement",
+        lambda: History(tuple(sound_commits()), (C_HEALS,), (), (Refusal("a", 1, 2, 3),)),
+    ),
     "two quorums without a common member commit a step": (
         "one_quorum_per_step",
         lambda: with_more(commit("b", 4, 4, "b")),
@@ -114,6 +120,12 @@ UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
     "a replica that healed computes from a state that nobody has committed": (
         "no_trace",
         lambda: History((*changed(3, before="other").commits,), (C_HEALS, B_HEALS)),
+    ),
+    "a replica heals to a state that nobody has committed, and nobody else lives to tell": (
+        "no_trace",
+        lambda: History(
+            (*sound_commits()[:4], replace(sound_commits()[6], step=3, before="other")), (C_HEALS,)
+        ),
     ),
     "gradients of two states are averaged": (
         "no_trace",

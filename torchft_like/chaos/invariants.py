@@ -1,7 +1,8 @@
 """What must hold for every run of a job, checked on its logs alone.
 
 The history of a run is what the processes wrote down: one `Commit` per committed step of every
-rank, one `Heal` per state that a rank fetched, one `Sighting` per quorum that a process heard of.
+rank, one `Refusal` per step that it was told not to commit, one `Heal` per state that it fetched, one
+`Sighting` per quorum that a process heard of.
 Nothing here knows how quorums are formed, which transport moved the bytes or which faults were
 injected; a checker that shares nothing with the code under test cannot share its mistakes.
 
@@ -51,7 +52,7 @@ class Commit:
     began: float = 0.0  # when the attempt at this step began
     ledger_quorums: int | None = None  # these three: None where nobody looked
     average: float | None = None
-    before: str | None = None  # digest of the parameters that the gradients were computed with
+    before: str | None = None  # digest of the parameters before it: those taken over, after a heal
 
     @property
     def process(self) -> Process:
@@ -96,12 +97,23 @@ class Sighting:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """One rank was told that its replica group does not commit a step."""
+
+    replica_id: str
+    group_rank: int
+    quorum_id: int
+    step: int  # what it would have been after the commit
+
+
+@dataclass(frozen=True)
 class History:
     """Everything that was written down; what one process did stands in the order in which it did it."""
 
     commits: tuple[Commit, ...]
     heals: tuple[Heal, ...] = ()
     sightings: tuple[Sighting, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
     def by_process(self) -> Mapping[Process, list[Commit]]:
         return _grouped(self.commits, lambda commit: commit.process)
@@ -119,7 +131,14 @@ def violations(history: History) -> list[str]:
 
 
 def agreement(history: History) -> Violations:
-    """Replicas that commit a step in the same quorum hold bit-identical parameters after it."""
+    """Replicas that commit a step in the same quorum hold bit-identical parameters after it.
+
+    And the ranks of one replica group are told the same: none commits what another one does not.
+    """
+    refused = {(refusal.replica_id, refusal.quorum_id, refusal.step) for refusal in history.refusals}
+    for commit in history.commits:
+        if (commit.replica_id, commit.quorum_id, commit.step) in refused:
+            yield f"{commit} was committed, but a rank of its replica group was told that it is not"
     for commits in history.by_place().values():
         for other in commits[1:]:
             if other.digest != commits[0].digest:
@@ -171,7 +190,7 @@ def heal_is_clean(history: History) -> Violations:
 
 
 def no_trace(history: History) -> Violations:
-    """What counts is computed from the state that was committed last: a failed step leaves no trace in it.
+    """A step begins with the state that was committed last: one that failed leaves no trace in it.
 
     That is this process's own; after a heal it is one that somebody committed as the step before.
     """
@@ -179,16 +198,16 @@ def no_trace(history: History) -> Violations:
     for commit in history.commits:
         committed[commit.step, commit.group_rank].add(commit.digest)
     for before, commit, has_healed in _passages(history):
-        if commit.before is None or (has_healed and not commit.participating):
+        if commit.before is None or commit.step == 1:
             continue
         own = {before.digest} if before and not has_healed else committed[commit.step - 1, commit.group_rank]
-        if commit.step > 1 and commit.before not in own:
-            expected = " or ".join(sorted(own))
+        if commit.before not in own:
+            expected = " or ".join(sorted(own)) or "nothing"
             yield f"{commit} began with {commit.before}, but what was committed before it is {expected}"
     for commits in history.by_place().values():
-        states = {commit.before for commit in commits if commit.participating and commit.before is not None}
+        states = {commit.before for commit in commits if commit.before is not None}
         if len(states) > 1:
-            yield f"{commits[0]} averages what was computed from {' and '.join(sorted(states))}"
+            yield f"{commits[0]} was begun with {' and '.join(sorted(states))}"
 
 
 def no_zombie(history: History) -> Violations:

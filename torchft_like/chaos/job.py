@@ -343,7 +343,7 @@ class ChaosJob:
             else:
                 self.log.notes.append({**record, "replica": replica.name, "group_rank": rank.number})
         for record in rank.events.new_records():
-            if record["kind"] != "commit":
+            if not record.get("committed"):
                 self.log.events.append(record)
             if self.settings.command:
                 self._read_event(replica, rank, record)

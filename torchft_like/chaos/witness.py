@@ -49,6 +49,14 @@ class Witness:
         self._is_participating = self._manager.is_participating()
         self._before = digest
 
+    def took_over(self, digest: str) -> None:
+        """A peer's state was loaded.
+
+        Args:
+            digest: of all parameters now.
+        """
+        self._before = digest
+
     def testify(self, digest: str, **more: object) -> None:
         """The step that was attended has been committed.
 
