@@ -407,6 +407,7 @@ class QuorumCore:
             self._missing -= member.replica_id in self._last
         else:
             self._shrinking -= join.member.shrink_only
+            member = member._replace(shrink_only=member.shrink_only and not join.left_out)  # still settled
             join.member, join.told = member, False  # a new attempt, which knows nothing
         self._shrinking += member.shrink_only
         return join

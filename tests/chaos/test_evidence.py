@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.histories import JOB, Story, killed_and_back
+from torchft_like.chaos.engine import features, usable
 from torchft_like.chaos.evidence import FELT, Injection, judge
 from torchft_like.chaos.injectors import INJECTORS
+from torchft_like.chaos.job import JobSettings
 from torchft_like.chaos.schedule import KINDS
 
 
@@ -110,6 +112,21 @@ def test_a_full_disk_is_felt_by_a_checkpoint_that_failed_for_it() -> None:
     assert not judge(injection, story.log, JOB, story.now).felt
     story.note("checkpoint_failed", "r1", errno="ENOSPC", reason="No space left on device")
     assert judge(injection, story.log, JOB, story.now).felt
+
+
+def test_a_killed_backend_is_felt_by_an_error_if_there_was_one_to_kill() -> None:
+    story = Story().steps(5)
+    nothing, killed = (injection_of(story, "baby-kill", "r2", killed=count) for count in (0, 1))
+    assert not judge(killed, story.log, JOB, story.now).felt
+    story.event("error", "r2", reason="the subprocess is gone")
+    assert not judge(nothing, story.log, JOB, story.now).felt
+    assert judge(killed, story.log, JOB, story.now).felt
+
+
+def test_every_kind_that_is_offered_leaves_a_survivor() -> None:
+    kinds, skipped = usable(list(KINDS), features(JobSettings(replicas=2), network=False))
+    assert "fd-exhaustion" in skipped
+    assert "kill-half" in kinds
 
 
 def test_exhausted_descriptors_are_felt_by_the_victim_alone() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.chaos.histories import Story, diverged, killed_and_back, run_of
 from torchft_like.chaos.engine import Run
 from torchft_like.chaos.evidence import Injection
+from torchft_like.chaos.job import JobSettings
 from torchft_like.chaos.plot import plot
 from torchft_like.chaos.report import Report, make_report, measure, percentiles
 from torchft_like.chaos.resources import growth
@@ -66,6 +67,37 @@ def test_a_replica_that_never_comes_back_is_a_hang() -> None:
     report = report_of(run_of(story, injection))
     assert not report.passed
     assert "all were back never" in report.problems["hangs"][0]
+
+
+def test_a_fault_that_was_planned_and_never_came_fails_it() -> None:
+    run = run_of(*killed_and_back())
+    run.planned += 2
+    report = report_of(run)
+    assert report.problems["faults that nobody felt"] == ["2 of 3 planned faults never came"]
+
+
+def test_what_a_command_without_digests_cannot_show_is_said_to_be_unchecked() -> None:
+    story, injection = killed_and_back()
+    run = run_of(diverged(story, at=4), injection)
+    assert not report_of(run).skipped
+    run.settings = JobSettings(replicas=3, command=("train",))
+    report = report_of(run)
+    assert "left out: agreement: the command writes no digests" in report.to_text()
+    assert "heal_is_clean" not in report.skipped
+
+
+def test_a_command_that_skips_steps_without_healing_fails_it() -> None:
+    story, injection = killed_and_back()
+    story.log.events = [event for event in story.log.events if event["kind"] != "heal"]
+    run = run_of(story, injection)
+    run.settings = JobSettings(replicas=3, command=("train",))
+    assert "skipped steps and has not healed" in report_of(run).problems["divergences"][0]
+
+
+def test_a_report_says_how_many_processes_could_show_a_leak() -> None:
+    run = run_of(*killed_and_back())
+    run.compared = 3
+    assert "3 processes lived through enough faults" in report_of(run).to_text()
 
 
 def test_a_divergence_in_the_run_without_faults_fails_it_too() -> None:

@@ -25,6 +25,7 @@ from tests.integration.options import WorkerOptions
 from tests.warm import WarmProcess
 from torchft_like.chaos.invariants import Commit, Heal, History, Process, progress, violations
 from torchft_like.chaos.journal import JournalReader, Record
+from torchft_like.chaos.log import refusals, sightings
 
 LOOPBACK = "127.0.0.1"
 
@@ -334,7 +335,9 @@ class Cluster:
         """What all ranks of all incarnations have written down so far."""
         ranks = [rank for group in self.groups for rank in group.ranks]
         heals = [_heal(record) for rank in ranks for record in rank.events("heal")]
-        return History(tuple(commit for rank in ranks for commit in rank.commits()), tuple(heals))
+        commits = [commit for rank in ranks for commit in rank.commits()]
+        events = [event for rank in ranks for event in rank.events()]
+        return History(tuple(commits), tuple(heals), tuple(sightings(events)), tuple(refusals(events)))
 
     def check(self) -> None:
         """The invariants hold, and no process has ended that had no reason to.

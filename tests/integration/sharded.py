@@ -7,7 +7,7 @@ FSDP and without a Manager: what a run with faults has to arrive at.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class ShardedModel:
         self._rank = int(os.environ["RANK"])
         self._inner_backend = options.inner_backend
         self._parts: dict[str, ShardedPart] = {}
+        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def use(self, manager: Manager) -> None:
         """Shard the networks; called once, before the first step."""
@@ -78,6 +79,7 @@ class ShardedModel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.load_state_dict(state)
+        self.taken_over(self.digest())
 
     def flip(self, part: str) -> None:
         """Change one bit of this rank's shards, as a fault of the memory would."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_like.chaos.invariants import Commit, Heal, History, progress, violations
+from torchft_like.chaos.invariants import Commit, Heal, History, Refusal, Sighting, progress, violations
 
 NAMES = ("a", "b", "c")
 
@@ -27,14 +27,17 @@ def commit(name: str, step: int, quorum_id: int, members: str, **changes: object
         index=NAMES.index(name),
         ledger=ledger,
         ledger_steps=ledger * (step - 1),
-        digest=f"digest of step {step} in quorum {quorum_id}",
+        digest=f"state {step}",
+        ledger_quorums=ledger * quorum_id,
+        average=ledger / len(members),
+        before=f"state {step - 1}",
     )
     return replace(sound, **changes)  # type: ignore[arg-type]
 
 
 def sound_commits() -> list[Commit]:
     """a and b train, b dies after step 2, c joins at step 4 and heals."""
-    joins = {"ledger": 0b1, "ledger_steps": 0b1 * 3, "participants": 1}
+    joins = {"ledger": 0b1, "ledger_steps": 0b1 * 3, "participants": 1, "ledger_quorums": 3, "average": 1.0}
     return [
         commit("a", 1, 1, "ab"),
         commit("b", 1, 1, "ab"),
@@ -49,6 +52,7 @@ def sound_commits() -> list[Commit]:
 
 
 C_HEALS = Heal(time=3.5, replica_id="c", group_rank=0)
+B_HEALS = Heal(time=1.5, replica_id="b", group_rank=0)
 
 
 def changed(position: int, **changes: object) -> History:
@@ -62,12 +66,27 @@ def with_more(*more: Commit) -> History:
     return History((*sound_commits(), *more), (C_HEALS,))
 
 
+def seen(*sightings: Sighting) -> History:
+    return History(tuple(sound_commits()), (C_HEALS,), sightings)
+
+
 def test_a_sound_history_has_no_violations() -> None:
     assert violations(History(tuple(sound_commits()), (C_HEALS,))) == []
+    refused = Refusal("a", 0, 2, 4)  # and done again in the next quorum
+    assert violations(History(tuple(sound_commits()), (C_HEALS,), (), (refused,))) == []
+    assert violations(seen(Sighting("", 0, 2, frozenset("a")), Sighting("", 0, 3, frozenset("ac")))) == []
+
+
+def test_a_replica_that_healed_before_its_step_counts_with_the_state_that_it_took_over() -> None:
+    assert violations(History(tuple(sound_commits()), (C_HEALS, B_HEALS))) == []
 
 
 UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
     "two replicas differ after the same step": ("agreement", lambda: changed(3, digest="other")),
+    "a rank commits what another one of its group does not": (
+        "agreement",
+        lambda: History(tuple(sound_commits()), (C_HEALS,), (), (Refusal("a", 1, 2, 3),)),
+    ),
     "two quorums without a common member commit a step": (
         "one_quorum_per_step",
         lambda: with_more(commit("b", 4, 4, "b")),
@@ -95,6 +114,31 @@ UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
         lambda: changed(6, ledger=0b101, ledger_steps=0b101 * 3, participants=2),
     ),
     "a sum holds a contribution for another step": ("no_zombie", lambda: changed(0, ledger_steps=1)),
+    "a sum holds a contribution for another quorum": ("no_zombie", lambda: changed(0, ledger_quorums=4)),
+    "an average is divided by another number": ("no_zombie", lambda: changed(4, average=0.5)),
+    "a failed step left a trace in the state": ("no_trace", lambda: changed(4, before="other")),
+    "a replica that healed computes from a state that nobody has committed": (
+        "no_trace",
+        lambda: History((*changed(3, before="other").commits,), (C_HEALS, B_HEALS)),
+    ),
+    "a replica heals to a state that nobody has committed, and nobody else lives to tell": (
+        "no_trace",
+        lambda: History(
+            (*sound_commits()[:4], replace(sound_commits()[6], step=3, before="other")), (C_HEALS,)
+        ),
+    ),
+    "gradients of two states are averaged": (
+        "no_trace",
+        lambda: History(tuple(replace(c, step=1, before=c.replica_id) for c in sound_commits()[:2])),
+    ),
+    "a replica sees an older quorum in which it commits nothing": (
+        "monotonic",
+        lambda: seen(Sighting("a", 0, 3, frozenset("ac")), Sighting("a", 0, 2, frozenset("a"))),
+    ),
+    "an id is used again by a quorum that commits nothing": (
+        "monotonic",
+        lambda: seen(Sighting("", 0, 3, frozenset("bc"))),
+    ),
     "a sum lacks a participant": ("no_zombie", lambda: changed(2, ledger=0b1, ledger_steps=0b1)),
     "a sum holds more than the participants": ("no_zombie", lambda: changed(0, ledger=0b111)),
 }

@@ -72,6 +72,7 @@ class Model:
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
+        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def use(self, manager: Manager) -> None:
         """Have `manager` reduce the gradients."""
@@ -124,6 +125,7 @@ class Model:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._ballast.copy_(state["ballast"])
+        self.taken_over(self.digest())
 
 
 AnyModel = Model | ShardedModel
@@ -143,6 +145,7 @@ class Loop:
         self._faults = faults
         self._optimizer = Optimizer(manager, model.optimizer)
         self._witness = Witness(manager, journal, options.index)
+        model.taken_over = self._witness.took_over
         next(model.net.parameters()).register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
 
     def attempt_step(self) -> None:
@@ -154,7 +157,7 @@ class Loop:
         self._model.backward(self._manager.current_step())
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        self._witness.attend(step)
+        self._witness.attend(step, self._model.digest())
         self._optimizer.step()
         if self._manager.current_step() == step + 1:
             self.steps_done += 1

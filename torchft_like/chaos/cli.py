@@ -7,7 +7,8 @@
 `chaos` runs one schedule of faults and checks everything that was written. `soak` runs the job
 without faults first, for as long, so that the throughput that was kept can be told. Both end with a
 report, in text on standard output and as text, JSON and PNG in the output folder, and with exit
-status 1 when anything diverged, hung, crashed, leaked or was not felt; 2 is a wrong argument.
+status 1 when anything diverged, hung, crashed, leaked or was not felt, or the job did not even start;
+2 is a wrong argument.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from torchft_like.chaos.schedule import KINDS, Planned, draw
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
 LINE_EVERY_S = 1.0
 LINE_IN_A_FILE_EVERY_S = 30.0
+REPLICAS_MAX = 40  # each has a bit of the ledger
+SECONDS_MAX = 1e7
 _BACKENDS = ("gloo", "baby-gloo", "mixed")
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options)
     except (JobError, NetworkUnavailableError, OSError, ValueError) as error:
         _say(f"torchft-like: {error}", sys.stderr)
-        return WRONG_ARGUMENT
+        return FAILED if isinstance(error, JobError) else WRONG_ARGUMENT
     except KeyboardInterrupt:
         _say("\ninterrupted; every process has been ended", sys.stderr)
         return INTERRUPTED
@@ -58,21 +61,26 @@ def _run(options: argparse.Namespace) -> int:
         ranks=options.ranks,
         training=Training(pause_s=options.step_time, backend=options.backend),
         spares=options.spares,
-        command=tuple(shlex.split(options.command)),
+        command=options.command,
         naming=options.names,
     )
     offered = features(settings, network=not options.no_network)
     kinds, skipped = usable(options.kinds, offered)
+    if not kinds:
+        reasons = "\n".join(f"  {kind}: {why}" for kind, why in skipped.items())
+        raise ValueError(f"--kinds: none of them can be injected here\n{reasons}")
     plan = draw(options.seed, kinds, options.length, options.interval, settings.replicas)
-    with tempfile.TemporaryDirectory(prefix="torchft-like-") as temporary:
-        out = Path(options.out or temporary)
+    out, passed = Path(options.out or tempfile.mkdtemp(prefix="torchft-like-")), False
+    try:
         report = _rounds(options, settings, offered, plan, skipped, out)
         _say(report.to_text().rstrip("\n"))
-        if not report.passed and not options.out:
-            kept = tempfile.mkdtemp(prefix="torchft-like-failed-")
-            shutil.copytree(out, kept, dirs_exist_ok=True)
-            _say(f"logs are kept in {kept}")
-    return 0 if report.passed else FAILED
+        passed = report.passed
+    finally:
+        if not options.out and passed:
+            shutil.rmtree(out)
+        elif not options.out:
+            _say(f"logs are kept in {out}", sys.stderr)
+    return 0 if passed else FAILED
 
 
 def _rounds(
@@ -178,8 +186,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.baseline = options.length if options.name == "soak" else 0.0
     if "{index}" not in options.names:
         parser.error(f"--names {options.names}: all would be called the same without {{index}}")
-    if options.replicas < 2 or options.ranks < 1:
-        parser.error("a fault needs a survivor: --replicas 2 or more, --ranks 1 or more")
+    if any(sign in options.names for sign in ":/"):
+        parser.error(
+            f"--names {options.names}: a name has no ':', which begins the start's own part, and no '/'"
+        )
+    if not 2 <= options.replicas <= REPLICAS_MAX or options.ranks < 1:
+        parser.error(f"a fault needs a survivor: --replicas 2 to {REPLICAS_MAX}, --ranks 1 or more")
     return options
 
 
@@ -189,26 +201,56 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
         settings = {"type": type(default), "default": default, "help": text + shown, **more}
         parser.add_argument(flag, **settings)
 
-    add("--length", length, "seconds, counted from the first common step")
-    add("--interval", 10.0, "seconds between two faults, give or take a fifth")
+    add("--length", length, "seconds, counted from the first common step", type=_seconds)
+    add("--interval", 10.0, "seconds between two faults, give or take a fifth", type=_seconds)
     add("--replicas", 4, "replica groups")
     add("--ranks", 1, "ranks of each replica group")
     add("--seed", 0, "of the schedule: the same seed gives the same faults")
     add("--kinds", list(KINDS), f"all unless given: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
-    add("--step-time", Training.pause_s, "seconds of a step outside of its collectives")
-    add("--spares", None, "workers that wait with torch loaded; 0 starts each one cold", type=int)
-    add("--command", "", "the training command instead of the built-in worker; {index} is the replica's")
+    add("--step-time", Training.pause_s, "seconds of a step outside of its collectives", type=_seconds)
+    add("--spares", None, "workers that wait with torch loaded; 0 starts each one cold", type=_count)
+    add(
+        "--command",
+        (),
+        "the training command instead of the built-in worker; {index} is the replica's",
+        type=_command,
+    )
     add("--names", JobSettings.naming, "how the command names its replica groups")
     add("--out", "", "folder for logs and the report; by default they are kept only after a failure")
-    add("--baseline", None, "seconds of the run without faults (soak: as --length)", type=float)
+    add("--baseline", None, "seconds of the run without faults (soak: as --length)", type=_seconds)
     parser.add_argument("--no-network", action="store_true", help="no namespaces, and no faults of them")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {SECONDS_MAX:g} seconds")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return int(text)
+
+
+def _command(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    if words and "{index}" not in words[0] and shutil.which(words[0]) is None:
+        raise argparse.ArgumentTypeError(f"{words[0]} is no program that can be found and run")
+    return words
 
 
 def _kinds(text: str) -> list[str]:
     kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    if not kinds:
+        raise argparse.ArgumentTypeError(f"names no kind of fault; choose from {', '.join(KINDS)}")
     return kinds
 
 

@@ -1,8 +1,9 @@
 """A run: the job is started, the faults of a schedule strike it one after the other, and it ends.
 
 A fault is injected at its time, or later: when the job has been whole again for a moment, that is, all
-replica groups have committed a step together since the last fault was felt. Whatever does not come back
-within its limit is a hang, and ends the run. The engine keeps what happened; `evidence` and `invariants`
+replica groups have committed a step together since the last fault was felt, and still do. Whatever does not
+come back within its limit is a hang, and ends the run; so is a job that no longer trains before a fault or at
+the end, whatever was the reason. The engine keeps what happened; `evidence` and `invariants`
 judge it.
 """
 
@@ -43,8 +44,10 @@ class Run:
         planned: how many faults were planned.
         log: what the processes wrote.
         outcomes: of the faults that were injected.
-        hangs: who did not end when asked to, in words; those of faults are seen by their outcomes.
+        hangs: in words: when all no longer trained together, and who did not end when asked to; those of
+            faults are seen by their outcomes.
         crashes, leaks: in words.
+        compared: processes that lived through enough faults for a leak to show.
     """
 
     settings: JobSettings
@@ -57,6 +60,7 @@ class Run:
     hangs: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
     missing: dict[str, str | None] = {
         "network": why_unavailable() if network else "the run was told to do without",
         "disk": SmallDisk.why_unavailable(),
+        "third": None if settings.replicas > 2 else "of two replica groups it would leave no survivor",
         "ranks": None if settings.ranks > 1 else "replica groups have one rank",
         "baby": None if settings.training.backend != "gloo" else "the backend is gloo, without a subprocess",
         "worker": "the user's command cannot be told to do it" if settings.command else None,
@@ -134,6 +139,7 @@ class Engine:
                     break
             self._finish(job, run)
         run.leaks += self._watch.leaks() + self._watch.shared_memory_left()
+        run.compared = self._watch.compared()
         return run
 
     def _set_up(self, stack: ExitStack) -> Target:
@@ -161,16 +167,31 @@ class Engine:
         job = target.job
         due = max(run.began + planned.at_s, time.time() + QUIET_S)
         self._tend(job, run, lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
+        if not self._trains_on(job, run, due - QUIET_S):
+            return False
         self._watch.sample(job.pids())
         clear_triggers(target)
+        job.expect_no_end()
         injection = self._inject(target, planned, run)
         whole = self._tend(job, run, lambda: self._is_over(job, injection), WHOLE_S_MAX)
-        run.outcomes.append(judge(injection, job.log, self._settings.members, time.time()))
+        outcome = judge(injection, job.log, self._settings.members, time.time())
+        run.outcomes.append(outcome)
         if not whole:
+            run.hangs += [] if outcome.is_hang else [f"{outcome}, but not at the same time"]
             job.print_stacks()
             self._wait(job, STACKS_S)
         job.refill_spares()
         return whole
+
+    def _trains_on(self, job: ChaosJob, run: Run, since: float) -> bool:
+        """Wait for a step of all that began after `since`, be it that no fault ever came; or it is a hang."""
+        if self._tend(job, run, lambda: job.is_whole(since), WHOLE_S_MAX):
+            return True
+        when = f"{since - run.began:.1f} s after the beginning"
+        run.hangs.append(f"{when} no fault was there, and {WHOLE_S_MAX:g} s later no step of all")
+        job.print_stacks()
+        self._wait(job, STACKS_S)
+        return False
 
     def _inject(self, target: Target, planned: Planned, run: Run) -> Injection:
         time_of = time.time()
@@ -192,9 +213,12 @@ class Engine:
 
     def _finish(self, job: ChaosJob, run: Run) -> None:
         end = run.began + run.length_s
-        if not any(outcome.is_hang for outcome in run.outcomes):
+        hangs = bool(run.hangs) or any(outcome.is_hang for outcome in run.outcomes)
+        if not hangs:
             self._tend(job, run, lambda: time.time() >= end, run.length_s + WHOLE_S_MAX)
         run.ended = time.time()
+        if not hangs:
+            self._trains_on(job, run, run.ended)
         self._watch.sample(job.pids())
         run.hangs += job.stop()
         run.crashes += job.crashes

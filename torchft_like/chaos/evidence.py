@@ -201,7 +201,9 @@ def _disconnected(view: View) -> str:
 def _backend_lost(view: View) -> str:
     """A step failed: the victim's for its subprocess, or, before it, that of a peer for the connection."""
     errors = sorted(view.events("error"), key=view.is_victim, reverse=True)
-    return f"{name_of(str(errors[0]['replica_id']))}: {errors[0]['reason']}" if errors else ""
+    if not errors or not view.injection.details.get("killed"):
+        return ""
+    return f"{name_of(str(errors[0]['replica_id']))}: {errors[0]['reason']}"
 
 
 def _transfer_refused(view: View) -> str:

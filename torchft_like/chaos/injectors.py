@@ -120,12 +120,12 @@ def _kill_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
 @contextmanager
 def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
     """The deepest descendants are the backends; the fork server above them stays."""
-    victim = next(replica for replica in reversed(target.job.replicas) if _backends(replica))
-    backends = _backends(victim)
+    found = ((replica, _backends(replica)) for replica in reversed(target.job.replicas))
+    victim, backends = next(((replica, some) for replica, some in found if some), (None, []))
     for backend in backends:
         with contextlib.suppress(psutil.NoSuchProcess):
             backend.kill()
-    yield Injected((victim.name,), {"killed": len(backends)})
+    yield Injected((victim.name,) if victim else (), {"killed": len(backends)})
 
 
 @contextmanager

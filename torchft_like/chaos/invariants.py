@@ -1,9 +1,10 @@
 """What must hold for every run of a job, checked on its logs alone.
 
 The history of a run is what the processes wrote down: one `Commit` per committed step of every
-rank, and one `Heal` per state that a rank fetched. Nothing here knows how quorums are formed,
-which transport moved the bytes or which faults were injected; a checker that shares nothing with
-the code under test cannot share its mistakes.
+rank, one `Refusal` per step that it was told not to commit, one `Heal` per state that it fetched, one
+`Sighting` per quorum that a process heard of.
+Nothing here knows how quorums are formed, which transport moved the bytes or which faults were
+injected; a checker that shares nothing with the code under test cannot share its mistakes.
 
 Each invariant is a function from a history to its violations, one sentence each, under the name
 that the design gives it. `violations` applies all that need no more than the history; `progress`
@@ -23,6 +24,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 Process = tuple[str, int]  # replica id and group rank
 Place = tuple[int, int, int]  # step, quorum id and group rank
+QUORUMS_TOLD_APART = 1009  # in a ledger, which is of float64 and holds the ids' remainders
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class Commit:
     """One committed step of one rank.
 
     `ledger` shows who really took part: beside the gradients every replica adds `2**index` to a
-    sum, and `2**index * (step - 1)` to another, through the same collectives. The set bits name
-    the contributors, and the second sum tells whether all of them were at the same step.
+    sum, `2**index * (step - 1)` to another, and to a third one the quorum's number, through the same
+    collectives. The set bits name the contributors; the other sums tell whether all of them were at the
+    same step, in the same quorum. `average` is that of `2**index`, as the gradients are averaged.
     """
 
     time: float  # seconds since the Unix epoch
@@ -47,6 +50,9 @@ class Commit:
     ledger_steps: int
     digest: str  # of all parameters after the step
     began: float = 0.0  # when the attempt at this step began
+    ledger_quorums: int | None = None  # these three: None where nobody looked
+    average: float | None = None
+    before: str | None = None  # digest of the parameters before it: those taken over, after a heal
 
     @property
     def process(self) -> Process:
@@ -74,11 +80,40 @@ class Heal:
 
 
 @dataclass(frozen=True)
+class Sighting:
+    """A process heard of a quorum with a new id, whether or not a step was ever committed in it."""
+
+    replica_id: str  # empty for the lighthouse
+    group_rank: int
+    quorum_id: int
+    members: frozenset[str]
+
+    @property
+    def process(self) -> Process:
+        return self.replica_id, self.group_rank
+
+    def __str__(self) -> str:
+        return f"{self.replica_id or 'the lighthouse'}/{self.group_rank} saw quorum {self.quorum_id}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One rank was told that its replica group does not commit a step."""
+
+    replica_id: str
+    group_rank: int
+    quorum_id: int
+    step: int  # what it would have been after the commit
+
+
+@dataclass(frozen=True)
 class History:
-    """Everything that was written down; the commits of one process stand in the order it made them."""
+    """Everything that was written down; what one process did stands in the order in which it did it."""
 
     commits: tuple[Commit, ...]
     heals: tuple[Heal, ...] = ()
+    sightings: tuple[Sighting, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
     def by_process(self) -> Mapping[Process, list[Commit]]:
         return _grouped(self.commits, lambda commit: commit.process)
@@ -96,7 +131,14 @@ def violations(history: History) -> list[str]:
 
 
 def agreement(history: History) -> Violations:
-    """Replicas that commit a step in the same quorum hold bit-identical parameters after it."""
+    """Replicas that commit a step in the same quorum hold bit-identical parameters after it.
+
+    And the ranks of one replica group are told the same: none commits what another one does not.
+    """
+    refused = {(refusal.replica_id, refusal.quorum_id, refusal.step) for refusal in history.refusals}
+    for commit in history.commits:
+        if (commit.replica_id, commit.quorum_id, commit.step) in refused:
+            yield f"{commit} was committed, but a rank of its replica group was told that it is not"
     for commits in history.by_place().values():
         for other in commits[1:]:
             if other.digest != commits[0].digest:
@@ -139,16 +181,33 @@ def no_regress(history: History) -> Violations:
 
 def heal_is_clean(history: History) -> Violations:
     """Whoever skips steps has healed, equals the others from then on and added nothing before."""
-    healed = {process: [heal.time for heal in heals] for process, heals in _heals(history).items()}
     by_place = history.by_place()
-    for process, commits in history.by_process().items():
-        for before, commit in zip([None, *commits], commits, strict=False):
-            start = before.time if before else float("-inf")
-            has_healed = any(start <= time <= commit.time for time in healed.get(process, ()))
-            if has_healed:
-                yield from _differences(commit, by_place[commit.place])
-            elif commit.step != (before.step if before else 0) + 1:
-                yield f"{commit} skipped steps and has not healed"
+    for before, commit, has_healed in _passages(history):
+        if has_healed:
+            yield from _differences(commit, by_place[commit.place])
+        elif commit.step != (before.step if before else 0) + 1:
+            yield f"{commit} skipped steps and has not healed"
+
+
+def no_trace(history: History) -> Violations:
+    """A step begins with the state that was committed last: one that failed leaves no trace in it.
+
+    That is this process's own; after a heal it is one that somebody committed as the step before.
+    """
+    committed: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for commit in history.commits:
+        committed[commit.step, commit.group_rank].add(commit.digest)
+    for before, commit, has_healed in _passages(history):
+        if commit.before is None or commit.step == 1:
+            continue
+        own = {before.digest} if before and not has_healed else committed[commit.step - 1, commit.group_rank]
+        if commit.before not in own:
+            expected = " or ".join(sorted(own)) or "nothing"
+            yield f"{commit} began with {commit.before}, but what was committed before it is {expected}"
+    for commits in history.by_place().values():
+        states = {commit.before for commit in commits if commit.before is not None}
+        if len(states) > 1:
+            yield f"{commits[0]} was begun with {' and '.join(sorted(states))}"
 
 
 def no_zombie(history: History) -> Violations:
@@ -162,6 +221,10 @@ def no_zombie(history: History) -> Violations:
             yield f"{commit} has {commit.participants} participants, but its sums hold {commit.ledger:b}"
         if commit.ledger_steps != commit.ledger * (commit.step - 1):
             yield f"{commit} holds a contribution that was made for another step"
+        if commit.ledger_quorums not in (None, commit.ledger * (commit.quorum_id % QUORUMS_TOLD_APART)):
+            yield f"{commit} holds a contribution that was made for another quorum"
+        if commit.average not in (None, commit.ledger / max(1, commit.participants)):
+            yield f"{commit}: {commit.ledger} averages to {commit.average}, not over {commit.participants}"
         if bool(commit.ledger >> commit.index & 1) != commit.participating:
             yield f"{commit} takes part: {commit.participating}, but its sums hold {commit.ledger:b}"
 
@@ -177,23 +240,36 @@ def progress(history: History, since: float, processes: Iterable[Process], steps
 INVARIANTS: Mapping[str, Callable[[History], Violations]] = MappingProxyType(
     {
         check.__name__: check
-        for check in (agreement, one_quorum_per_step, monotonic, no_regress, heal_is_clean, no_zombie)
+        for check in (
+            agreement,
+            one_quorum_per_step,
+            monotonic,
+            no_regress,
+            heal_is_clean,
+            no_trace,
+            no_zombie,
+        )
     }
 )
 
 
 def _ids_grow_for_each_process(history: History) -> Violations:
+    pairs: list[tuple[Commit, Commit] | tuple[Sighting, Sighting]] = []
     for commits in history.by_process().values():
-        for before, after in pairwise(commits):
-            if after.quorum_id < before.quorum_id:
-                yield f"{before} was followed by quorum {after.quorum_id}"
+        pairs += pairwise(commits)
+    for sightings in _grouped(history.sightings, lambda sighting: sighting.process).values():
+        pairs += pairwise(sightings)
+    for before, after in pairs:
+        if after.quorum_id < before.quorum_id:
+            yield f"{before} was followed by quorum {after.quorum_id}"
 
 
 def _ids_are_used_once(history: History) -> Violations:
-    first: dict[int, Commit] = {}
-    for commit in history.commits:
-        if first.setdefault(commit.quorum_id, commit).members != commit.members:
-            yield f"{first[commit.quorum_id]} and {commit} have the same quorum id and other members"
+    first: dict[int, Commit | Sighting] = {}
+    everything: list[Commit | Sighting] = [*history.commits, *history.sightings]
+    for seen in everything:
+        if first.setdefault(seen.quorum_id, seen).members != seen.members:
+            yield f"{first[seen.quorum_id]} and {seen} have the same quorum id and other members"
 
 
 def _later_steps_have_later_quorums(history: History) -> Violations:
@@ -202,6 +278,15 @@ def _later_steps_have_later_quorums(history: History) -> Violations:
         if latest and commit.step > latest.step and commit.quorum_id < latest.quorum_id:
             yield f"{latest} came before {commit} of an older quorum"
         latest = max(latest or commit, commit, key=lambda commit: commit.quorum_id)
+
+
+def _passages(history: History) -> Iterator[tuple[Commit | None, Commit, bool]]:
+    """Each commit, what its process committed before it, and whether that process healed in between."""
+    healed = _grouped(history.heals, lambda heal: heal.process)
+    for process, commits in history.by_process().items():
+        for before, commit in zip([None, *commits], commits, strict=False):
+            start = before.time if before else float("-inf")
+            yield before, commit, any(start <= heal.time <= commit.time for heal in healed.get(process, ()))
 
 
 def _differences(healed: Commit, commits: list[Commit]) -> Violations:
@@ -214,10 +299,6 @@ def _differences(healed: Commit, commits: list[Commit]) -> Violations:
 
 def _step(commit: Commit) -> int:
     return commit.step
-
-
-def _heals(history: History) -> Mapping[Process, list[Heal]]:
-    return _grouped(history.heals, lambda heal: heal.process)
 
 
 def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

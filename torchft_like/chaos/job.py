@@ -89,6 +89,7 @@ class Rank:
     events: JournalTail
     members: dict[int, list[str]] = field(default_factory=dict)
     last_vote: float = 0.0
+    is_healing: bool = False
 
 
 class Replica:
@@ -291,12 +292,17 @@ class ChaosJob:
         return True
 
     def is_whole(self, since: float) -> bool:
-        """Whether all ranks have committed a step together that they began after `since`."""
+        """Whether all ranks have committed a step together that they began after `since`, and count in it."""
         everybody = self.settings.members.processes()
         return everybody <= self.last.keys() and all(
-            self.last[rank].began > since and len(self.last[rank].members) == self.settings.replicas
-            for rank in everybody
+            commit.began > since and commit.participating and len(commit.members) == self.settings.replicas
+            for commit in (self.last[rank] for rank in everybody)
         )
+
+    def expect_no_end(self) -> None:
+        """Whatever had a reason to end has ended: an end from now on is a crash."""
+        for replica in self.replicas:
+            replica.may_end = False
 
     def pids(self) -> dict[str, int]:
         """The processes that run now: label of the start and process id."""
@@ -321,12 +327,12 @@ class ChaosJob:
             if code is None:
                 continue
             if not replica.may_end:
-                label = f"{replica.name}.{replica.starts}.{rank.number}"
-                self.crashes.append(f"{label} ended with {code}:\n{rank.child.tail()}")
+                self._crashed(replica, rank, "which nobody asked for")
             ended = {"kind": "ended", "time": time.time(), "replica": replica.name, "code": code}
             self.log.notes.append(ended)
         for rank in replica.ranks:
-            rank.child.kill()
+            if rank.child.exit_code is None:  # what an ended one has left shall be found, not ended
+                rank.child.kill()
             self._read(replica, rank)
         self._start_replica(replica)
 
@@ -335,9 +341,9 @@ class ChaosJob:
             if record["kind"] == "commit":
                 self._add(self._commit(record))
             else:
-                self.log.notes.append({**record, "replica": replica.name})
+                self.log.notes.append({**record, "replica": replica.name, "group_rank": rank.number})
         for record in rank.events.new_records():
-            if record["kind"] != "commit":
+            if not record.get("committed"):
                 self.log.events.append(record)
             if self.settings.command:
                 self._read_event(replica, rank, record)
@@ -346,15 +352,17 @@ class ChaosJob:
         """A user's command writes no journal: the Manager's own events have to do, without digests."""
         if event["kind"] == "quorum":
             rank.members[event["quorum_id"]] = event["members"]
+        rank.is_healing = rank.is_healing or event["kind"] == "heal"
         if event["kind"] != "commit":
             return
         began, rank.last_vote = rank.last_vote, event["time"]
+        participating, rank.is_healing = not rank.is_healing, False
         if not event["committed"]:
             self.log.notes.append({**event, "kind": "failed", "replica": replica.name})
             return
         told = {key: event[key] for key in ("time", "replica_id", "group_rank", "step", "quorum_id")}
         members = rank.members.get(event["quorum_id"], [])
-        counted = {"participants": event["participants"], "participating": True}
+        counted = {"participants": event["participants"], "participating": participating}
         unknown = {"index": 0, "ledger": 0, "ledger_steps": 0, "digest": ""}
         self._add(self._commit({**told, **counted, **unknown, "members": members, "began": began}))
 
@@ -371,7 +379,8 @@ class ChaosJob:
     # ------------------------------------------------------------------------------ ending
 
     def stop(self) -> list[str]:
-        """Ask every replica group to leave; who did not end in good order, in words."""
+        """Ask every replica group to leave; who did not end at all, in words. Who failed to has crashed."""
+        self.tend()
         self._ends = True
         for replica in self.replicas:
             replica.signal(signal.SIGTERM)
@@ -382,11 +391,17 @@ class ChaosJob:
                 if not rank.child.ends_within(max(0.1, deadline - time.monotonic())):
                     found.append(f"{replica.name} rank {rank.number} did not end after SIGTERM")
                     rank.child.signal(signal.SIGUSR2)
+                elif rank.child.exit_code not in (0, -signal.SIGTERM):
+                    self._crashed(replica, rank, "asked to leave")
         self.tend()
         return found
 
+    def _crashed(self, replica: Replica, rank: Rank, when: str) -> None:
+        label = f"{replica.name}.{replica.starts}.{rank.number}"
+        self.crashes.append(f"{label} ended with {rank.child.exit_code}, {when}:\n{rank.child.tail()}")
+
     def left_behind(self) -> list[str]:
-        """Processes that outlive those that started them, in words. After `stop`."""
+        """Processes that outlive those that started them, killed ones too, in words. After `stop`."""
         found = []
         for child in self._children:
             if child.exit_code is not None:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torchft_like.chaos.invariants import Commit, Heal, History, Process
+from torchft_like.chaos.invariants import Commit, Heal, History, Process, Refusal, Sighting
 from torchft_like.chaos.journal import Record
 
 # Records of several processes come in as they are read: this far from the order of their times.
@@ -36,7 +36,8 @@ class Log:
         heals = [
             Heal(e["time"], e["replica_id"], e["group_rank"]) for e in self.events if e["kind"] == "heal"
         ]
-        return History(tuple(self.commits), tuple(heals))
+        seen, refused = tuple(sightings(self.events)), tuple(refusals(self.events))
+        return History(tuple(self.commits), tuple(heals), seen, refused)
 
     def commits_between(self, since: float, until: float) -> Iterator[Commit]:
         """Committed in this time, in any order."""
@@ -60,6 +61,21 @@ class Log:
         self.commits.sort(key=lambda commit: commit.time)
         self.events.sort(key=lambda record: float(record["time"]))
         self.notes.sort(key=lambda record: float(record["time"]))
+
+
+def sightings(events: Iterable[Record]) -> Iterator[Sighting]:
+    """The quorums that processes heard of, in the order of the events."""
+    for event in events:
+        if event["kind"] == "quorum":
+            members = frozenset(event["members"])
+            yield Sighting(event["replica_id"], event["group_rank"], event["quorum_id"], members)
+
+
+def refusals(events: Iterable[Record]) -> Iterator[Refusal]:
+    """The steps that ranks were told not to commit."""
+    for event in events:
+        if event["kind"] == "commit" and not event["committed"]:
+            yield Refusal(event["replica_id"], event["group_rank"], event["quorum_id"], event["step"] + 1)
 
 
 def name_of(replica_id: str) -> str:

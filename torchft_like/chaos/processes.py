@@ -62,10 +62,14 @@ class Child:
 
     def session(self) -> list[psutil.Process]:
         """What lives in its session: itself, and all that it has started, whoever their parent is now."""
+        if self.exit_code is not None and psutil.pid_exists(self.pid):
+            return []  # its number was given to somebody else, which means that nobody of the session lived
         return [process for process in psutil.process_iter() if _is_in_session(process, self.pid)]
 
     def descendants(self) -> list[psutil.Process]:
         """All processes that it has started and that are still below it."""
+        if self.exit_code is not None:
+            return []
         try:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:

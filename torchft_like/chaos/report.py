@@ -9,7 +9,7 @@ recovery     from the injection to the last survivor's first committed step that
              the fault was felt; what the fault itself lasts is part of it
 whole        from the injection to the first step that all replica groups committed together and
              began after the fault was lifted
-divergence   a violation of `agreement` or `heal_is_clean`: other bits at the same step
+divergence   a violation of `agreement`, `heal_is_clean` or `no_trace`: other bits at the same step
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torchft_like.chaos.log import Log
 PERCENTILES = (50, 90, 99, 100)
 BIN_S = 5.0
 LISTED_MAX = 20
-# What can be told of a command that writes no digests and no ledger.
-WITHOUT_JOURNAL = ("one_quorum_per_step", "monotonic", "no_regress")
-DIVERGENCE = ("agreement", "heal_is_clean")
+# What cannot be told of a command that writes no digests and no ledger.
+NEEDS_JOURNAL = ("agreement", "no_trace", "no_zombie")
+DIVERGENCE = ("agreement", "heal_is_clean", "no_trace")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Report:
     overall: OfKind
     faults: Sequence[Mapping[str, Any]]
     skipped: Mapping[str, str]
+    compared: int
     problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -123,6 +124,7 @@ class Report:
             ]
         if now.quiet_rate:
             lines.append(f"of its own rate between faults: {now.rate / now.quiet_rate:.2%}")
+        lines.append(f"{self.compared} processes lived through enough faults for a leak to show")
         return lines + [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
 
     def _verdict(self) -> list[str]:
@@ -150,7 +152,8 @@ def make_report(
         by_kind={kind: _sum_up(found) for kind, found in of.items()},
         overall=_sum_up(outcomes),
         faults=[{**asdict(o.injection), **_without_injection(asdict(o))} for o in outcomes],
-        skipped=skipped or {},
+        skipped={**(skipped or {}), **_unchecked(run)},
+        compared=run.compared,
         problems=_problems(run, baseline),
     )
 
@@ -207,13 +210,15 @@ def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
     broken: dict[str, list[str]] = defaultdict(list)
     for one in runs:
         for name, check in INVARIANTS.items():
-            if not one.settings.command or name in WITHOUT_JOURNAL:
+            if name not in _unchecked(one):
                 broken[name] += check(one.log.history())
     unfelt = [
         f"fault {o.injection.number}: {o.injection.kind} {dict(o.injection.details)}"
         for o in run.outcomes
         if not o.felt
     ]
+    if len(run.outcomes) < run.planned:
+        unfelt.append(f"{run.planned - len(run.outcomes)} of {run.planned} planned faults never came")
     return {
         "divergences": [f"{name}: {text}" for name in DIVERGENCE for text in broken[name]],
         "other violations": [
@@ -224,6 +229,11 @@ def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
         "crashes": [text for one in runs for text in one.crashes],
         "faults that nobody felt": unfelt,
     }
+
+
+def _unchecked(run: Run) -> dict[str, str]:
+    """Invariants of which this run says nothing, and why."""
+    return dict.fromkeys(NEEDS_JOURNAL, "the command writes no digests") if run.settings.command else {}
 
 
 def _quiet_rate(run: Run, times: Sequence[float], seconds: float) -> float:

@@ -38,6 +38,10 @@ class Watch:
         found = [f"{label}: {what}" for label, samples in self._samples.items() for what in growth(samples)]
         return sorted(found)
 
+    def compared(self) -> int:
+        """How many processes lived long enough to be compared with themselves."""
+        return sum(len(samples) >= 2 * SAMPLES_COMPARED for samples in self._samples.values())
+
     def shared_memory_left(self) -> list[str]:
         """Entries of /dev/shm that were not there at first."""
         return [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_memory)]

@@ -6,6 +6,7 @@ n faults has each kind n / kinds times. Nothing here knows how a fault is inject
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class Kind:
         says: what it does.
         duration_s: shortest and longest time until it is lifted.
         amount: smallest and largest strength; seconds for a delay, a probability for loss.
-        needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker".
+        needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker",
+            "third" (replica group).
     """
 
     says: str
@@ -45,7 +47,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "bit-flip": Kind(
             "SIGKILL of a replica group; the state that it heals from has a wrong bit", needs=("worker",)
         ),
-        "fd-exhaustion": Kind("no more descriptors for a replica, while another one is killed", (0.3, 1.0)),
+        "fd-exhaustion": Kind(
+            "no more descriptors for a replica, while another one is killed", (0.3, 1.0), needs=("third",)
+        ),
         "disk-full": Kind("the disk for checkpoints is full", (1.0, 2.0), needs=("disk", "worker")),
         "blackhole": Kind("nothing reaches or leaves a host", (2.0, 4.0), needs=("network",)),
         "one-way": Kind("nothing leaves a host, which still hears", (2.0, 4.0), needs=("network",)),
@@ -91,14 +95,15 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
         replicas: how many replica groups there are.
 
     Raises:
-        ValueError: a kind is unknown, or there is none; a time is not positive; there is nobody to strike.
+        ValueError: a kind is unknown, or there is none; a time is not positive, or no fault fits into them;
+            there is nobody to strike.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
         raise ValueError(f"unknown kinds of fault {unknown}, or none: choose from {', '.join(KINDS)}")
-    if length_s <= 0 or interval_s <= 0 or replicas < 1:
+    if not (0 < length_s < math.inf and 0 < interval_s < math.inf and replicas >= 1):
         raise ValueError(
-            f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0"
+            f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0 and finite"
         )
     chance = random.Random(seed)  # noqa: S311 - faults, not secrets
     dealt = _deal(chance, kinds)
@@ -114,6 +119,10 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
             amount=chance.uniform(*KINDS[kind].amount),
         )
         plan.append(planned)
+    if not plan:
+        raise ValueError(
+            f"no fault fits: the first of every {interval_s:g} s comes after {length_s:g} s are over"
+        )
     return plan
 
 

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from lighthouse.events import Event
 from torchft_like import Manager
+from torchft_like.chaos.invariants import QUORUMS_TOLD_APART
 from torchft_like.chaos.journal import Journal
 
 
@@ -17,24 +18,44 @@ class Witness:
     """Writes the commits of one rank into its journal, see `invariants.Commit`.
 
     Args:
-        index: of the replica group, below 50: its bit in the ledger.
+        index: of the replica group, below 40: its bit in the ledger.
     """
 
     def __init__(self, manager: Manager, journal: Journal, index: int) -> None:
         self._manager = manager
         self._journal = journal
         self._index = index
-        self._ledger = torch.zeros(2, dtype=torch.float64)
+        self._ledger = torch.zeros(3, dtype=torch.float64)
+        self._average = torch.zeros(1, dtype=torch.float64)
+        self._before: str | None = None
         self._is_participating = False
+        self._quorum_id = 0
         self._members: dict[int, list[str]] = {}
         self._vote: Event | None = None
         manager.events.subscribe(self._on_event)
 
-    def attend(self, step: int) -> None:
-        """In a step, after its gradients: find out who else takes part in it, and at which step."""
-        self._ledger = torch.tensor([1.0, step], dtype=torch.float64) * 2**self._index
+    def attend(self, step: int, digest: str | None = None) -> None:
+        """In a step, after its gradients: find out who else takes part in it, and at which step.
+
+        Args:
+            digest: of all parameters, with which the gradients were computed.
+        """
+        bit = 2.0**self._index
+        number = self._quorum_id % QUORUMS_TOLD_APART
+        self._ledger = torch.tensor([1.0, step, number], dtype=torch.float64) * bit
+        self._average = torch.tensor([bit], dtype=torch.float64)
         self._manager.allreduce(self._ledger, reduce_op=ReduceOp.SUM).wait()
+        self._manager.allreduce(self._average).wait()
         self._is_participating = self._manager.is_participating()
+        self._before = digest
+
+    def took_over(self, digest: str) -> None:
+        """A peer's state was loaded.
+
+        Args:
+            digest: of all parameters now.
+        """
+        self._before = digest
 
     def testify(self, digest: str, **more: object) -> None:
         """The step that was attended has been committed.
@@ -56,12 +77,16 @@ class Witness:
             index=self._index,
             ledger=int(self._ledger[0].item()),
             ledger_steps=int(self._ledger[1].item()),
+            ledger_quorums=int(self._ledger[2].item()),
+            average=self._average.item(),
+            before=self._before,
             digest=digest,
             **more,
         )
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "quorum":
+            self._quorum_id = event.quorum_id
             members = event.fields["members"]
             self._members[event.quorum_id] = members if isinstance(members, list) else []
         if event.kind == "commit":

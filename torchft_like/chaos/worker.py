@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Model:
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self._ballast = torch.zeros(state_kb * 1024, dtype=torch.uint8)
+        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, a function of the rank and the step."""
@@ -105,6 +107,7 @@ class Model:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.taken_over(self.digest())
 
 
 class Loop:
@@ -119,6 +122,7 @@ class Loop:
         self._optimizer = Optimizer(manager, model.optimizer)
         self._checkpoint = Checkpoint(Path(order.checkpoints), Path(order.journal).stem, journal)
         self._witness = Witness(manager, journal, order.index)
+        model.taken_over = self._witness.took_over
 
     def attempt_step(self) -> None:
         """One attempt at a step; it is written down, committed or not."""
@@ -129,7 +133,7 @@ class Loop:
         nn.functional.mse_loss(self._ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
         self._manager.wait_quorum()
         step = self._manager.current_step()
-        self._witness.attend(step)
+        self._witness.attend(step, self._model.digest())
         self._optimizer.step()
         if self._manager.current_step() != step + 1:
             self._journal.write("failed", began=began, step=step)

@@ -113,7 +113,10 @@ class StepLostNotice(NamedTuple):
 
 
 class GroupLeftNotice(NamedTuple):
-    """Effect: tell the ranks that have begun another step that theirs cannot be done without the others."""
+    """Effect: tell the ranks that have begun another step that theirs cannot be done without the others.
+
+    Nothing is said to the lighthouse: the group may be about to leave it in good order.
+    """
 
     group_ranks: tuple[int, ...]
     reason: str
@@ -162,7 +165,7 @@ class ReplicaGroup:
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         """A rank asks for a quorum; the last one to ask makes the group's join."""
         if self.lost_reason is not None:
-            return [GroupLostNotice(self.lost_reason)]
+            return [GroupLeftNotice((join.group_rank,), self.lost_reason)]
         self._joins[join.group_rank] = join
         self._metadata[join.group_rank] = join.checkpoint_metadata
         if len(self._joins) < self.world_size:
@@ -253,7 +256,7 @@ class ReplicaGroup:
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """A rank is done with a step: the verdict that it wants."""
         if self.lost_reason is not None:
-            return [GroupLostNotice(self.lost_reason)]
+            return [GroupLeftNotice((group_rank,), self.lost_reason)]
         was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
         if len(self._votes) < self.world_size:

@@ -318,6 +318,8 @@ class ManagerServer:
         for probe in list(self._probes):
             probe.cancel()
         if reason is None:
+            self._forget(LOCAL_RANK)  # which knows: it has hung up
+            self._perform(self._group.rank_lost(LOCAL_RANK, "it has hung up"))
             await self._link.close()
         else:
             self._perform(self._group.rank_left(LOCAL_RANK, reason))

@@ -56,6 +56,7 @@ class LighthouseHistory(RuleBasedStateMachine):
         self.unreachable: dict[str, set[str]] = {}  # what was reported in open sessions
         self.left: set[str] = set()  # whoever left in good order, and is in no quorum since
         self.joined: dict[str, Member] = {}
+        self.left_out: set[str] = set()  # of these, for a link: they keep nobody out
         self.calling: set[str] = set()
         self.last = NOTHING  # the quorum that this lighthouse takes for the last one
         self.broken: set[str] = set()  # of these, who was gone since
@@ -93,7 +94,7 @@ class LighthouseHistory(RuleBasedStateMachine):
         replica_id = self.owners.get(session)
         member = Member(replica_id or "a", shrink_only=shrink_only, commit_failures=failures, step=step)
         if replica_id is not None:
-            self.joined[replica_id] = member
+            self._joins(member)
         self._check(self.core.join(session, member, self.now))
 
     @rule(session=sessions, unreachable=st.sets(REPLICAS, max_size=2))
@@ -204,6 +205,11 @@ class LighthouseHistory(RuleBasedStateMachine):
         assert "no quorum yet" in text
         assert all(i in text for i in self.joined)
 
+    def _joins(self, member: Member) -> None:
+        self.left_out &= self.joined.keys()
+        shrink_only = member.shrink_only and member.replica_id not in self.left_out
+        self.joined[member.replica_id] = member._replace(shrink_only=shrink_only)
+
     def _check(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, QuorumFormed):
@@ -218,6 +224,7 @@ class LighthouseHistory(RuleBasedStateMachine):
                 self._told({decision.replica_id}, decision.quorum_id)
             elif isinstance(decision, LeftOut):
                 assert set(decision.replica_ids) <= self.joined.keys()
+                self.left_out |= set(decision.replica_ids)
                 for number, replica_id in decision.sessions:
                     assert self.owners[number] == replica_id
                     self.joined[replica_id] = self.joined[replica_id]._replace(shrink_only=False)

@@ -310,6 +310,8 @@ class Twin:
         self.use_up(member.commit_quorum_id)
         older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
         self.joined = [j for j in self.joined if j is not older]
+        if older and older.left_out:
+            member = member._replace(shrink_only=False)
         self.joined.append(
             Joined(
                 member,

@@ -144,8 +144,8 @@ def test_a_lost_rank_is_the_end_of_the_group() -> None:
     assert isinstance(notice, GroupLostNotice)
     assert "rank 1 of replica group a" in notice.reason
     assert group.rank_lost(0, "too") == []
-    assert kinds(group.rank_joined(join(0))) == [GroupLostNotice]
-    assert kinds(group.rank_voted(0, Verdict(4, True))) == [GroupLostNotice]
+    assert group.rank_joined(join(0)) == [GroupLeftNotice((0,), notice.reason)]
+    assert group.rank_voted(0, Verdict(4, True)) == [GroupLeftNotice((0,), notice.reason)]
     assert group.lighthouse_connected() == []
 
 
@@ -165,7 +165,7 @@ def test_when_a_rank_leaves_one_that_has_begun_another_step_is_told() -> None:
     assert notice.group_ranks == (2,)
     assert "rank 1 of replica group a has left: shutdown" in notice.reason
     assert group.rank_left(0, "shutdown") == []
-    assert kinds(group.rank_joined(join(0))) == [GroupLostNotice]
+    assert group.rank_joined(join(0)) == [GroupLeftNotice((0,), notice.reason)]
 
 
 def test_checkpoint_metadata_is_each_ranks_own() -> None:

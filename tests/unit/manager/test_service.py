@@ -17,7 +17,8 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.errors import ConnectError
 from torchft_like.manager.duplex import DuplexCall
-from torchft_like.manager.group import Verdict
+from torchft_like.manager.group import RankJoin, Verdict
+from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.rank_link import SessionLink
 from torchft_like.manager.service import _Handlers
 
@@ -118,3 +119,47 @@ def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: Manager
         return heard
 
     assert coordination_loop().run(leave()) == ["registered"]
+
+
+def test_a_rank_that_asks_while_its_group_leaves_makes_no_death_of_that(
+    lighthouse: LighthouseServer, server: ManagerServer
+) -> None:
+    ear, ends = Ear(), queue.Queue[str]()
+    lighthouse._lighthouse.events.subscribe(
+        lambda event: ends.put(event.kind) if event.kind in ("leave", "loss") else None
+    )
+
+    async def leave_and_be_asked() -> None:
+        server.rank_attached(1, ear, lasts=True)
+        leaving = asyncio.ensure_future(server._stop("bye"))
+        await asyncio.sleep(0)
+        server.rank_joined(RankJoin(1, step=0, checkpoint_metadata=""))
+        await leaving
+
+    coordination_loop().run(leave_and_be_asked())
+    assert ends.get(timeout=LIMIT_S) == "leave"
+    assert "has left: bye" in ear.heard("group_lost")
+
+
+def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[Probe] = []
+    monkeypatch.setattr(server, "_start_probe", probes.append)
+    ear = Ear()
+
+    async def hang_up_and_be_asked() -> None:
+        server.rank_attached(1, ear, lasts=True)
+        for rank in range(2):
+            server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
+        members = [pb.QuorumMember(replica_id=i, address=f"http://{i}:1") for i in ("g", "h")]
+        server.quorum_formed(pb.Quorum(quorum_id=7, participants=members))
+        closing = asyncio.ensure_future(server._stop(None))
+        await asyncio.sleep(0)
+        for rank in range(2):
+            server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata="", commit_failures=1))
+        await closing
+
+    coordination_loop().run(hang_up_and_be_asked())
+    assert probes == []
+    assert "rank 0" in ear.heard("group_lost")

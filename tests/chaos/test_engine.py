@@ -1,0 +1,130 @@
+"""A run fails for whatever goes wrong without a fault, and a fault excuses no more than it has done.
+
+The job's processes here train nothing: they write the events of a Manager that trains, and then misbehave.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchft_like.chaos.engine import Engine, Run, features
+from torchft_like.chaos.injectors import Injected, Target, inject
+from torchft_like.chaos.job import ChaosJob, JobSettings, Rank
+from torchft_like.chaos.journal import Journal, JournalTail
+from torchft_like.chaos.report import hangs, make_report
+from torchft_like.chaos.schedule import Planned
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+LIMIT_S = 40.0
+PRETENDER = """
+import json, os, signal, subprocess, sys, time
+
+name, way = sys.argv[1:]
+def end(*_):
+    os._exit(3 if way == "fails to leave" else 0)
+signal.signal(signal.SIGTERM, end)
+if way == "leaves a child":
+    subprocess.Popen(["sleep", "600"])
+events = open(os.environ["TORCHFT_EVENT_FILE"], "a", buffering=1)
+def write(kind, step, **fields):
+    record = dict(kind=kind, time=time.time(), replica_id=name + ":1", group_rank=0, step=step, quorum_id=7)
+    events.write(json.dumps(record | fields) + "\\n")
+write("quorum", 0, members=["r0:1", "r1:1"])
+for step in range(1, 10**9):
+    time.sleep(0.02)
+    if way == "stalls" and step > 10:
+        continue
+    if way == "heals" and step % 4 == 0:
+        write("heal", step)
+    write("commit", step, committed=True, participants=2)
+"""
+
+
+def settings_of(folder: Path, way: str) -> JobSettings:
+    """Two replica groups, all of whose processes behave in the same way."""
+    script = folder / "pretender.py"
+    script.write_text(PRETENDER)
+    return JobSettings(replicas=2, command=(sys.executable, str(script), "r{index}", way))
+
+
+def run(folder: Path, way: str) -> Run:
+    """A short run without faults."""
+    settings = settings_of(folder, way)
+    offered = features(settings, network=False)
+    return Engine(settings, folder / "run", offered, lambda _: None, seed=1).run([], length_s=0.5)
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ChaosJob]:
+    job = ChaosJob(settings_of(tmp_path, request.param), tmp_path, str(tmp_path))
+    try:
+        job.start()
+        assert job.wait_until(lambda: job.is_whole(0.0), LIMIT_S)
+        yield job
+    finally:
+        job.kill()
+
+
+def test_a_job_that_trains_on_passes_without_faults(tmp_path: Path) -> None:
+    report = make_report(run(tmp_path, "trains"), {})
+    assert not any(report.problems.values()), report.to_text()
+
+
+def test_a_job_that_stops_committing_hangs_though_no_fault_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_like.chaos.engine.WHOLE_S_MAX", 1.0)
+    [hang] = hangs(run(tmp_path, "stalls"))
+    assert "no step of all" in hang
+
+
+def test_a_process_that_fails_when_it_is_asked_to_leave_has_crashed(tmp_path: Path) -> None:
+    crashes = run(tmp_path, "fails to leave").crashes
+    assert len(crashes) == 2
+    assert "ended with 3, asked to leave" in crashes[0]
+
+
+@pytest.mark.parametrize("job", ["leaves a child"], indirect=True)
+def test_what_outlives_a_killed_replica_is_found(job: ChaosJob) -> None:
+    victim = job.replicas[0]
+    victim.signal(signal.SIGKILL)
+    assert job.wait_until(lambda: victim.starts == 2, LIMIT_S)
+    assert len(job.left_behind()) == 1
+    assert job.crashes == []
+
+
+@pytest.mark.parametrize("job", ["trains"], indirect=True)
+def test_a_fault_excuses_no_end_after_the_next_one_began(job: ChaosJob) -> None:
+    victim = job.replicas[0]
+    victim.may_end = True  # it had a reason to, but has not ended
+    job.expect_no_end()
+    victim.ranks[0].child.signal(signal.SIGABRT)
+    assert job.wait_until(lambda: victim.starts == 2, LIMIT_S)
+    assert len(job.crashes) == 1
+
+
+@pytest.mark.parametrize("job", ["heals"], indirect=True)
+def test_a_step_for_which_a_command_healed_is_no_batch_of_its_own(job: ChaosJob) -> None:
+    assert job.wait_until(lambda: len(job.log.commits) > 40, LIMIT_S)
+    assert all(commit.participating == (commit.step % 4 > 0) for commit in job.log.commits)
+
+
+def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
+    job = ChaosJob(JobSettings(replicas=2, ranks=2), tmp_path, str(tmp_path))
+    paths = tmp_path / "a.journal", tmp_path / "a.events"
+    Journal(str(paths[0])).write("failed", began=1.0, step=3)
+    rank = Rank(1, None, *map(JournalTail, paths))  # type: ignore[arg-type]
+    job._read(job.replicas[0], rank)
+    assert [note["group_rank"] for note in job.log.notes] == [1]
+
+
+def test_a_job_without_any_backend_to_kill_has_no_victim(tmp_path: Path) -> None:
+    planned = Planned(number=0, at_s=0, kind="baby-kill", victim=0, duration_s=0, amount=0)
+    target = Target(ChaosJob(JobSettings(replicas=2), tmp_path, str(tmp_path)))
+    with inject(target, planned) as injected:
+        assert injected == Injected((), {"killed": 0})
