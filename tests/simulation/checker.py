@@ -179,14 +179,17 @@ class Checker:
             self.violate("no_regress", f"{rank.name} was at step {known[0]} and healed to {protocol.step}")
         self._committed[replica_id] = protocol.step, self._order[self._seen[rank.name]]
 
-    def committed(self, rank: Rank, ids: Ids, base: int | None, before: int) -> None:
-        """A step was committed; `base` is the state that the gradients were made from."""
+    def committed(self, rank: Rank, ids: Ids, base: int | None, before: int, gradients: int) -> None:
+        """A step was committed; `base` is the state that so many gradients were made from."""
         self.commits += 1
         protocol = rank.protocol
         step, quorum_id = protocol.step, protocol.quorum_id
         if base != before:
             what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
             self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")
+        if gradients != protocol.num_participants and step > 1:  # in the first, who takes over a state counts
+            what = f"divides a sum of {gradients} gradients by {protocol.num_participants}"
+            self.violate("no_zombie", f"{rank.name} commits step {step} in quorum {quorum_id} and {what}")
         key = step, quorum_id, ids, rank.number
         state = self._states.setdefault(key, (rank.parameters, rank.name))
         if state[0] != rank.parameters:

@@ -83,7 +83,7 @@ class Mesh:
             total += part[4]
         base = given[0][3] if given else None
         for rank in self._members.values():
-            world.after(world.latency(), rank, rank.hear_sum, self, key, (total, base))
+            world.after(world.latency(), rank, rank.hear_sum, self, key, (total, base, len(given)))
 
     def leave(self, gone: Rank) -> None:
         """A member aborts or dies: the others' connections to it end, and what they wait for fails."""

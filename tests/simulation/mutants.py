@@ -247,6 +247,13 @@ class _HealingTakesPart(StepProtocol):
         return True
 
 
+class _CountsWhoHeals(StepProtocol):
+    def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        plan = super().agreed(result, allow_heal)
+        self.num_participants = result.replica_world_size
+        return plan
+
+
 class _VotesYesAfterAnError(StepProtocol):
     def vote(self) -> bool:
         return self.num_participants >= self._rules.min_replica_size
@@ -327,6 +334,7 @@ MUTANTS = (
     _step("applies late errors", _LateErrorSpoilsAnyStep, "an error belongs to its quorum"),
     _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
     _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
+    _step("counts who heals", _CountsWhoHeals, "averages are over those who add something"),
     _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
     _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
     _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
@@ -366,6 +374,7 @@ CAUGHT_BY = {
     "applies late errors": 13,
     "commits before healing": 0,
     "healing takes part": 0,
+    "counts who heals": 0,
     "votes yes after an error": 0,
     "keeps the old commit quorum": 128,
     "keeps its process group": 0,

@@ -32,6 +32,7 @@ NOT_HEALED = ConnectionError("the state could not be fetched")
 REPORTED = ValueError("the training script reported an error")
 
 Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
+Sum = tuple[int, int | None, int]  # of gradients, the parameters they were made from, their number
 
 
 def mix(one: int, other: int) -> int:
@@ -99,7 +100,7 @@ class Rank(Process):
         self._pending: Snapshot | None = None
         self._source: Rank | None = None
         self._heal_until = 0.0
-        self._sum: tuple[int, int | None] | None = None
+        self._sum: Sum | None = None
         self._bucket = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
         self._trouble_attempt = 0  # the newest attempt in which the training script had an error
@@ -119,7 +120,7 @@ class Rank(Process):
         own = self.protocol.begin()
         self._attempt += 1
         self._is_agreed = self._configured = self._ready = False
-        self._sum, self._bucket = (0, None), 0
+        self._sum, self._bucket = (0, None, 0), 0
         self._phase = FORWARD if scenario.async_quorum else PREPARE
         join = RankJoin(
             self.number,
@@ -169,11 +170,11 @@ class Rank(Process):
             world.after(world.latency(), self, self.hear_broken, mesh)
         mesh.add(self._replica_rank, self._operation, part)
 
-    def hear_sum(self, mesh: Mesh, operation: int, total: tuple[int, int | None]) -> None:
+    def hear_sum(self, mesh: Mesh, operation: int, total: Sum) -> None:
         """A collective has succeeded, unless it has failed before."""
         if mesh is self.group_mesh and self._phase == COLLECTIVE and operation == self._operation:
             if self._sum is not None:
-                self._sum = (mix(self._sum[0], total[0]), total[1])
+                self._sum = (mix(self._sum[0], total[0]), *total[1:])
             self._bucket += 1
             self._phase = GATE
             self._reduce()
@@ -218,11 +219,11 @@ class Rank(Process):
             why = "" if committed else f": {protocol.failure}"
             world.tell(self.name, verb, f"step {step} in quorum {protocol.quorum_id}{why}")
         if committed:
-            total, base = self._sum or (0, None)
+            total, base, count = self._sum or (0, None, 0)
             result = self._result
             self.parameters = mix(before, mix(total, protocol.num_participants))
             assert result is not None
-            world.checker.committed(self, result.replica_ids, base, before)
+            world.checker.committed(self, result.replica_ids, base, before, count)
             if world.scenario.saves and protocol.step % 3 == 0:
                 world.saved[(replica.slot, self.number)] = (self.parameters, protocol.counters())
         world.checker.decided(self, committed)
