@@ -3,22 +3,25 @@
 No `from __future__ import annotations` here: torch reads the annotations of the communication hook.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, Work
 from torch.nn import parallel
 
 from torchft_like.manager import Manager
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group.collectives import Collective
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with its buckets reduced by a Manager.
 
     The hook hands back the future of each bucket, so the backward pass goes on while buckets reduce.
-    An error leaves the backward pass alone: it makes `should_commit` say no.
+    An error leaves the backward pass alone: it makes `should_commit` say no. A parameter that one replica
+    used gets a gradient on all of them.
 
     Unlike torch's, it does not compare or broadcast parameters at the start (the Manager's init_sync
     does) and keeps its first assignment of parameters to buckets: a rebuilt one would differ between
@@ -33,13 +36,33 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
         super().__init__(
             module,
-            # Takes the collectives of the constructor; those of training go through the hook.
-            process_group=ProcessGroupDummy(0, 1),
+            process_group=_OfReducer(manager),
             # The reducer rebuilds its buckets after the first step unless it looks for unused parameters.
             find_unused_parameters=True,
             **ddp_kwargs,
         )
         self.register_comm_hook(manager, _allreduce_bucket)
+
+
+class _OfReducer(ProcessGroupDummy):
+    """What torch's reducer does beside the buckets.
+
+    The collectives of its constructor find nobody. But which parameters were used is asked of all members:
+    whoever did not use one leaves its gradient as it is, and would so take another step than the others.
+    Those that heal are asked, too, since they fill in a gradient for whatever they used themselves.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        if collective.name == "allreduce":
+            call = collective.bind(args, kwargs)
+            (tensor,) = call.outputs
+            if tensor.dtype == torch.int32:  # the only other one is that of `join`, of floats
+                return self._manager.group_allreduce(tensor, call.reduce_op, of_all_members=True)
+        return super()._run(collective, args, kwargs)
 
 
 def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

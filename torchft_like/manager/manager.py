@@ -262,9 +262,15 @@ class Manager:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
         return self._reducer.start(tensor, reduce_op, ManagedWork)
 
-    def group_allreduce(self, tensor: torch.Tensor, operation: ReduceOp) -> ManagedGroupWork:
-        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group."""
-        return self._reducer.start(tensor, operation, ManagedGroupWork)
+    def group_allreduce(
+        self, tensor: torch.Tensor, operation: ReduceOp, of_all_members: bool = False
+    ) -> ManagedGroupWork:
+        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group.
+
+        Args:
+            of_all_members: what a replica that heals or is a spare has counts like the others'.
+        """
+        return self._reducer.start(tensor, operation, ManagedGroupWork, of_all_members)
 
     def report_error(self, e: Exception) -> None:
         """The current step is spoilt: it will not be committed and peers are released."""

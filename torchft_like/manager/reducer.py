@@ -27,11 +27,18 @@ class Reducer:
         self._group = group
         self._driver = driver
 
-    def start(self, tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp, kind: type[W]) -> W:
+    def start(
+        self,
+        tensor: torch.Tensor,
+        operation: ReduceOp.RedOpType | ReduceOp,
+        kind: type[W],
+        of_all_members: bool = False,
+    ) -> W:
         """Begin one, in place; an error spoils the step, and is told to nobody else.
 
         Args:
             kind: of work to return.
+            of_all_members: not of the participants only.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -51,7 +58,7 @@ class Reducer:
         divide_by = protocol.num_participants if is_average else None
         result = kind(tensor, divide_by, report, attempt.pending_collectives)
         try:
-            if not protocol.is_participating:
+            if not (of_all_members or protocol.is_participating):
                 with writing_to(tensor):
                     tensor.zero_()
             group.pg.issue_allreduce(result, [tensor], options)
