@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket, Work
 from torch.nn import parallel
+from torch.utils.weak import WeakIdKeyDictionary
 
+from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.collectives import Collective
@@ -31,9 +33,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager: of this rank.
         module: the model.
         ddp_kwargs: for torch's class; `process_group` and `find_unused_parameters` are set here.
+
+    Raises:
+        NotSupportedError: `static_graph`, or parameters whose reduction is delayed.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
+        for name, problem in _UNFIT.items():
+            if ddp_kwargs.get(name):
+                raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
         super().__init__(
             module,
             process_group=_OfReducer(manager),
@@ -42,6 +50,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **ddp_kwargs,
         )
         self.register_comm_hook(manager, _allreduce_bucket)
+
+
+_UNFIT = {
+    "static_graph": "torch assigns the parameters to buckets anew after the first step of each",
+    "delay_all_reduce_named_params": "torch reduces these past the Manager",
+}
 
 
 class _OfReducer(ProcessGroupDummy):
@@ -72,21 +86,31 @@ def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Fut
 class PureDistributedDataParallel(nn.Module):
     """Reduces every gradient by itself, as soon as it is there. Simple, and slower than buckets.
 
-    Works where torch's reducer does not, such as with models that are changed between steps.
+    Gradients are final when the backward pass returns. Works where torch's reducer does not, such as with
+    models that are changed between steps. But in each step all replicas must use the same parameters, on
+    one device, so that they reduce them in the same order.
     """
 
     def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-
-        def reduce_gradient(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                manager.allreduce(parameter.grad)
-
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(reduce_gradient)  # type: ignore[no-untyped-call]
+        self._manager = manager
+        self._hooked = WeakIdKeyDictionary()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                hook = parameter.register_post_accumulate_grad_hook(self._reduce_gradient)  # type: ignore[no-untyped-call]
+                self._hooked[parameter] = hook
         return self.module(*args, **kwargs)
+
+    def _reduce_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            work = self._manager.allreduce(parameter.grad)
+
+            def finish() -> None:
+                work.wait()
+
+            # At the end of the backward pass: what comes then reads the gradient, or adds to it.
+            torch.autograd.Variable._execution_engine.queue_callback(finish)

@@ -14,8 +14,10 @@ from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
     Manager,
+    NotSupportedError,
     Optimizer,
     ProcessGroupGloo,
+    PureDistributedDataParallel,
 )
 from torchft_like.digest import state_digest
 
@@ -101,3 +103,76 @@ def test_a_parameter_that_one_replica_uses_has_the_same_gradient_on_all(
     one, other = on_both(lighthouse, Branches, train, init_sync=init_sync)
     assert one == other
     assert one[1] == [[0.5] * 3, [0.5] * 3, None]
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_gradients_are_final_when_the_backward_pass_returns(
+    lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
+) -> None:
+    """Whoever clips them, or lets a second pass add to them, needs that."""
+
+    def train(replica: Replica) -> list[set[float]]:
+        parallel = wrapper(replica.manager, replica.model)
+        replica.manager.start_quorum()
+        found = []
+        for value in {"a": (1.0, 10.0), "b": (3.0, 30.0)}[replica.name]:
+            parallel(torch.full((1, 1000), value)).sum().backward()
+            found.append(gradient_of(replica.model))
+        assert replica.manager.should_commit()
+        return [*found, gradient_of(replica.model)]
+
+    def gradient_of(model: nn.Module) -> set[float]:
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        return set(parameter.grad.flatten().tolist())
+
+    def make_model() -> nn.Module:
+        return nn.Linear(1000, 1000, bias=False)
+
+    assert on_both(lighthouse, make_model, train) == [[{2.0}, {22.0}, {22.0}]] * 2
+
+
+def test_a_parameter_that_is_added_or_unfrozen_later_is_reduced(lighthouse: LighthouseServer) -> None:
+    def train(replica: Replica) -> str:
+        first, second = replica.model.children()
+        second.requires_grad_(False)
+        parallel = PureDistributedDataParallel(replica.manager, replica.model)
+        parameters = list(replica.model.parameters())
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(parameters, lr=0.1))
+        while (step := replica.manager.current_step()) < 3:
+            if step == 1:
+                second.requires_grad_(True)
+            if step == 2:
+                first.bias = nn.Parameter(torch.zeros(3))
+                optimizer.add_param_group({"params": [first.bias]})
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            optimizer.step()
+        return state_digest(replica.model.state_dict())
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+    one, other = on_both(lighthouse, make_model, train)
+    assert one == other
+
+
+def gave(replica: Replica, **settings: Any) -> str:
+    with pytest.raises(NotSupportedError) as raised:
+        DistributedDataParallel(replica.manager, replica.model, **settings)
+    return str(raised.value)
+
+
+def test_settings_under_which_replicas_would_reduce_different_things_are_refused(
+    lighthouse: LighthouseServer,
+) -> None:
+    def refuse(replica: Replica) -> tuple[str, str]:
+        (parameter,) = replica.model.parameters()
+        delayed = [("weight", parameter)]
+        return gave(replica, static_graph=True), gave(
+            replica, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=parameter
+        )
+
+    static, delayed = on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), refuse)[0]
+    assert "static_graph" in static
+    assert "delay_all_reduce_named_params" in delayed
