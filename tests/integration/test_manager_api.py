@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from torchft_like import (
+    ConfigError,
     LighthouseServer,
     Manager,
     MaxRetriesError,
@@ -96,6 +97,32 @@ def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: L
             return mean.tolist(), total.tolist()
 
     assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
+    lighthouse: LighthouseServer, init_sync: bool
+) -> None:
+    """It would go on with a state of its own, and commit."""
+
+    def train(name: str) -> str:
+        with Manager(
+            ProcessGroupGloo(timeout=60.0),
+            None,
+            None,
+            min_replica_size=2,
+            replica_id=name,
+            lighthouse_addr=lighthouse.address(),
+            init_sync=init_sync,
+        ) as manager:
+            manager.start_quorum()
+            try:
+                return str(manager.should_commit())
+            except ConfigError as error:
+                return str(error)
+
+    for outcome in on_both(train):
+        assert ("register_state_dict_fn" in outcome) if init_sync else (outcome == "True")
 
 
 def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: LighthouseServer) -> None:

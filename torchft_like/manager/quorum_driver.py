@@ -15,6 +15,7 @@ from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     CheckpointFormatError,
+    ConfigError,
     FaultToleranceError,
     GroupLostError,
     MemberLostError,
@@ -225,6 +226,8 @@ class QuorumDriver:
             is_configured = not plan.configure or self._configure(attempt, result)
             if is_configured:
                 attempt.open_configured()
+            if plan.heal or (plan.serve and result.max_step == 0):  # later it is the joiner's error
+                self._state.check()
             if plan.serve:  # whatever became of the process group: who heals may have configured, and waits
                 self._serve(attempt, result)
             if plan.heal and is_configured:
@@ -232,6 +235,8 @@ class QuorumDriver:
             elif plan.heal:
                 lost = MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
                 self._group.fail(result.quorum_id, lost, group_broken=False)
+        except ConfigError as error:
+            attempt.fail(error)
         except Exception as error:
             logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, error)
