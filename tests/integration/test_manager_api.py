@@ -99,6 +99,27 @@ def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: L
     assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
 
 
+def test_a_replica_that_heals_has_no_part_in_any_reduction(lighthouse: LighthouseServer) -> None:
+    dtypes = {ReduceOp.BAND: torch.int64, ReduceOp.MIN: torch.int64, ReduceOp.PRODUCT: torch.float32}
+
+    def reduce(name: str) -> tuple[bool, list[float]]:
+        with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
+            manager.start_quorum()
+            operations = [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.BAND, ReduceOp.SUM]
+            value = {"a": -3, "b": -5}[name]
+            results = [torch.tensor([value], dtype=dtypes.get(op, torch.float32)) for op in operations]
+            for tensor, operation in zip(results, operations, strict=True):
+                manager.allreduce(tensor, reduce_op=operation)
+            assert manager.should_commit()
+            return manager.is_participating(), [float(tensor) for tensor in results]
+
+    results = dict(on_both(reduce))
+    assert results.keys() == {True, False}
+    assert results[True] == results[False]
+    assert len(set(results[True])) == 1
+    assert results[True][0] in (-3, -5)
+
+
 @pytest.mark.parametrize("init_sync", [True, False])
 def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
     lighthouse: LighthouseServer, init_sync: bool

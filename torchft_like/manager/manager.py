@@ -251,8 +251,9 @@ class Manager:
     ) -> ManagedWork:
         """Reduce a tensor over the participants, in place; never raises for what peers do.
 
-        A replica that heals or is a spare contributes zeros. After an error the work still succeeds,
-        the content of the tensor is undefined, and the step will not be committed.
+        What a replica that heals or is a spare has does not count: it adds zeros, and has no part in a
+        minimum, maximum or product. After an error the work still succeeds, the content of the tensor is
+        undefined, and the step will not be committed.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -59,8 +61,7 @@ class Reducer:
         result = kind(tensor, divide_by, report, attempt.pending_collectives)
         try:
             if not (of_all_members or protocol.is_participating):
-                with writing_to(tensor):
-                    tensor.zero_()
+                leave_out(tensor, operation)
             group.pg.issue_allreduce(result, [tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `zero_`; the step is lost, not the script
             attempt.pending_collectives.pop(result, None)
@@ -75,3 +76,37 @@ class Reducer:
             attempt.fail(error)
             return False
         return not self._group.refuse()
+
+
+def leave_out(tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp) -> None:
+    """Put into a tensor what changes nothing about the others' result."""
+    with writing_to(tensor):
+        if (neutral := _NEUTRAL.get(hash(operation))) is None:
+            tensor.zero_()  # which sparse tensors know, too
+        else:
+            tensor.fill_(neutral(tensor.dtype))
+
+
+def _largest(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _all_bits(dtype: torch.dtype) -> int:
+    return -1 if dtype.is_signed else int(_largest(dtype))
+
+
+# By hash, as in `reduction`. The others are sums, or like sums.
+_NEUTRAL: Mapping[int, Callable[[torch.dtype], float]] = {
+    hash(ReduceOp.MIN): _largest,
+    hash(ReduceOp.MAX): _smallest,
+    hash(ReduceOp.PRODUCT): lambda _: 1,
+    hash(ReduceOp.BAND): _all_bits,
+}
