@@ -146,6 +146,20 @@ def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
         assert ("register_state_dict_fn" in outcome) if init_sync else (outcome == "True")
 
 
+def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
+    """A second optimizer that asks once more would count the step twice."""
+
+    def train(name: str) -> int:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            assert manager.should_commit()
+            with pytest.raises(RuntimeError, match="once"):
+                manager.should_commit()
+            return manager.current_step()
+
+    assert on_both(train) == [1, 1]
+
+
 def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: LighthouseServer) -> None:
     def fail(name: str) -> str:
         with make_manager(lighthouse, name, nn.Linear(1, 1), max_retries=1) as manager:

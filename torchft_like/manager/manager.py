@@ -322,12 +322,15 @@ class Manager:
         `Optimizer.step` calls this once after the backward pass.
 
         Raises:
+            RuntimeError: the step has ended already: begin the next one first.
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
             DivergenceError: this replica's state differs from its peers', and healing is no way out.
         """
         attempt = self._driver.current()
+        if not self._protocol.in_step:
+            raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
         attempt.wait_ready(self._driver.why_no_quorum)
         for work in list(attempt.pending_collectives):
             work.wait()
