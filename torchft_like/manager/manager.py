@@ -64,7 +64,8 @@ class Manager:
         load_state_dict, state_dict: load and save the training script's state (model, optimizer, ...).
         min_replica_size: fewer participants than this do not commit.
         use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
-            contributes zeros to its first step. Otherwise `start_quorum` waits and heals.
+            contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
+            it must where gradients are divided by a number of the state (a GradScaler's).
         timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each unless
             TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC say otherwise.
             `timeout` bounds collectives, votes and state transfers.
