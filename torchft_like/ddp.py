@@ -94,23 +94,38 @@ class PureDistributedDataParallel(nn.Module):
     def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._manager = manager
-        self._hooked = WeakIdKeyDictionary()
+        self._hooks: _GradientHooks | None = _GradientHooks(manager)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, be it an average of the parameters or a file: it reduces nothing."""
+        return {**self.__dict__, "_hooks": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter not in self._hooked:
-                hook = parameter.register_post_accumulate_grad_hook(self._reduce_gradient)  # type: ignore[no-untyped-call]
-                self._hooked[parameter] = hook
+        if self._hooks is not None:
+            self._hooks.add_to(self.module)
         return self.module(*args, **kwargs)
 
-    def _reduce_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            work = self._manager.allreduce(parameter.grad)
 
-            def finish() -> None:
-                work.wait()
+class _GradientHooks:
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._hooked = WeakIdKeyDictionary()
 
-            # At the end of the backward pass: what comes then reads the gradient, or adds to it.
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+    def add_to(self, module: nn.Module) -> None:
+        """To the parameters that have none yet."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
+                self._hooked[parameter] = hook
+
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        work = self._manager.allreduce(parameter.grad)
+
+        def finish() -> None:
+            work.wait()
+
+        # At the end of the backward pass: what comes then reads the gradient, or adds to it.
+        torch.autograd.Variable._execution_engine.queue_callback(finish)

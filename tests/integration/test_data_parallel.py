@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -155,6 +157,28 @@ def test_a_parameter_that_is_added_or_unfrozen_later_is_reduced(lighthouse: Ligh
 
     one, other = on_both(lighthouse, make_model, train)
     assert one == other
+
+
+def test_a_copy_of_the_wrapper_is_a_module_that_reduces_nothing(lighthouse: LighthouseServer) -> None:
+    def gradient_of(module: nn.Module, rows: Tensor) -> float:
+        (parameter,) = module.parameters()
+        parameter.grad = None
+        module(rows).sum().backward()
+        assert isinstance(parameter.grad, Tensor)
+        return float(parameter.grad)
+
+    def copy_it(replica: Replica) -> list[float]:
+        rows = torch.full((1, 1), {"a": 1.0, "b": 3.0}[replica.name])
+        parallel = PureDistributedDataParallel(replica.manager, replica.model)
+        replica.manager.start_quorum()
+        found = [gradient_of(parallel, rows)]
+        copies = [copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))]
+        found += [gradient_of(copied, rows) for copied in copies]
+        assert replica.manager.should_commit()
+        return found
+
+    results = on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), copy_it)
+    assert results == [[2.0, 1.0, 1.0], [2.0, 3.0, 3.0]]
 
 
 def gave(replica: Replica, **settings: Any) -> str:
