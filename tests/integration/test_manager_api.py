@@ -146,6 +146,37 @@ def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
         assert ("register_state_dict_fn" in outcome) if init_sync else (outcome == "True")
 
 
+def test_a_replica_that_gives_a_step_up_joins_again_when_the_first_join_was_answered(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an exception in the forward pass. The second would be a join for the step after this one."""
+    joined, others_joined = threading.Semaphore(0), threading.Event()
+    at_joins: list[bool] = []
+
+    def train(name: str) -> int:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            if name == "b":
+                assert joined.acquire(timeout=LIMIT_S)
+                assert not joined.acquire(timeout=0.2)
+                others_joined.set()
+            else:
+                join = manager._link.join
+                monkeypatch.setattr(manager._link, "join", lambda what: noted(join, what))
+                manager.start_quorum()
+            while manager.current_step() < 2:
+                manager.start_quorum()
+                manager.should_commit()
+            return manager.current_step()
+
+    def noted(join: Callable[[Any], None], what: Any) -> None:
+        at_joins.append(others_joined.is_set())
+        joined.release()
+        join(what)
+
+    assert on_both(train) == [2, 2]
+    assert at_joins[:2] == [False, True]
+
+
 def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
     """A second optimizer that asks once more would count the step twice."""
 

@@ -205,7 +205,8 @@ class Manager:
             timeout: bound on waiting for this quorum instead of `quorum_timeout`.
 
         Raises:
-            QuorumTimeoutError: only with `use_async_quorum=False`, which waits here.
+            QuorumTimeoutError: only where it waits here: with `use_async_quorum=False`, and for the quorum
+                of a step that was given up before it was known.
             GroupLostError: another rank of this replica group is gone.
         """
         self._driver.raise_if_over()
@@ -213,7 +214,9 @@ class Manager:
         if last is None:
             # Whoever has joined is waited for in `configure`.
             self._group.pg.prepare(timedelta(seconds=self._config.timeout_s))
-        elif last.is_agreed and last.error is None:
+        elif last.error is None and not last.is_overdue:
+            # Also one that was given up: a second join could miss the quorum that answers the first, and be
+            # taken for one of the step after.
             last.wait_ready(self._driver.why_no_quorum)
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
