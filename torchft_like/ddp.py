@@ -50,6 +50,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **ddp_kwargs,
         )
         self.register_comm_hook(manager, _allreduce_bucket)
+        self._manager = manager
+        self._steps_given_up = manager.steps_given_up
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own. A backward pass that an exception ended, and the step with it, is forgotten."""
+        if self._steps_given_up != self._manager.steps_given_up:
+            self._steps_given_up = self._manager.steps_given_up
+            self.reducer._reset_state()
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 _UNFIT = {

@@ -107,6 +107,54 @@ def test_a_parameter_that_one_replica_uses_has_the_same_gradient_on_all(
     assert one[1] == [[0.5] * 3, [0.5] * 3, None]
 
 
+class Stumbling(torch.autograd.Function):
+    """Raises in the first backward pass that meets it."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, errors: list[Exception]) -> Tensor:
+        context.errors = errors
+        return rows.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if context.errors:
+            raise context.errors.pop()
+        return gradient, None
+
+
+class Stumbler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+
+    def forward(self, rows: Tensor, errors: list[Exception]) -> Tensor:
+        result: Tensor = self.second(Stumbling.apply(self.first(rows), errors))  # type: ignore[no-untyped-call]
+        return result
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_script_that_catches_an_error_of_the_backward_pass_goes_on(
+    lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
+) -> None:
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = wrapper(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        errors, caught = [ArithmeticError("stumbled")] if replica.name == "a" else [], 0
+        while replica.manager.current_step() < 3:
+            try:
+                optimizer.zero_grad()
+                parallel(torch.full((1, 3), float(ord(replica.name))), errors).sum().backward()
+                optimizer.step()
+            except ArithmeticError:
+                caught += 1
+        return state_digest(replica.model.state_dict()), caught
+
+    (one, felt), (other, not_felt) = on_both(lighthouse, Stumbler, train)
+    assert (felt, not_felt) == (1, 0)
+    assert one == other
+
+
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 def test_gradients_are_final_when_the_backward_pass_returns(
     lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]

@@ -361,6 +361,11 @@ class Manager:
         """Steps committed so far, by this replica or the one it healed from."""
         return self._protocol.step
 
+    @property
+    def steps_given_up(self) -> int:
+        """How often a step began while the last one had no `should_commit`: after an exception, say."""
+        return self._protocol.steps_given_up
+
     def batches_committed(self) -> int:
         """Sum over the committed steps of the number of participants."""
         return self._protocol.batches_committed

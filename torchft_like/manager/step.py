@@ -85,6 +85,7 @@ class StepProtocol:
         self.commit_failures = 0
         self.quorum_id = NO_QUORUM
         self.in_step = False
+        self.steps_given_up = 0
         self.healing = False
         self.participating_rank: int | None = None
         self.num_participants = 0
@@ -103,6 +104,7 @@ class StepProtocol:
         """
         if self.in_step and self._agreed:
             self._broken.add(self.quorum_id)
+        self.steps_given_up += self.in_step
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = self._lacks_state = False
