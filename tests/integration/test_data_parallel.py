@@ -155,6 +155,42 @@ def test_a_script_that_catches_an_error_of_the_backward_pass_goes_on(
     assert one == other
 
 
+class Tripping(torch.optim.SGD):
+    """Raises in its second step, when it has updated some parameters."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 2:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            raise ArithmeticError("tripped")
+        super().step(closure)
+
+
+def test_a_script_that_catches_an_error_of_the_optimizer_heals(lighthouse: LighthouseServer) -> None:
+    """The step is committed, and the parameters are not what it made of them."""
+
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        kind = Tripping if replica.name == "a" else torch.optim.SGD
+        optimizer = Optimizer(replica.manager, kind(replica.model.parameters(), lr=0.1))
+        caught = 0
+        while replica.manager.current_step() < 4:
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                caught += 1
+        return state_digest(replica.model.state_dict()), caught
+
+    (one, felt), (other, not_felt) = on_both(lighthouse, lambda: nn.Linear(3, 3), train)
+    assert (felt, not_felt) == (1, 0)
+    assert one == other
+
+
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 def test_gradients_are_final_when_the_backward_pass_returns(
     lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]

@@ -188,6 +188,14 @@ class Manager:
         """Restore the counters from a periodic checkpoint."""
         self._protocol.restore(state_dict)
 
+    def disown_state(self) -> None:
+        """After a committed step that could not be carried out: take over a peer's state in the next one.
+
+        `Optimizer.step` calls this when the optimizer raises. Without a peer this replica goes on as it is.
+        """
+        with self._group.lock:
+            self._protocol.disown_state()
+
     def watch_divergence(self, fingerprint: StateFingerprint) -> None:
         """Compare this replica's state with its peers' in every step; see docs/divergence.md."""
         self._driver.divergence.fingerprint = fingerprint

@@ -143,6 +143,10 @@ class StepProtocol:
         self.restore(counters)
         self._lacks_state = False
 
+    def disown_state(self) -> None:
+        """The state is not what the step has made of it: whoever has that is ahead of this rank."""
+        self.commit_quorum_id = 0
+
     def counters(self) -> dict[str, int]:
         """The state version and what was done so far, for peers and periodic checkpoints."""
         return {
