@@ -3,22 +3,27 @@
 No `from __future__ import annotations` here: torch reads the annotations of the communication hook.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, Work
 from torch.nn import parallel
+from torch.utils.weak import WeakIdKeyDictionary
 
+from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group.collectives import Collective
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with its buckets reduced by a Manager.
 
     The hook hands back the future of each bucket, so the backward pass goes on while buckets reduce.
-    An error leaves the backward pass alone: it makes `should_commit` say no.
+    An error leaves the backward pass alone: it makes `should_commit` say no. A parameter that one replica
+    used gets a gradient on all of them.
 
     Unlike torch's, it does not compare or broadcast parameters at the start (the Manager's init_sync
     does) and keeps its first assignment of parameters to buckets: a rebuilt one would differ between
@@ -28,18 +33,59 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager: of this rank.
         module: the model.
         ddp_kwargs: for torch's class; `process_group` and `find_unused_parameters` are set here.
+
+    Raises:
+        NotSupportedError: `static_graph`, or parameters whose reduction is delayed.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
+        for name, problem in _UNFIT.items():
+            if ddp_kwargs.get(name):
+                raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
         super().__init__(
             module,
-            # Takes the collectives of the constructor; those of training go through the hook.
-            process_group=ProcessGroupDummy(0, 1),
+            process_group=_OfReducer(manager),
             # The reducer rebuilds its buckets after the first step unless it looks for unused parameters.
             find_unused_parameters=True,
             **ddp_kwargs,
         )
         self.register_comm_hook(manager, _allreduce_bucket)
+        self._manager = manager
+        self._steps_given_up = manager.steps_given_up
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own. A backward pass that an exception ended, and the step with it, is forgotten."""
+        if self._steps_given_up != self._manager.steps_given_up:
+            self._steps_given_up = self._manager.steps_given_up
+            self.reducer._reset_state()
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+_UNFIT = {
+    "static_graph": "torch assigns the parameters to buckets anew after the first step of each",
+    "delay_all_reduce_named_params": "torch reduces these past the Manager",
+}
+
+
+class _OfReducer(ProcessGroupDummy):
+    """What torch's reducer does beside the buckets.
+
+    The collectives of its constructor find nobody. But which parameters were used is asked of all members:
+    whoever did not use one leaves its gradient as it is, and would so take another step than the others.
+    Those that heal are asked, too, since they fill in a gradient for whatever they used themselves.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        if collective.name == "allreduce":
+            call = collective.bind(args, kwargs)
+            (tensor,) = call.outputs
+            if tensor.dtype == torch.int32:  # the only other one is that of `join`, of floats
+                return self._manager.group_allreduce(tensor, call.reduce_op, of_all_members=True)
+        return super()._run(collective, args, kwargs)
 
 
 def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -49,21 +95,46 @@ def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Fut
 class PureDistributedDataParallel(nn.Module):
     """Reduces every gradient by itself, as soon as it is there. Simple, and slower than buckets.
 
-    Works where torch's reducer does not, such as with models that are changed between steps.
+    Gradients are final when the backward pass returns. Works where torch's reducer does not, such as with
+    models that are changed between steps. But in each step all replicas must use the same parameters, on
+    one device, so that they reduce them in the same order.
     """
 
     def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._hooks: _GradientHooks | None = _GradientHooks(manager)
 
-        def reduce_gradient(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                manager.allreduce(parameter.grad)
-
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(reduce_gradient)  # type: ignore[no-untyped-call]
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, be it an average of the parameters or a file: it reduces nothing."""
+        return {**self.__dict__, "_hooks": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
+        if self._hooks is not None:
+            self._hooks.add_to(self.module)
         return self.module(*args, **kwargs)
+
+
+class _GradientHooks:
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._hooked = WeakIdKeyDictionary()
+
+    def add_to(self, module: nn.Module) -> None:
+        """To the parameters that have none yet."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
+                self._hooked[parameter] = hook
+
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        work = self._manager.allreduce(parameter.grad)
+
+        def finish() -> None:
+            work.wait()
+
+        # At the end of the backward pass: what comes then reads the gradient, or adds to it.
+        torch.autograd.Variable._execution_engine.queue_callback(finish)

@@ -74,7 +74,9 @@ class ShardedState:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._parameters = dict(model.named_parameters())
+        self._model = model
+        self._buffer_names = [name for name, _ in model.named_buffers()]
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class ShardedState:
             for index, entries in optimizer["state"].items()
         }
         return {
-            "model": {name: _shard(tensor) for name, tensor in self._tensors.items()},
+            "model": {name: _shard(tensor) for name, tensor in self._tensors().items()},
             "optimizer": optimizer,
         }
 
@@ -102,7 +104,7 @@ class ShardedState:
         """
         self._check(state["model"])
         with torch.no_grad():
-            for name, tensor in self._tensors.items():
+            for name, tensor in self._tensors().items():
                 _shard(tensor).copy_(state["model"][name])
         parameters = _by_index(self._optimizer)
         optimizer = dict(state["optimizer"])
@@ -112,8 +114,13 @@ class ShardedState:
         }
         self._optimizer.load_state_dict(optimizer)
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """Buffers as they are now: modules replace them, and no hook of FSDP's does."""
+        buffers = dict(self._model.named_buffers())
+        return {**self._parameters, **{name: buffers[name] for name in self._buffer_names if name in buffers}}
+
     def _check(self, theirs: Mapping[str, Tensor]) -> None:
-        own = {name: tuple(_shard(tensor).shape) for name, tensor in self._tensors.items()}
+        own = {name: tuple(_shard(tensor).shape) for name, tensor in self._tensors().items()}
         other = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         if wrong:
@@ -149,7 +156,8 @@ def _pack(value: Any, parameter: Tensor, key: str) -> Any:
 
 
 def _unpack(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, dict) or not isinstance(parameter, DTensor):
+    is_shard = isinstance(value, dict) and value.keys() == {"shard"}
+    if not is_shard or not isinstance(parameter, DTensor):
         return value
     return DTensor.from_local(
         value["shard"],

@@ -30,13 +30,20 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """End the step: update the parameters if it was committed.
 
+        If the optimizer raises, the parameters may be changed in part: a script that goes on nevertheless
+        takes over a peer's state in its next step.
+
         Raises:
             ValueError: a closure was given; it would evaluate the model outside of the step.
         """
         if closure is not None:
             raise ValueError("OptimizerWrapper.step takes no closure: evaluate the model before it")
         if self.manager.should_commit():
-            self.optim.step()
+            try:
+                self.optim.step()
+            except BaseException:
+                self.manager.disown_state()
+                raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped optimizer's."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from torchft_like import (
+    ConfigError,
     LighthouseServer,
     Manager,
     MaxRetriesError,
@@ -96,6 +97,98 @@ def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: L
             return mean.tolist(), total.tolist()
 
     assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
+
+
+def test_a_replica_that_heals_has_no_part_in_any_reduction(lighthouse: LighthouseServer) -> None:
+    dtypes = {ReduceOp.BAND: torch.int64, ReduceOp.MIN: torch.int64, ReduceOp.PRODUCT: torch.float32}
+
+    def reduce(name: str) -> tuple[bool, list[float]]:
+        with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
+            manager.start_quorum()
+            operations = [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.BAND, ReduceOp.SUM]
+            value = {"a": -3, "b": -5}[name]
+            results = [torch.tensor([value], dtype=dtypes.get(op, torch.float32)) for op in operations]
+            for tensor, operation in zip(results, operations, strict=True):
+                manager.allreduce(tensor, reduce_op=operation)
+            assert manager.should_commit()
+            return manager.is_participating(), [float(tensor) for tensor in results]
+
+    results = dict(on_both(reduce))
+    assert results.keys() == {True, False}
+    assert results[True] == results[False]
+    assert len(set(results[True])) == 1
+    assert results[True][0] in (-3, -5)
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
+    lighthouse: LighthouseServer, init_sync: bool
+) -> None:
+    """It would go on with a state of its own, and commit."""
+
+    def train(name: str) -> str:
+        with Manager(
+            ProcessGroupGloo(timeout=60.0),
+            None,
+            None,
+            min_replica_size=2,
+            replica_id=name,
+            lighthouse_addr=lighthouse.address(),
+            init_sync=init_sync,
+        ) as manager:
+            manager.start_quorum()
+            try:
+                return str(manager.should_commit())
+            except ConfigError as error:
+                return str(error)
+
+    for outcome in on_both(train):
+        assert ("register_state_dict_fn" in outcome) if init_sync else (outcome == "True")
+
+
+def test_a_replica_that_gives_a_step_up_joins_again_when_the_first_join_was_answered(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an exception in the forward pass. The second would be a join for the step after this one."""
+    joined, others_joined = threading.Semaphore(0), threading.Event()
+    at_joins: list[bool] = []
+
+    def train(name: str) -> int:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            if name == "b":
+                assert joined.acquire(timeout=LIMIT_S)
+                assert not joined.acquire(timeout=0.2)
+                others_joined.set()
+            else:
+                join = manager._link.join
+                monkeypatch.setattr(manager._link, "join", lambda what: noted(join, what))
+                manager.start_quorum()
+            while manager.current_step() < 2:
+                manager.start_quorum()
+                manager.should_commit()
+            return manager.current_step()
+
+    def noted(join: Callable[[Any], None], what: Any) -> None:
+        at_joins.append(others_joined.is_set())
+        joined.release()
+        join(what)
+
+    assert on_both(train) == [2, 2]
+    assert at_joins[:2] == [False, True]
+
+
+def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
+    """A second optimizer that asks once more would count the step twice."""
+
+    def train(name: str) -> int:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            assert manager.should_commit()
+            with pytest.raises(RuntimeError, match="once"):
+                manager.should_commit()
+            return manager.current_step()
+
+    assert on_both(train) == [1, 1]
 
 
 def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: LighthouseServer) -> None:

@@ -61,6 +61,25 @@ def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     return net, optimizer
 
 
+def test_a_buffer_that_the_module_replaces_is_sent_and_taken_over() -> None:
+    net, optimizer = trained(seed=1)
+    source, healed_net = ShardedState(net, optimizer), sharded(seed=2)
+    healed = ShardedState(healed_net, torch.optim.AdamW(healed_net.parameters()))
+    net.scale = torch.tensor(5.0)
+    healed_net.scale = torch.tensor(7.0)
+    healed.load_state_dict(source.state_dict())
+    assert float(healed_net.scale) == 5.0
+
+
+def test_an_optimizer_may_keep_plain_dicts_for_a_sharded_parameter() -> None:
+    net, optimizer = trained(seed=1)
+    counts = {"skipped": 3}
+    optimizer.state[net.inner.weight]["counts"] = counts
+    state = ShardedState(net, optimizer)
+    state.load_state_dict(state.state_dict())
+    assert optimizer.state[net.inner.weight]["counts"] == counts
+
+
 def test_a_fresh_model_takes_over_the_shards_and_the_optimizer() -> None:
     source = ShardedState(*trained(seed=1))
     net = sharded(seed=2)

@@ -210,7 +210,7 @@ def _elements(tensor: Tensor, piece: Piece) -> Tensor:
     """The elements of a piece, in the order of their indices, whatever the strides are."""
     size = tensor.element_size()
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    return flat[piece.start // size : piece.stop // size]
+    return flat[piece.start // size : piece.stop // size].contiguous()  # one dimension keeps its stride
 
 
 def _by_device(sums: Iterable[Tensor]) -> list[Tensor]:

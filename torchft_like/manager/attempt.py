@@ -48,6 +48,12 @@ class Attempt:
         """Whether the quorum is known."""
         return self.result is not None
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether there is no quorum, and has not been for the timeout."""
+        is_late = time.monotonic() > self.began + self._quorum_timeout_s
+        return is_late and not self.is_agreed and not self.is_left_out
+
     def agree(self, result: QuorumResult) -> None:
         """The quorum is known."""
         self.result = result

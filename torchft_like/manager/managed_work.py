@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -215,29 +214,6 @@ def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOption
     """How a backend is asked for it, and whether its sum has to be divided to give an average."""
     known = _REDUCTIONS.get(hash(operation))
     return known or (_options(operation), False)  # a sum that multiplies carries its factor
-
-
-def neutral(operation: ReduceOp.RedOpType | ReduceOp, dtype: torch.dtype) -> float:
-    """The number that changes no result: what a replica contributes that does not participate."""
-    if operation == ReduceOp.PRODUCT:
-        return 1
-    low, high = _limits(dtype)
-    if operation == ReduceOp.MIN:
-        return high
-    if operation == ReduceOp.MAX:
-        return low
-    if operation == ReduceOp.BAND:
-        return -1 if low < 0 else high
-    return 0
-
-
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype.is_floating_point:
-        return -math.inf, math.inf
-    if dtype is torch.bool or dtype.is_complex:
-        return 0, 1
-    known = torch.iinfo(dtype)
-    return known.min, known.max
 
 
 def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:

@@ -64,7 +64,8 @@ class Manager:
         load_state_dict, state_dict: load and save the training script's state (model, optimizer, ...).
         min_replica_size: fewer participants than this do not commit.
         use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
-            contributes zeros to its first step. Otherwise `start_quorum` waits and heals.
+            contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
+            it must where gradients are divided by a number of the state (a GradScaler's).
         timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each unless
             TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC say otherwise.
             `timeout` bounds collectives, votes and state transfers.
@@ -187,6 +188,14 @@ class Manager:
         """Restore the counters from a periodic checkpoint."""
         self._protocol.restore(state_dict)
 
+    def disown_state(self) -> None:
+        """After a committed step that could not be carried out: take over a peer's state in the next one.
+
+        `Optimizer.step` calls this when the optimizer raises. Without a peer this replica goes on as it is.
+        """
+        with self._group.lock:
+            self._protocol.disown_state()
+
     def watch_divergence(self, fingerprint: StateFingerprint) -> None:
         """Compare this replica's state with its peers' in every step; see docs/divergence.md."""
         self._driver.divergence.fingerprint = fingerprint
@@ -204,7 +213,8 @@ class Manager:
             timeout: bound on waiting for this quorum instead of `quorum_timeout`.
 
         Raises:
-            QuorumTimeoutError: only with `use_async_quorum=False`, which waits here.
+            QuorumTimeoutError: only where it waits here: with `use_async_quorum=False`, and for the quorum
+                of a step that was given up before it was known.
             GroupLostError: another rank of this replica group is gone.
         """
         self._driver.raise_if_over()
@@ -212,7 +222,9 @@ class Manager:
         if last is None:
             # Whoever has joined is waited for in `configure`.
             self._group.pg.prepare(timedelta(seconds=self._config.timeout_s))
-        elif last.is_agreed and last.error is None:
+        elif last.error is None and not last.is_overdue:
+            # Also one that was given up: a second join could miss the quorum that answers the first, and be
+            # taken for one of the step after.
             last.wait_ready(self._driver.why_no_quorum)
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
@@ -251,8 +263,9 @@ class Manager:
     ) -> ManagedWork:
         """Reduce a tensor over the participants, in place; never raises for what peers do.
 
-        A replica that heals or is a spare contributes zeros. After an error the work still succeeds,
-        the content of the tensor is undefined, and the step will not be committed.
+        What a replica that heals or is a spare has does not count: it adds zeros, and has no part in a
+        minimum, maximum or product. After an error the work still succeeds, the content of the tensor is
+        undefined, and the step will not be committed.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -262,9 +275,15 @@ class Manager:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
         return self._reducer.start(tensor, reduce_op, ManagedWork)
 
-    def group_allreduce(self, tensor: torch.Tensor, operation: ReduceOp) -> ManagedGroupWork:
-        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group."""
-        return self._reducer.start(tensor, operation, ManagedGroupWork)
+    def group_allreduce(
+        self, tensor: torch.Tensor, operation: ReduceOp, of_all_members: bool = False
+    ) -> ManagedGroupWork:
+        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group.
+
+        Args:
+            of_all_members: what a replica that heals or is a spare has counts like the others'.
+        """
+        return self._reducer.start(tensor, operation, ManagedGroupWork, of_all_members)
 
     def report_error(self, e: Exception) -> None:
         """The current step is spoilt: it will not be committed and peers are released."""
@@ -315,12 +334,15 @@ class Manager:
         `Optimizer.step` calls this once after the backward pass.
 
         Raises:
+            RuntimeError: the step has ended already: begin the next one first.
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
             DivergenceError: this replica's state differs from its peers', and healing is no way out.
         """
         attempt = self._driver.current()
+        if not self._protocol.in_step:
+            raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
         attempt.wait_ready(self._driver.why_no_quorum)
         for work in list(attempt.pending_collectives):
             work.wait()
@@ -346,6 +368,11 @@ class Manager:
     def current_step(self) -> int:
         """Steps committed so far, by this replica or the one it healed from."""
         return self._protocol.step
+
+    @property
+    def steps_given_up(self) -> int:
+        """How often a step began while the last one had no `should_commit`: after an exception, say."""
+        return self._protocol.steps_given_up
 
     def batches_committed(self) -> int:
         """Sum over the committed steps of the number of participants."""

@@ -15,6 +15,7 @@ from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     CheckpointFormatError,
+    ConfigError,
     FaultToleranceError,
     GroupLostError,
     MemberLostError,
@@ -225,6 +226,8 @@ class QuorumDriver:
             is_configured = not plan.configure or self._configure(attempt, result)
             if is_configured:
                 attempt.open_configured()
+            if plan.heal or (plan.serve and result.max_step == 0):  # later it is the joiner's error
+                self._state.check()
             if plan.serve:  # whatever became of the process group: who heals may have configured, and waits
                 self._serve(attempt, result)
             if plan.heal and is_configured:
@@ -232,6 +235,8 @@ class QuorumDriver:
             elif plan.heal:
                 lost = MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
                 self._group.fail(result.quorum_id, lost, group_broken=False)
+        except ConfigError as error:
+            attempt.fail(error)
         except Exception as error:
             logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, error)
@@ -259,8 +264,8 @@ class QuorumDriver:
     def _serve(self, attempt: Attempt, result: QuorumResult) -> None:
         """Offer this replica's state. A failure is the joiner's loss, not this step's.
 
-        But a state that cannot travel, found before the first step, is an error in the script: nobody
-        could ever heal, and nothing is lost yet by saying so.
+        But a state that cannot be read or cannot travel, found before the first step, is an error in the
+        script: nobody could ever heal, and nothing is lost yet by saying so.
         """
         timeout = timedelta(seconds=self._config.timeout_s)
         ranks = list(result.recover_dst_replica_ranks)
@@ -269,9 +274,10 @@ class QuorumDriver:
             with self._state.reading(self._config.timeout_s) as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
-        except FaultToleranceError as error:
-            self._emit("error", reason=f"cannot serve state to healing members: {error}")
-            if isinstance(error, CheckpointFormatError) and result.max_step == 0:
+        except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory end
+            self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
+            is_from_outside = isinstance(error, FaultToleranceError | OSError)
+            if result.max_step == 0 and (isinstance(error, CheckpointFormatError) or not is_from_outside):
                 attempt.fail(error)
         else:
             self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
@@ -283,7 +289,7 @@ class QuorumDriver:
         self._heal_needs = source, result.replica_ids[result.replica_rank]
         try:
             state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
-        except FaultToleranceError as error:
+        except Exception as error:  # noqa: BLE001 - of a user's transport, or for want of memory or threads
             self._group.fail(result.quorum_id, error, group_broken=False)
             return None
         finally:

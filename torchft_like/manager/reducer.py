@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -11,7 +13,7 @@ from torch.distributed import ReduceOp
 from torchft_like.errors import FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, neutral, reduction
+from torchft_like.manager.managed_work import ManagedWork, reduction
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.step import StepProtocol
 from torchft_like.writing import writing_to
@@ -27,11 +29,18 @@ class Reducer:
         self._group = group
         self._driver = driver
 
-    def start(self, tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp, kind: type[W]) -> W:
+    def start(
+        self,
+        tensor: torch.Tensor,
+        operation: ReduceOp.RedOpType | ReduceOp,
+        kind: type[W],
+        of_all_members: bool = False,
+    ) -> W:
         """Begin one, in place; an error spoils the step, and is told to nobody else.
 
         Args:
             kind: of work to return.
+            of_all_members: not of the participants only.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -51,9 +60,8 @@ class Reducer:
         divide_by = protocol.num_participants if is_average else None
         result = kind(tensor, divide_by, report, attempt.pending_collectives)
         try:
-            if not protocol.is_participating:
-                with writing_to(tensor):
-                    tensor.fill_(neutral(options.reduceOp, tensor.dtype))
+            if not (of_all_members or protocol.is_participating):
+                leave_out(tensor, operation)
             group.pg.issue_allreduce(result, [tensor], options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `fill_`; the step is lost, not the script
             attempt.pending_collectives.pop(result, None)
@@ -68,3 +76,37 @@ class Reducer:
             attempt.fail(error)
             return False
         return not self._group.refuse()
+
+
+def leave_out(tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp) -> None:
+    """Put into a tensor what changes nothing about the others' result."""
+    with writing_to(tensor):
+        if (neutral := _NEUTRAL.get(hash(operation))) is None:
+            tensor.zero_()  # which sparse tensors know, too
+        else:
+            tensor.fill_(neutral(tensor.dtype))
+
+
+def _largest(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _all_bits(dtype: torch.dtype) -> int:
+    return -1 if dtype.is_signed else int(_largest(dtype))
+
+
+# By hash, as in `reduction`. The others are sums, or like sums.
+_NEUTRAL: Mapping[int, Callable[[torch.dtype], float]] = {
+    hash(ReduceOp.MIN): _largest,
+    hash(ReduceOp.MAX): _smallest,
+    hash(ReduceOp.PRODUCT): lambda _: 1,
+    hash(ReduceOp.BAND): _all_bits,
+}

@@ -31,6 +31,18 @@ class StateRegistry:
             raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
         self._functions[key] = load, save
 
+    def check(self) -> None:
+        """Is there anything to save and to load?
+
+        Raises:
+            ConfigError: nothing was registered, so that healing would leave a replica with its old state.
+        """
+        if not self._functions:
+            raise ConfigError(
+                "a replica has to heal and there is no state to heal with: give the Manager load_state_dict "
+                "and state_dict, or call register_state_dict_fn before the first step"
+            )
+
     def allow_read(self) -> None:
         """Peers may be served again."""
         if not self._is_read_allowed:

@@ -85,6 +85,7 @@ class StepProtocol:
         self.commit_failures = 0
         self.quorum_id = NO_QUORUM
         self.in_step = False
+        self.steps_given_up = 0
         self.healing = False
         self.participating_rank: int | None = None
         self.num_participants = 0
@@ -103,6 +104,7 @@ class StepProtocol:
         """
         if self.in_step and self._agreed:
             self._broken.add(self.quorum_id)
+        self.steps_given_up += self.in_step
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = self._lacks_state = False
@@ -140,6 +142,10 @@ class StepProtocol:
         """A peer's state was loaded: take over its counters, and nothing is lacking for a commit."""
         self.restore(counters)
         self._lacks_state = False
+
+    def disown_state(self) -> None:
+        """The state is not what the step has made of it: whoever has that is ahead of this rank."""
+        self.commit_quorum_id = 0
 
     def counters(self) -> dict[str, int]:
         """The state version and what was done so far, for peers and periodic checkpoints."""

@@ -106,6 +106,16 @@ def test_strides_do_not_count() -> None:
     assert values([image.mT], 3) == values([image.mT.contiguous()], 3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_one_dimension_with_gaps_is_read(dtype: torch.dtype) -> None:
+    column = some(dtype, (5, 7))[:, 0]
+    assert not column.is_contiguous()
+    assert values([column]) == values([column.contiguous()])
+    before = values([column])
+    flip(column, 8 * column.element_size() * len(column) - 8)
+    assert values([column]) != before
+
+
 def test_conjugated_and_negated_views_are_read_as_what_they_stand_for() -> None:
     numbers = torch.randn(5, dtype=torch.complex64)
     assert values([numbers.conj()]) == values([numbers.conj().resolve_conj()])

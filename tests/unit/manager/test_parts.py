@@ -315,6 +315,13 @@ class TestStateRegistry:
         registry.load(state)
         assert loaded == {"model": 1, "optim": 2}
 
+    def test_whoever_has_to_heal_must_have_registered_something(self) -> None:
+        registry = StateRegistry()
+        with pytest.raises(ConfigError, match="register_state_dict_fn"):
+            registry.check()
+        registry.register("model", lambda _: None, dict)
+        registry.check()
+
     def test_a_key_is_taken_once(self) -> None:
         registry = StateRegistry()
         registry.register("model", lambda _: None, dict)

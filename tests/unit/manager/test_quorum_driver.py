@@ -58,7 +58,7 @@ def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
 def quorum(quorum_id: int, **steps: int) -> QuorumResult:
     address = "http://127.0.0.1:1"
     members = [Member(name, address, "127.0.0.1:2", step, commit_quorum_id=1) for name, step in steps.items()]
-    return assign(quorum_id, members, "a", 0, False)
+    return assign(quorum_id, members, "a", 0, True)
 
 
 def test_a_transport_that_cannot_stop_serving_does_not_keep_the_next_quorum_from_being_prepared(
@@ -72,6 +72,45 @@ def test_a_transport_that_cannot_stop_serving_does_not_keep_the_next_quorum_from
         if quorum_id == 5:
             protocol.decide(protocol.vote())
     assert "transport broke" in caplog.text
+
+
+def no_memory() -> object:
+    raise RuntimeError("no memory for a copy")
+
+
+def test_a_state_that_cannot_be_read_for_a_peer_does_not_keep_this_replica_from_committing(
+    driver: QuorumDriver, protocol: StepProtocol
+) -> None:
+    driver._state.register("model", ignore, no_memory)
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=3, b=2))
+    attempt.wait_ready(str)
+    assert protocol.vote()
+
+
+def test_a_state_that_cannot_be_read_before_the_first_step_is_the_script_s_error(
+    driver: QuorumDriver,
+) -> None:
+    driver._state.register("model", ignore, no_memory)
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=0, b=0))
+    with pytest.raises(RuntimeError, match="no memory for a copy"):
+        attempt.wait_ready(str)
+
+
+def test_whatever_a_fetch_raises_the_group_is_not_broken_for_the_others(
+    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver._state.register("model", ignore, dict)
+    monkeypatch.setattr("torchft_like.manager.quorum_driver.fetch_state", lambda *_: no_memory())
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=2, b=3))
+    attempt.wait_ready(str)
+    assert not protocol.vote()
+    assert protocol.can_communicate
 
 
 def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:

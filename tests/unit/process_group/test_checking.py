@@ -312,6 +312,18 @@ def test_parts_that_nobody_expects_are_found(party: Party) -> None:
     assert error.calls[0] == "alltoall_base #1 float32[1], float32[3] into float32[1], float32[2]"
 
 
+@pytest.mark.parametrize("sizes", [[], [2, 2]])
+def test_a_tensor_that_one_rank_cannot_split_is_found_by_all(party: Party, sizes: list[int]) -> None:
+    """The backend would say so to that rank alone, and the others would wait for it."""
+    error = refused(
+        party,
+        party.meet(RANKS, checking),
+        lambda p: p.group.alltoall_base(p.tensor(4), p.tensor(5), sizes, sizes),
+        lambda p: p.group.alltoall_base(p.tensor(4), p.tensor(4), sizes, sizes),
+    )
+    assert error.calls[0] == "alltoall_base #1 float32[5] into float32[2] x2"
+
+
 def test_a_list_on_a_rank_that_is_not_the_root_is_found(party: Party) -> None:
     def act(part: Part) -> Any:
         return part.group.gather([part.many(4)], [part.tensor(4)], rooted(GatherOptions(), 0))

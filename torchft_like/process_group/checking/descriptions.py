@@ -64,12 +64,14 @@ def _specification(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple[str, ...]:
-    """The part for each rank of a tensor that is split along its first dimension."""
+    """The part for each rank of a tensor that is split along its first dimension; all, if it cannot be."""
     rows = tensor.shape[0] if tensor.dim() else 1
     rest = list(tensor.shape[1:])
     whole = _specification(tensor)
     shape = str(list(tensor.shape))
     lengths = sizes or [rows // world_size] * world_size
+    if sum(lengths) != rows:
+        return (whole,)
     return tuple(whole.replace(shape, str([length, *rest]), 1) for length in lengths)
 
 

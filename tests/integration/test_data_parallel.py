@@ -1,0 +1,286 @@
+"""Gradients over replicas, by the wrappers of modules: a thread per replica, real servers and Gloo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchft_like import (
+    DistributedDataParallel,
+    LighthouseServer,
+    Manager,
+    NotSupportedError,
+    Optimizer,
+    ProcessGroupGloo,
+    PureDistributedDataParallel,
+)
+from torchft_like.digest import state_digest
+
+pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    yield server
+    server.shutdown()
+
+
+class Replica:
+    """One of two, which begin with the same parameters."""
+
+    def __init__(self, name: str, manager: Manager, model: nn.Module) -> None:
+        self.name = name
+        self.manager = manager
+        self.model = model
+
+
+def on_both(
+    lighthouse: LighthouseServer,
+    make_model: Callable[[], nn.Module],
+    act: Callable[[Replica], T],
+    **settings: Any,
+) -> list[T]:
+    def run(name: str, model: nn.Module) -> T:
+        with Manager(
+            ProcessGroupGloo(timeout=60.0),
+            model.load_state_dict,
+            model.state_dict,
+            min_replica_size=2,
+            replica_id=name,
+            lighthouse_addr=lighthouse.address(),
+            **{"init_sync": False} | settings,
+        ) as manager:
+            return act(Replica(name, manager, model))
+
+    models = [make_model() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, ["a", "b"], models))
+
+
+class Branches(nn.Module):
+    """Each replica goes its own way, and `unused` nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 1, bias=False)
+        self.b = nn.Linear(3, 1, bias=False)
+        self.unused = nn.Linear(3, 1, bias=False)
+
+    def forward(self, rows: Tensor, branch: str) -> Tensor:
+        result: Tensor = (self.a if branch == "a" else self.b)(rows)
+        return result
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+@pytest.mark.parametrize("init_sync", [False, True])
+def test_a_parameter_that_one_replica_uses_has_the_same_gradient_on_all(
+    lighthouse: LighthouseServer, gradient_as_bucket_view: bool, init_sync: bool
+) -> None:
+    """With `init_sync` one of them heals in the first step."""
+
+    def train(replica: Replica) -> tuple[str, list[list[float] | None]]:
+        parallel = DistributedDataParallel(
+            replica.manager, replica.model, gradient_as_bucket_view=gradient_as_bucket_view
+        )
+        optimizer = Optimizer(replica.manager, torch.optim.AdamW(replica.model.parameters()))
+        while replica.manager.current_step() < 3:
+            optimizer.zero_grad()
+            parallel(torch.ones(1, 3), replica.name).sum().backward()
+            optimizer.step()
+        gradients = [parameter.grad for parameter in replica.model.parameters()]
+        flat = [None if gradient is None else gradient.flatten().tolist() for gradient in gradients]
+        return state_digest(replica.model.state_dict()), flat
+
+    one, other = on_both(lighthouse, Branches, train, init_sync=init_sync)
+    assert one == other
+    assert one[1] == [[0.5] * 3, [0.5] * 3, None]
+
+
+class Stumbling(torch.autograd.Function):
+    """Raises in the first backward pass that meets it."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, errors: list[Exception]) -> Tensor:
+        context.errors = errors
+        return rows.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if context.errors:
+            raise context.errors.pop()
+        return gradient, None
+
+
+class Stumbler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+
+    def forward(self, rows: Tensor, errors: list[Exception]) -> Tensor:
+        result: Tensor = self.second(Stumbling.apply(self.first(rows), errors))  # type: ignore[no-untyped-call]
+        return result
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_script_that_catches_an_error_of_the_backward_pass_goes_on(
+    lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
+) -> None:
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = wrapper(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        errors, caught = [ArithmeticError("stumbled")] if replica.name == "a" else [], 0
+        while replica.manager.current_step() < 3:
+            try:
+                optimizer.zero_grad()
+                parallel(torch.full((1, 3), float(ord(replica.name))), errors).sum().backward()
+                optimizer.step()
+            except ArithmeticError:
+                caught += 1
+        return state_digest(replica.model.state_dict()), caught
+
+    (one, felt), (other, not_felt) = on_both(lighthouse, Stumbler, train)
+    assert (felt, not_felt) == (1, 0)
+    assert one == other
+
+
+class Tripping(torch.optim.SGD):
+    """Raises in its second step, when it has updated some parameters."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 2:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            raise ArithmeticError("tripped")
+        super().step(closure)
+
+
+def test_a_script_that_catches_an_error_of_the_optimizer_heals(lighthouse: LighthouseServer) -> None:
+    """The step is committed, and the parameters are not what it made of them."""
+
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        kind = Tripping if replica.name == "a" else torch.optim.SGD
+        optimizer = Optimizer(replica.manager, kind(replica.model.parameters(), lr=0.1))
+        caught = 0
+        while replica.manager.current_step() < 4:
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                caught += 1
+        return state_digest(replica.model.state_dict()), caught
+
+    (one, felt), (other, not_felt) = on_both(lighthouse, lambda: nn.Linear(3, 3), train)
+    assert (felt, not_felt) == (1, 0)
+    assert one == other
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_gradients_are_final_when_the_backward_pass_returns(
+    lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
+) -> None:
+    """Whoever clips them, or lets a second pass add to them, needs that."""
+
+    def train(replica: Replica) -> list[set[float]]:
+        parallel = wrapper(replica.manager, replica.model)
+        replica.manager.start_quorum()
+        found = []
+        for value in {"a": (1.0, 10.0), "b": (3.0, 30.0)}[replica.name]:
+            parallel(torch.full((1, 1000), value)).sum().backward()
+            found.append(gradient_of(replica.model))
+        assert replica.manager.should_commit()
+        return [*found, gradient_of(replica.model)]
+
+    def gradient_of(model: nn.Module) -> set[float]:
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        return set(parameter.grad.flatten().tolist())
+
+    def make_model() -> nn.Module:
+        return nn.Linear(1000, 1000, bias=False)
+
+    assert on_both(lighthouse, make_model, train) == [[{2.0}, {22.0}, {22.0}]] * 2
+
+
+def test_a_parameter_that_is_added_or_unfrozen_later_is_reduced(lighthouse: LighthouseServer) -> None:
+    def train(replica: Replica) -> str:
+        first, second = replica.model.children()
+        second.requires_grad_(False)
+        parallel = PureDistributedDataParallel(replica.manager, replica.model)
+        parameters = list(replica.model.parameters())
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(parameters, lr=0.1))
+        while (step := replica.manager.current_step()) < 3:
+            if step == 1:
+                second.requires_grad_(True)
+            if step == 2:
+                first.bias = nn.Parameter(torch.zeros(3))
+                optimizer.add_param_group({"params": [first.bias]})
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            optimizer.step()
+        return state_digest(replica.model.state_dict())
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+    one, other = on_both(lighthouse, make_model, train)
+    assert one == other
+
+
+def test_a_copy_of_the_wrapper_is_a_module_that_reduces_nothing(lighthouse: LighthouseServer) -> None:
+    def gradient_of(module: nn.Module, rows: Tensor) -> float:
+        (parameter,) = module.parameters()
+        parameter.grad = None
+        module(rows).sum().backward()
+        assert isinstance(parameter.grad, Tensor)
+        return float(parameter.grad)
+
+    def copy_it(replica: Replica) -> list[float]:
+        rows = torch.full((1, 1), {"a": 1.0, "b": 3.0}[replica.name])
+        parallel = PureDistributedDataParallel(replica.manager, replica.model)
+        replica.manager.start_quorum()
+        found = [gradient_of(parallel, rows)]
+        copies = [copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))]
+        found += [gradient_of(copied, rows) for copied in copies]
+        assert replica.manager.should_commit()
+        return found
+
+    results = on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), copy_it)
+    assert results == [[2.0, 1.0, 1.0], [2.0, 3.0, 3.0]]
+
+
+def gave(replica: Replica, **settings: Any) -> str:
+    with pytest.raises(NotSupportedError) as raised:
+        DistributedDataParallel(replica.manager, replica.model, **settings)
+    return str(raised.value)
+
+
+def test_settings_under_which_replicas_would_reduce_different_things_are_refused(
+    lighthouse: LighthouseServer,
+) -> None:
+    def refuse(replica: Replica) -> tuple[str, str]:
+        (parameter,) = replica.model.parameters()
+        delayed = [("weight", parameter)]
+        return gave(replica, static_graph=True), gave(
+            replica, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=parameter
+        )
+
+    static, delayed = on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), refuse)[0]
+    assert "static_graph" in static
+    assert "delay_all_reduce_named_params" in delayed
