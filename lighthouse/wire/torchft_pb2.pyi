@@ -314,10 +314,10 @@ class RankRegistered(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class StepLost(_message.Message):
-    __slots__ = ("step",)
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    __slots__ = ("quorum_id",)
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    def __init__(self, quorum_id: _Optional[int] = ...) -> None: ...
 
 class GroupLost(_message.Message):
     __slots__ = ("reason",)

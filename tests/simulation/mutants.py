@@ -254,6 +254,12 @@ class _CountsWhoHeals(StepProtocol):
         return plan
 
 
+class _LetsOthersGoOnUnhealed(StepProtocol):
+    @property
+    def is_counted_on(self) -> bool:
+        return False
+
+
 class _VotesYesAfterAnError(StepProtocol):
     def vote(self) -> bool:
         return self.num_participants >= self._rules.min_replica_size
@@ -335,6 +341,7 @@ MUTANTS = (
     _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
     _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
     _step("counts who heals", _CountsWhoHeals, "averages are over those who add something"),
+    _step("lets others go on", _LetsOthersGoOnUnhealed, "who is counted and cannot heal spoils the step"),
     _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
     _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
     _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
@@ -375,6 +382,7 @@ CAUGHT_BY = {
     "commits before healing": 0,
     "healing takes part": 0,
     "counts who heals": 0,
+    "lets others go on": 51,
     "votes yes after an error": 0,
     "keeps the old commit quorum": 128,
     "keeps its process group": 0,

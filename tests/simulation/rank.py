@@ -28,6 +28,7 @@ MASK = 2**61 - 1
 
 BROKEN = ConnectionError("a connection of the process group broke")
 LOST = ConnectionError("a member was lost")
+VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
 REPORTED = ValueError("the training script reported an error")
 
@@ -319,12 +320,12 @@ class Rank(Process):
             else:
                 self._hurt = mesh
 
-    def _fail(self, quorum_id: int) -> None:
+    def _fail(self, quorum_id: int, reason: Exception = BROKEN, *, group_broken: bool = True) -> None:
         was_broken = self.protocol.is_broken(quorum_id)
         self.failed_quorum = quorum_id
         self._trouble = max(self._trouble, quorum_id)
-        self.protocol.fail(quorum_id, BROKEN)
-        if not was_broken:
+        self.protocol.fail(quorum_id, reason, group_broken=group_broken)
+        if group_broken and not was_broken:
             self._abort(quorum_id)
 
     def hear_late_error(self) -> bool:
@@ -348,10 +349,9 @@ class Rank(Process):
             self._abort(protocol.quorum_id)
         return True
 
-    def hear_step_lost(self, step: int) -> None:
+    def hear_step_lost(self, quorum_id: int) -> None:
         """Another rank of the group has voted no."""
-        if step == self.protocol.step:
-            self.report_error()
+        self._fail(quorum_id, VOTED_NO)
 
     def _abort(self, quorum_id: int) -> None:
         """End what the process group does, unless a newer quorum is agreed."""
@@ -461,13 +461,12 @@ class Rank(Process):
             self._open_ready()
 
     def _heal_failed(self, attempt: int) -> None:
-        """Without the state this rank adds zeros and does not commit."""
+        """Without the state this rank does not commit, nor does anybody whose sums count it."""
         if attempt == self._attempt and not self._ready:
             self._source = None
-            protocol = self.protocol
-            self._trouble = max(self._trouble, protocol.quorum_id)
-            protocol.fail(protocol.quorum_id, NOT_HEALED, group_broken=False)
-            self.replica.world.tell(self.name, "cannot heal", f"in quorum {protocol.quorum_id}")
+            quorum_id = self.protocol.quorum_id
+            self._fail(quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
+            self.replica.world.tell(self.name, "cannot heal", f"in quorum {quorum_id}")
             self._open_ready()
 
     def _load(self) -> None:

@@ -202,7 +202,7 @@ class Replica:
                     self._tell(number, Rank.hear_lost, effect)
             elif isinstance(effect, StepLostNotice):
                 for number in effect.group_ranks:
-                    self._tell(number, Rank.hear_step_lost, effect.step)
+                    self._tell(number, Rank.hear_step_lost, effect.quorum_id)
             elif isinstance(effect, GroupLeftNotice):
                 for number in effect.group_ranks:
                     self._tell(number, Rank.hear_group_lost)

@@ -15,6 +15,7 @@ from tests.simulation.shrink import shrink
 from tests.simulation.simulation import run
 
 SEEDS = 1000
+ONCE_BROKE = (51, 192_424)  # an invariant, with the cores of their time
 
 
 def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:
@@ -23,6 +24,11 @@ def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:
     assert tally.fewest_faults >= FAULTS_MIN
     assert tally.commits > SEEDS
     assert set(tally.felt) >= set(KINDS)
+
+
+@pytest.mark.parametrize("seed", ONCE_BROKE)
+def test_seeds_that_once_broke_an_invariant_no_longer_do(seed: int) -> None:
+    assert run(draw(seed)).violation is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

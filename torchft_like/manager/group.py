@@ -103,13 +103,14 @@ class LeftOutNotice(NamedTuple):
 
 
 class StepLostNotice(NamedTuple):
-    """Effect: tell the ranks that have not voted that the step will not be committed.
+    """Effect: tell the ranks that have not voted that the step in this quorum will not be committed.
 
-    Each may wait for a rank of another group that waits for one of this group, which has given up.
+    Each may wait for a rank of another group that waits for one of this group, which has given up. Steps of
+    ranks may differ in number, where one has healed and another could not.
     """
 
     group_ranks: tuple[int, ...]
-    step: int
+    quorum_id: int
 
 
 class GroupLeftNotice(NamedTuple):
@@ -260,7 +261,8 @@ class ReplicaGroup:
         was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
         if len(self._votes) < self.world_size:
-            return [] if vote.committed or was_lost else [StepLostNotice(self._not_voted(), vote.step)]
+            is_news = not (vote.committed or was_lost)
+            return [StepLostNotice(self._not_voted(), self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
         same_step = len({vote.step for vote in votes.values()}) == 1
         committed = same_step and all(vote.committed for vote in votes.values())

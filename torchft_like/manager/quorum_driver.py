@@ -162,11 +162,11 @@ class QuorumDriver:
         if self.attempt is not None and verdict.step == self._protocol.step:
             self.attempt.decide(verdict)
 
-    def step_lost(self, step: int) -> None:
-        # The verdict comes after this, so it is meant for the present attempt at the step, not for another.
-        if self._protocol.in_step and step == self._protocol.step:
-            error = StepLostError(f"another rank of this replica group voted no on step {step}")
-            self._group.fail(self._protocol.quorum_id, error)
+    def step_lost(self, quorum_id: int) -> None:
+        error = StepLostError(
+            f"another rank of this replica group voted no on its step in quorum {quorum_id}"
+        )
+        self._group.fail(quorum_id, error)
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)
@@ -283,14 +283,17 @@ class QuorumDriver:
             self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
 
     def _heal(self, result: QuorumResult) -> PeerState | None:
-        """Fetch the peer's state; without it this replica goes on contributing zeros and does not commit."""
+        """Fetch the peer's state; without it this replica does not commit.
+
+        It adds zeros where the others do not count it (`StepProtocol.is_counted_on`); else nobody commits.
+        """
         began = time.monotonic()
         source = _source_of(result)
         self._heal_needs = source, result.replica_ids[result.replica_rank]
         try:
             state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
         except Exception as error:  # noqa: BLE001 - of a user's transport, or for want of memory or threads
-            self._group.fail(result.quorum_id, error, group_broken=False)
+            self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
             return None
         finally:
             self._heal_needs = ()

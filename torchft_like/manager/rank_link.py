@@ -40,7 +40,7 @@ class RankListener(Protocol):
     def verdict(self, verdict: Verdict) -> None:
         """The group's decision on a step."""
 
-    def step_lost(self, step: int) -> None:
+    def step_lost(self, quorum_id: int) -> None:
         """Another rank has voted no on the step that this rank has not voted on."""
 
     def member_lost(self, notice: LossNotice) -> None:
@@ -180,7 +180,7 @@ class SessionLink:
                 vote = response.vote
                 self._listener.verdict(Verdict(vote.step, vote.should_commit, vote.stop))
             case "step_lost":
-                self._listener.step_lost(response.step_lost.step)
+                self._listener.step_lost(response.step_lost.quorum_id)
             case "member_lost":
                 lost = response.member_lost
                 notice = LossNotice(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive)

@@ -234,9 +234,9 @@ class ManagerServer:
                 self._ranks[group_rank].quorum(result)
             case RankVerdict(group_rank, verdict) if group_rank in self._ranks:
                 self._ranks[group_rank].verdict(verdict)
-            case StepLostNotice(group_ranks, step):
+            case StepLostNotice(group_ranks, quorum_id):
                 for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
-                    rank.step_lost(step)
+                    rank.step_lost(quorum_id)
             case GroupLeftNotice(group_ranks, reason):
                 for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
                     rank.group_lost(reason)

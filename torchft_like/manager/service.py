@@ -226,8 +226,8 @@ class _SessionLine:
     def verdict(self, verdict: Verdict) -> None:
         self._put(pb.RankSessionResponse(vote=vote_response(verdict)))
 
-    def step_lost(self, step: int) -> None:
-        self._put(pb.RankSessionResponse(step_lost=pb.StepLost(step=step)))
+    def step_lost(self, quorum_id: int) -> None:
+        self._put(pb.RankSessionResponse(step_lost=pb.StepLost(quorum_id=quorum_id)))
 
     def member_lost(self, notice: LossNotice) -> None:
         self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**notice._asdict())))
@@ -280,7 +280,7 @@ class _UnaryCall:
         if not self.verdict_given.done():
             self.verdict_given.set_result(verdict)
 
-    def step_lost(self, step: int) -> None:
+    def step_lost(self, quorum_id: int) -> None:
         """A unary caller cannot be told."""
 
     def member_lost(self, notice: LossNotice) -> None:

@@ -207,6 +207,14 @@ class StepProtocol:
         """Whether this replica's gradients count in the current attempt."""
         return self.participating_rank is not None and not self.healing
 
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether the others' averages count this replica although it has to heal before it contributes.
+
+        A synchronous quorum heals first and counts everybody: where that fails, no sum is worth anything.
+        """
+        return self.participating_rank is not None and not self._rules.use_async_quorum
+
     def vote(self) -> bool:
         """Whether this rank may commit."""
         if self.failure is not None or self._lacks_state:

@@ -92,11 +92,20 @@ def test_an_open_join_is_repeated_after_a_reconnect() -> None:
 
 
 def test_the_first_no_releases_those_who_have_not_voted() -> None:
-    group = ReplicaGroup("a", 4)
+    group = ReplicaGroup("a", 4, last_quorum_id=9)
     assert group.rank_voted(2, Verdict(4, True)) == []
-    assert group.rank_voted(1, Verdict(4, False)) == [StepLostNotice((0, 3), 4)]
+    assert group.rank_voted(1, Verdict(4, False)) == [StepLostNotice((0, 3), 9)]
     assert group.rank_voted(0, Verdict(4, False)) == [], "they know"
     assert kinds(group.rank_voted(3, Verdict(4, True))) == [RankVerdict] * 4
+
+
+def test_ranks_at_other_steps_are_released_too() -> None:
+    """One rank has healed, the other could not."""
+    group = ReplicaGroup("a", 2)
+    for rank, step in enumerate((1, 0)):
+        group.rank_joined(join(rank)._replace(step=step))
+    group.quorum_formed(10, [Member("a"), Member("b", step=9)], 1)
+    assert group.rank_voted(1, Verdict(0, False)) == [StepLostNotice((0,), 10)]
 
 
 def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:

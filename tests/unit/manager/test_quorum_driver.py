@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lighthouse.decisions import Member
-from torchft_like.errors import GroupLostError, ShutdownError
+from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, resolve
@@ -111,6 +111,34 @@ def test_whatever_a_fetch_raises_the_group_is_not_broken_for_the_others(
     attempt.wait_ready(str)
     assert not protocol.vote()
     assert protocol.can_communicate
+
+
+@pytest.mark.parametrize("protocol", [StepProtocol(StepRules(1, use_async_quorum=False))])
+def test_a_synchronous_quorum_counts_who_heals_so_a_failed_fetch_breaks_the_group(
+    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver._state.register("model", ignore, dict)
+    monkeypatch.setattr("torchft_like.manager.quorum_driver.fetch_state", lambda *_: no_memory())
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=2, b=3))
+    attempt.wait_ready(str)
+    assert not protocol.vote()
+    assert not protocol.can_communicate
+
+
+def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
+    driver: QuorumDriver, protocol: StepProtocol
+) -> None:
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=3, b=3))
+    attempt.wait_ready(str)
+    driver.step_lost(4)  # of a step that was given up
+    assert protocol.failure is None
+    driver.step_lost(5)
+    assert isinstance(protocol.failure, StepLostError)
+    assert not protocol.can_communicate
 
 
 def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:

@@ -88,15 +88,15 @@ def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
 class FailingEar(Ear):
     """Fails at one piece of news, as a user's process group may when it is aborted."""
 
-    def step_lost(self, step: int) -> None:
-        raise RuntimeError(f"cannot abort step {step}")
+    def step_lost(self, quorum_id: int) -> None:
+        raise RuntimeError(f"cannot abort quorum {quorum_id}")
 
 
 def test_a_rank_that_cannot_deal_with_what_it_is_told_loses_its_group(server: ManagerServer) -> None:
     ear, other = FailingEar(), Ear()
     link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
     server.attach_local_rank(0, other).vote(0, Verdict(3, False, False))
-    assert "cannot abort step 3" in ear.heard("group_lost")
+    assert "cannot abort quorum 0" in ear.heard("group_lost")
     assert "rank 1" in other.heard("group_lost")
     link.close()
 

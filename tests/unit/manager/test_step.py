@@ -124,6 +124,14 @@ def test_a_failed_heal_does_not_break_the_group() -> None:
     assert not p.vote()
 
 
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_who_has_to_heal_is_counted_by_the_others_in_a_synchronous_quorum(use_async_quorum: bool) -> None:
+    p = protocol(use_async_quorum=use_async_quorum)
+    ready(p, heal=True, max_replica_rank=None, max_world_size=2)
+    assert p.is_counted_on is not use_async_quorum
+    assert p.num_participants == (2 if use_async_quorum else 3)
+
+
 def test_a_group_that_breaks_after_a_failed_heal_is_news() -> None:
     p = protocol()
     ready(p)
