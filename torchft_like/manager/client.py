@@ -20,12 +20,16 @@ from torchft_like.manager.rank_link import quorum_result_from_wire
 class ManagerClient:
     """Unary calls to the ManagerServer at `addr` (`http://host:port`).
 
-    Every call raises ConnectError when the server cannot be reached or does not answer in time.
+    Every call connects if need be, and raises ConnectError when the server cannot be reached or does not
+    answer in time.
+
+    Args:
+        connect_timeout: without effect, as each call has a timeout of its own. torchft connects here.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
         self._address = parse_address(addr, "ManagerServer address")
-        self._connect_timeout_s = seconds_of(connect_timeout, "connect_timeout")
+        seconds_of(connect_timeout, "connect_timeout")
         self._channel = make_channel(self._address)
 
     def _quorum(
