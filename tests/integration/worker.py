@@ -156,13 +156,12 @@ class Loop:
         time.sleep(self._options.pause_s)
         self._model.backward(self._manager.current_step())
         self._manager.wait_quorum()
-        step = self._manager.current_step()
-        self._witness.attend(step, self._model.digest())
+        self._witness.attend(self._manager.current_step(), self._model.digest())
         self._optimizer.step()
-        if self._manager.current_step() == step + 1:
+        if self._witness.has_committed:
             self.steps_done += 1
             self._witness.testify(self._model.digest())
-            self._model.write(self._journal, step + 1)
+            self._model.write(self._journal, self._manager.current_step())
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""

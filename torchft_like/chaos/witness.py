@@ -40,6 +40,7 @@ class Witness:
         Args:
             digest: of all parameters, with which the gradients were computed.
         """
+        self._vote = None
         bit = 2.0**self._index
         number = self._quorum_id % QUORUMS_TOLD_APART
         self._ledger = torch.tensor([1.0, step, number], dtype=torch.float64) * bit
@@ -56,6 +57,14 @@ class Witness:
             digest: of all parameters now.
         """
         self._before = digest
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether the step that was attended ended, and was committed.
+
+        Its number does not tell: who heals in it is another step on, be it committed or not.
+        """
+        return self._vote is not None and self._vote.fields["committed"] is True
 
     def testify(self, digest: str, **more: object) -> None:
         """The step that was attended has been committed.

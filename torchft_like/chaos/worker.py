@@ -135,12 +135,13 @@ class Loop:
         step = self._manager.current_step()
         self._witness.attend(step, self._model.digest())
         self._optimizer.step()
-        if self._manager.current_step() != step + 1:
+        if not self._witness.has_committed:
             self._journal.write("failed", began=began, step=step)
             return
         self._witness.testify(self._model.digest(), began=began)
-        if (step + 1) % self._order.training.checkpoint_every == 0:
-            self._checkpoint.save(step + 1, self._model.net)
+        committed = self._manager.current_step()
+        if committed % self._order.training.checkpoint_every == 0:
+            self._checkpoint.save(committed, self._model.net)
 
 
 class Checkpoint:
