@@ -37,8 +37,13 @@ def ignore(*_: object, **__: object) -> None:
 
 
 @pytest.fixture
-def protocol() -> StepProtocol:
-    return StepProtocol(StepRules(1))
+def use_async_quorum() -> bool:
+    return True
+
+
+@pytest.fixture
+def protocol(use_async_quorum: bool) -> StepProtocol:
+    return StepProtocol(StepRules(1, use_async_quorum=use_async_quorum))
 
 
 @pytest.fixture
@@ -100,8 +105,9 @@ def test_a_state_that_cannot_be_read_before_the_first_step_is_the_script_s_error
         attempt.wait_ready(str)
 
 
-def test_whatever_a_fetch_raises_the_group_is_not_broken_for_the_others(
-    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_count_this_replica(
+    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
 ) -> None:
     driver._state.register("model", ignore, dict)
     monkeypatch.setattr("torchft_like.manager.quorum_driver.fetch_state", lambda *_: no_memory())
@@ -110,21 +116,7 @@ def test_whatever_a_fetch_raises_the_group_is_not_broken_for_the_others(
     driver.quorum(quorum(5, a=2, b=3))
     attempt.wait_ready(str)
     assert not protocol.vote()
-    assert protocol.can_communicate
-
-
-@pytest.mark.parametrize("protocol", [StepProtocol(StepRules(1, use_async_quorum=False))])
-def test_a_synchronous_quorum_counts_who_heals_so_a_failed_fetch_breaks_the_group(
-    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver._state.register("model", ignore, dict)
-    monkeypatch.setattr("torchft_like.manager.quorum_driver.fetch_state", lambda *_: no_memory())
-    attempt = Attempt(True, LIMIT_S)
-    driver.begin(attempt)
-    driver.quorum(quorum(5, a=2, b=3))
-    attempt.wait_ready(str)
-    assert not protocol.vote()
-    assert not protocol.can_communicate
+    assert protocol.can_communicate is use_async_quorum
 
 
 def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
