@@ -106,8 +106,11 @@ class Mesh:
             world.after(world.latency() + world.latency(), rank, rank.hear_broken, self)
 
     def _time_out(self, is_done: Callable[[], bool]) -> None:
-        """Data that does not come over a link that is cut: whoever waits for it gives up in the end."""
+        """Data does not come over a link that is cut: whoever waits looks for it, or gives up in the end."""
         world = self._world
+        if world.scenario.stall_s < math.inf:
+            for rank in self._members.values():
+                world.after(world.scenario.stall_s, rank, rank.replica.stalled, rank.number, self.quorum_id)
         if world.scenario.timeout_s < math.inf:
             world.after(world.scenario.timeout_s, world.nobody, self._expire, is_done)
 

@@ -194,9 +194,8 @@ class Rank(Process):
             self._is_leaving = self.stop_wanted
             self._decide(vote)
         else:
-            replica.say(
-                self.number, replica.vote, self.number, Verdict(protocol.step, vote, self.stop_wanted)
-            )
+            wanted = Verdict(protocol.step, vote, self.stop_wanted)
+            replica.say(self.number, replica.vote, self.number, wanted)
 
     def _is_excused(self) -> bool:
         """Whether there is a reason for not committing."""
@@ -414,8 +413,9 @@ class Rank(Process):
         home = world.homes.get(result.recover_src_manager_address)
         attempt = self._attempt
         if home is not None and world.is_cut(self.replica.slot, home.slot):
-            world.after(world.scenario.keepalive_s / 2, self, self._heal_again, attempt)
             self._source = home.ranks[self.number]
+            self.replica.stalled(self.number, result.quorum_id)
+            world.after(world.scenario.keepalive_s / 2, self, self._heal_again, attempt)
             return
         if home is None or not home.is_alive or home.core.checkpoint_metadata(self.number) is None:
             world.after(world.latency(), self, self._heal_failed, attempt)

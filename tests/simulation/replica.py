@@ -7,6 +7,7 @@ and `rank_link.py` do. A rank's stream that ends is not opened again: its group 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,11 @@ class Replica:
     def vote(self, number: int, vote: Verdict) -> None:
         """A rank votes."""
         self.perform(self.core.rank_voted(number, vote))
+
+    def stalled(self, number: int, quorum_id: int) -> None:
+        """A rank waits for others, and has for long; only rank 0 is watched, and not in all runs."""
+        if number == 0 and self.world.scenario.stall_s < math.inf:
+            self.perform(self.core.step_stalled(quorum_id))
 
     def leave(self, number: int) -> None:
         """A rank leaves in good order; the server does when its own rank does."""

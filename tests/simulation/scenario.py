@@ -65,6 +65,7 @@ class Scenario:
         timeout_s: of whatever waits for data over a link that is cut. Only where links are cut for longer
             than that: everything else has to end without it.
         bad_link: two replica groups that cannot reach each other in the first part of the quiet phase.
+        stall_s: how long a replica group waits for data over a link that is cut before it looks for the link.
     """
 
     seed: int
@@ -88,6 +89,7 @@ class Scenario:
     probe_s: float
     timeout_s: float
     bad_link: tuple[int, int] | None
+    stall_s: float
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """The same job with these kinds of faults switched off."""
@@ -133,4 +135,5 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         probe_s=keepalive_s * 0.5,
         timeout_s=keepalive_s * (1 + 2 * flip()) if has_links else math.inf,
         bad_link=(one, other) if has_links and flip() < 0.3 else None,
+        stall_s=keepalive_s * (0.1 + flip()) if has_links and flip() < 0.8 else math.inf,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
@@ -33,7 +33,7 @@ class Injection:
         number, kind: as planned.
         time: of the injection, seconds since the Unix epoch.
         lifted: when it was taken back; for a fault that is not, the time of the injection.
-        victims: names of the replica groups it was aimed at.
+        victims: names of the replica groups it was aimed at, or that had to go for it.
         details: what the injector did and counted.
     """
 
@@ -100,6 +100,8 @@ class Job:
 
 def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
     """What became of a fault, up to the time `until`, which is that of the next one."""
+    if injection.kind == "link":
+        injection = replace(injection, victims=_end_left_out(injection, log, until))
     view = View(injection, log, job, until)
     felt = FELT[injection.kind](view)
     began = view.first_stall()
@@ -173,6 +175,14 @@ class View:
         return max(first[rank] for rank in processes) if processes and processes <= first.keys() else None
 
 
+def _end_left_out(injection: Injection, log: Log, until: float) -> tuple[str, ...]:
+    """Which of two who cannot reach each other had to go first, if one had; the other is a survivor."""
+    ends = {injection.details.get("one"), injection.details.get("other")}
+    told = log.events_between(injection.time, until, "left_out")
+    names = (name_of(member) for event in told for member in event["members"])
+    return tuple(name for name in names if name in ends)[:1]
+
+
 def _since(injection: Injection, time: float | None) -> float | None:
     return None if time is None else time - injection.time
 
@@ -229,11 +239,14 @@ def _no_descriptors(view: View) -> str:
 
 
 def _stood_still(view: View) -> str:
-    """Packets did not pass, and for half of that time at the least nobody committed."""
+    """Packets did not pass; one end had to go, or for half of that time at the least nobody committed."""
     injection = view.injection
     lasted_s, cut = injection.lifted - injection.time, injection.details.get("cut", 0)
     pause_s = view.longest_pause(injection.lifted)
-    return f"{cut} packets cut, no step for {pause_s:.2f} s" if cut and pause_s > lasted_s / 2 else ""
+    if not cut or not (injection.victims or pause_s > lasted_s / 2):
+        return ""
+    gone = f"without {_and(injection.victims)}" if injection.victims else "nobody left out"
+    return f"{cut} packets cut, no step for {pause_s:.2f} s, {gone}"
 
 
 def _sent_again(view: View) -> str:

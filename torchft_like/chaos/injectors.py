@@ -193,7 +193,7 @@ def _partition(target: Target, planned: Planned) -> AbstractContextManager[Injec
 
 @contextmanager
 def _cut_link(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Nobody is a victim: it is shorter than any timeout, so all of them shall wait, and go on together."""
+    """Who is the victim is for the job to find out: one of the two has to go until the link works again."""
     one, other = target.replica(planned).name, target.next_to(planned).name
     injected = Injected(details={"one": one, "other": other})
     with _counted(target.network, injected):

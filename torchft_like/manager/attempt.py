@@ -64,6 +64,11 @@ class Attempt:
         """Whether `wait_configured` would return at once."""
         return self._is_configured and self.error is None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait_ready` would return at once, or raise."""
+        return self._ready.is_set()
+
     def open_configured(self) -> None:
         """Collectives may be issued."""
         self._is_configured = True

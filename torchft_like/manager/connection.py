@@ -10,12 +10,12 @@ from lighthouse.address import Address
 from torchft_like.errors import ConfigError
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
-from torchft_like.manager.rank_link import RankLink, RankListener, SessionLink
+from torchft_like.manager.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager.server import ManagerServer
 
 
 def connect(
-    config: ManagerConfig, listener: RankListener, heartbeat_interval: timedelta
+    config: ManagerConfig, listener: LocalListener, heartbeat_interval: timedelta
 ) -> tuple[RankLink, TCPStore]:
     """The line of this rank, and the store of its replica group, which lives as long as it is held.
 

@@ -14,6 +14,8 @@ Invariants:
   none: it joins as one that has yet to begin, and is lost if nobody can give it a state.
 * Whom this group cannot reach the lighthouse knows before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
+* A step that does not get on for a member that cannot be reached is given up, once, by whoever finds that
+  out. Nobody gives up another step for a link that was known to be bad when its quorum was formed.
 * Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
 """
 
@@ -234,9 +236,21 @@ class ReplicaGroup:
             return [notice]
         return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
 
+    def step_stalled(self, quorum_id: int) -> list[Effect]:
+        """A step in a quorum waits for other replica groups, and has for longer than others did."""
+        if quorum_id != self.last_quorum_id or self._open_join is not None or self.lost_reason is not None:
+            return []
+        return [*self._links.step_stalled(quorum_id)]
+
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
         """Other replica groups were probed, and all but the `silent` gave an answer."""
-        return self._settle(lambda: self._links.probed(probe, silent))
+        before = set(self._links.unreachable)
+        effects = self._settle(lambda: self._links.probed(probe, silent))
+        news = [replica_id for replica_id in self._links.unreachable if replica_id not in before]
+        if not news or probe.stalled_quorum_id != self.last_quorum_id or self.lost_reason is not None:
+            return effects
+        reason = f"it waits, and cannot reach {', '.join(news)}; check the network between them"
+        return [*effects, LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)]
 
     def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
         """What follows from news of the links: a report, further probes, and the join if it had to wait."""

@@ -15,17 +15,19 @@ from lighthouse.errors import AddressError
 from lighthouse.net import answers_tcp, resolve
 from torchft_like.manager.peer_links import Probe
 
-# All of them together are far below the timeout of a process group, and enough where packets are lost.
+# All of them together are far below the timeout of a process group, and enough where packets are lost. The
+# kernel would try again after a second only.
 ATTEMPTS = 4
-ATTEMPT_S = 0.5
+ATTEMPT_EVERY_S = 0.2
+ANSWER_S = 0.4  # to the last attempt; earlier ones have longer
 RESOLVE_S = 0.5
-LIMIT_S = RESOLVE_S + (ATTEMPTS + 1) * ATTEMPT_S
-REPEAT_S = 3.0
+LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
+REPEAT_S = 1.0
 CONNECTIONS_MAX = 64
 
 
 async def silent_peers(probe: Probe) -> frozenset[str]:
-    """Those of the probed who gave no answer within two seconds, names aside; a repeated one waits before.
+    """Those of the probed who gave no answer within a second, names aside; a repeated one waits before.
 
     Whoever could not be asked, for want of an address, a name server or time, is not among them.
     """
@@ -53,10 +55,29 @@ async def _answers(text: str) -> bool:
     addresses = await resolve(address, RESOLVE_S)
     if not addresses:
         return True  # that is the name server's fault
-    loop = asyncio.get_running_loop()
-    for _ in range(ATTEMPTS):
-        end = loop.time() + ATTEMPT_S
-        if await answers_tcp(addresses, ATTEMPT_S):
+    attempts: list[asyncio.Task[bool]] = []
+    try:
+        for number in range(ATTEMPTS):
+            left_s = (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S
+            attempts.append(asyncio.create_task(answers_tcp(addresses, left_s)))
+            if await _any_answers(attempts, ATTEMPT_EVERY_S):
+                return True
+        return await _any_answers(attempts, ANSWER_S)
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+
+
+async def _any_answers(attempts: list[asyncio.Task[bool]], limit_s: float) -> bool:
+    """Whether any of them finds an answer; False after the limit, and not before it."""
+    end = asyncio.get_running_loop().time() + limit_s
+    waiting = set(attempts)
+    while waiting:
+        left_s = max(0.0, end - asyncio.get_running_loop().time())
+        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if any(attempt.result() for attempt in done):
             return True
-        await asyncio.sleep(end - loop.time())
+        if not done:
+            return False
+    await asyncio.sleep(end - asyncio.get_running_loop().time())
     return False

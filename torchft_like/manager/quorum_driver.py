@@ -1,6 +1,6 @@
 """From the join to a usable quorum: what happens behind the training thread's back.
 
-The driver is the rank's ear (`RankListener`, called on the coordination loop) and the quorum
+The driver is the rank's ear (`LocalListener`, called on the coordination loop) and the quorum
 worker's hand. It opens the gates of the current `Attempt`; the training thread waits at them.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable
 from datetime import timedelta
 
 from lighthouse.net import coordination_loop
@@ -198,6 +199,19 @@ class QuorumDriver:
         self._group.abort_now()
         abort_groups_of_torch(reason)  # those within this replica group: a rank may wait in them
         self._emit("shutdown", reason=reason)
+
+    def waits_for(self) -> Hashable:
+        """The preparation of its quorum, or the oldest collective that was not followed up yet.
+
+        None of these is kept: it may be large. What takes its place in memory passes for it, without harm.
+        """
+        attempt = self.attempt
+        if attempt is None or not attempt.is_agreed or attempt.error is not None:
+            return None
+        if not attempt.is_ready:
+            return attempt.began
+        pending = list(attempt.pending_collectives)
+        return (attempt.began, id(pending[0])) if pending else None
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason

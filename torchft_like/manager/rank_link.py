@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Protocol
 
@@ -57,6 +58,13 @@ class RankListener(Protocol):
 
     def lighthouse_connected(self) -> None:
         """Rank 0 only: the lighthouse listens."""
+
+
+class LocalListener(RankListener, Protocol):
+    """The rank in the ManagerServer's process can be asked, too."""
+
+    def waits_for(self) -> Hashable:
+        """What of other replica groups it waits for in its step, or None; another wait is another value."""
 
 
 class RankLink(Protocol):

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from datetime import timedelta
+from typing import Any
 
 from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
@@ -40,8 +41,9 @@ from torchft_like.manager.group import (
 from torchft_like.manager.lighthouse_link import LighthouseLink
 from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.probing import silent_peers
-from torchft_like.manager.rank_link import RankListener
+from torchft_like.manager.rank_link import LocalListener, RankListener
 from torchft_like.manager.service import manager_service
+from torchft_like.manager.stall_watch import LOOK_EVERY_S, StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class ManagerServer:
         self._ranks: dict[int, RankListener] = {}
         self._lasting: dict[int, RankListener] = {}  # those of `_ranks` that are not of a single call
         self._rank_gone = asyncio.Event()
-        self._probes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()
         self._is_shut_down = False
         self._loop.run(
@@ -113,7 +115,7 @@ class ManagerServer:
         """Hang up without a word: to everybody else this replica group has died."""
         self._stop_once(None)
 
-    def attach_local_rank(self, group_rank: int, listener: RankListener) -> LocalLink:
+    def attach_local_rank(self, group_rank: int, listener: LocalListener) -> LocalLink:
         """Connect the rank that lives in this process."""
         link = LocalLink(self)
         self._loop.run(self._attach(group_rank, listener))
@@ -227,7 +229,7 @@ class ManagerServer:
             case GroupJoin() | BrokenLinks():
                 self._tell_lighthouse(effect)
             case Probe():
-                self._start_probe(effect)
+                self._run(self._probe(effect))
             case LossNotice() | LeftOutNotice():
                 self._notify(effect)
             case RankQuorum(group_rank, result) if group_rank in self._ranks:
@@ -262,10 +264,11 @@ class ManagerServer:
         logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))
         self._link.report_links(news.unreachable)
 
-    def _start_probe(self, probe: Probe) -> None:
-        task = self._loop.loop.create_task(self._probe(probe))
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """In the background, until this server stops."""
+        task = self._loop.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _probe(self, probe: Probe) -> None:
         silent: frozenset[str] = frozenset()
@@ -274,6 +277,15 @@ class ManagerServer:
         except Exception:  # the join waits for the answers, whatever becomes of them
             logger.exception("probing the other replica groups failed")
         self._perform(self._group.probed(probe, silent))
+
+    async def _watch(self, listener: LocalListener) -> None:
+        """Look whether the rank in this process waits for other replica groups longer than it used to."""
+        watch, group = StallWatch(), self._group
+        while True:
+            quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
+            if watch.look(quorum_id, members, listener.waits_for(), self._loop.loop.time()):
+                self._perform(group.step_stalled(quorum_id))
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         return pb.QuorumMember(
@@ -306,8 +318,9 @@ class ManagerServer:
             "address, and that no firewall is between"
         )
 
-    async def _attach(self, group_rank: int, listener: RankListener) -> None:
+    async def _attach(self, group_rank: int, listener: LocalListener) -> None:
         self._ranks[group_rank] = self._lasting[group_rank] = listener
+        self._run(self._watch(listener))
 
     def _stop_once(self, reason: str | None) -> None:
         if not self._is_shut_down:
@@ -315,8 +328,8 @@ class ManagerServer:
             self._loop.run(self._stop(reason))
 
     async def _stop(self, reason: str | None) -> None:
-        for probe in list(self._probes):
-            probe.cancel()
+        for task in list(self._tasks):
+            task.cancel()
         if reason is None:
             self._forget(LOCAL_RANK)  # which knows: it has hung up
             self._perform(self._group.rank_lost(LOCAL_RANK, "it has hung up"))

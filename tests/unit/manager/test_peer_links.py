@@ -150,3 +150,73 @@ def test_a_lost_group_says_nothing_of_links() -> None:
     group = after_a_failure()
     group.rank_lost(0, "gone")
     assert group.probed(BOTH, {"b"}) == []
+
+
+STALLED = Probe(BOTH.peers, stalled_quorum_id=7)
+
+
+def stalled(*others: str) -> ReplicaGroup:
+    """A group with a step that does not get on, and that has begun to probe."""
+    group = in_quorum(*others)
+    assert len(group.step_stalled(7)) == 1
+    return group
+
+
+def test_a_step_that_does_not_get_on_has_everybody_probed_once_at_a_time() -> None:
+    group = in_quorum()
+    assert group.step_stalled(7) == [STALLED]
+    assert group.step_stalled(7) == []
+    assert group.probed(STALLED, ()) == []
+    assert group.step_stalled(7) == [STALLED]
+
+
+def test_a_step_that_waits_for_whom_it_cannot_reach_is_given_up() -> None:
+    report, again, notice = stalled().probed(STALLED, {"b"})
+    assert (report, again) == (BrokenLinks(("b",)), AGAIN)
+    assert isinstance(notice, LossNotice)
+    assert (notice.quorum_id, notice.replica_id, notice.is_alive) == (7, "a", True)
+    assert "cannot reach b" in notice.reason
+
+
+def test_a_join_after_a_good_step_waits_for_no_probe() -> None:
+    assert [type(effect) for effect in stalled().rank_joined(join(0))] == [GroupJoin]
+
+
+def test_a_join_after_a_failed_step_waits_for_the_probe_that_is_under_way() -> None:
+    group = stalled()
+    assert group.rank_joined(join(0, commit_failures=1)) == []
+    effects = group.probed(STALLED, {"b"})
+    assert [type(effect) for effect in effects] == [BrokenLinks, Probe, GroupJoin, LossNotice]
+
+
+def test_a_step_in_a_later_quorum_is_not_given_up_for_an_earlier_probe() -> None:
+    group = stalled()
+    group.rank_joined(join(0))
+    group.quorum_formed(8, members("a", "b", "c"), 2)
+    assert of_kind(group.probed(STALLED, {"b"}), LossNotice) == []
+
+
+def test_a_link_that_was_known_to_be_bad_when_the_quorum_was_formed_loses_no_step() -> None:
+    group = after_a_failure("b")
+    group.probed(Probe((("b", ADDRESS),)), {"b"})
+    group.quorum_formed(8, members("a", "b"), 2)
+    assert group.step_stalled(8) == []
+
+
+@pytest.mark.parametrize("quorum_id", [6, 8])
+def test_a_stall_in_another_quorum_is_of_no_interest(quorum_id: int) -> None:
+    assert in_quorum().step_stalled(quorum_id) == []
+
+
+def test_nobody_is_probed_for_a_step_that_is_over_or_explained_or_of_a_lost_group() -> None:
+    over, explained, lost = in_quorum(), in_quorum(), in_quorum()
+    over.rank_joined(join(1))
+    explained.member_lost(7, "b", "gone")
+    lost.rank_lost(0, "gone")
+    assert [group.step_stalled(7) for group in (over, explained, lost)] == [[]] * 3
+
+
+def test_a_lost_group_gives_nothing_up() -> None:
+    group = stalled()
+    group.rank_lost(0, "gone")
+    assert group.probed(STALLED, {"b"}) == []

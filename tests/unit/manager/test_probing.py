@@ -18,7 +18,8 @@ from torchft_like.manager.peer_links import Probe
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "ATTEMPTS", 2)
-    monkeypatch.setattr(probing, "ATTEMPT_S", 0.2)
+    monkeypatch.setattr(probing, "ATTEMPT_EVERY_S", 0.2)
+    monkeypatch.setattr(probing, "ANSWER_S", 0.2)
     monkeypatch.setattr(probing, "REPEAT_S", 0.05)
     monkeypatch.setattr(probing, "RESOLVE_S", 2.0)
 

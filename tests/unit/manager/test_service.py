@@ -145,7 +145,11 @@ def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
     server: ManagerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[Probe] = []
-    monkeypatch.setattr(server, "_start_probe", probes.append)
+
+    async def probe(probe: Probe) -> None:
+        probes.append(probe)
+
+    monkeypatch.setattr(server, "_probe", probe)
     ear = Ear()
 
     async def hang_up_and_be_asked() -> None:
