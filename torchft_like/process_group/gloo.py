@@ -28,12 +28,15 @@ from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.rendezvous import claim_prefix
-from torchft_like.process_group.stillness import Stillness
+from torchft_like.process_group.stillness import Sleep, Stillness
 from torchft_like.process_group.work import AbandonableWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
-# They run the collectives. Gloo's other thread moves bytes, and has none to move without connections.
+# They run the collectives.
 GLOO_THREADS = ("pt_gloo_runloop",)
+# It moves bytes, and has none to move without connections.
+GLOO_LOOP = ("gloo_tcp_loop",)
+LOOKS_UNTIL_SILENCED = 5  # Gloo closes what was cut, if it ever does, as soon as its thread runs
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
 
@@ -72,6 +75,8 @@ class _GlooBackend:
         self._membership = membership
         self._device = GlooDevice(host)
         self._stillness = Stillness(GLOO_THREADS)
+        self._looks = 0
+        self._rest: Sleep | None = None  # of Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
             with _broken_off(self._device, membership.world_size, abort):
@@ -104,9 +109,18 @@ class _GlooBackend:
         self._device.cut()
 
     def is_still(self) -> bool:
-        """See generation.Backend. What could not be cut for want of a descriptor is cut now."""
+        """See generation.Backend. What could not be cut for want of a descriptor is cut now.
+
+        What Gloo does not close nevertheless it will never close: it is silenced.
+        """
         self._device.cut()
-        return self._device.connections() == 0 and self._stillness.look()
+        if self._device.connections() > 0:
+            self._looks += 1
+            if self._looks > LOOKS_UNTIL_SILENCED:
+                self._device.silence()
+                self._rest = Sleep(GLOO_LOOP)
+            return False
+        return (self._rest is None or self._rest.has_come()) and self._stillness.look()
 
     def close(self) -> None:
         """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""

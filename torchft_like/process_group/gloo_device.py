@@ -12,6 +12,12 @@ descriptor, which therefore means this device until we close it; the kernel list
 (`/proc/self/fdinfo`) by descriptor and inode; and a socket is duplicated, its inode compared, and
 only then shut down. A descriptor that was closed and reused meanwhile has another inode.
 
+Gloo reads what comes in order, and nothing at all while it has nowhere to put the next message. That stays
+so when an operation fails before a peer's part of it has come: the message is for nobody, whoever waits for a
+later one waits in vain, and not even the end of the connection is noticed, for which Gloo's thread is called
+again and again. Such a connection is silenced (`silence`): it stays registered, but only for events that Gloo
+ignores, and each of them once. A connection that is silenced cannot touch a tensor.
+
 An abort needs no descriptor that it does not have: what it reads is open all the time, and one
 descriptor is held in reserve for the duplicates. A process that has run out of them may be just the
 one that has to give up.
@@ -28,14 +34,18 @@ eight bytes on it say n.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
+import platform
+import select
 import socket
 import stat
 import struct
 import threading
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
@@ -43,8 +53,24 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 ATTEMPTS_MAX = 20
 KNOCK_SECONDS_MAX = 0.2
 
-# What an epoll instance watches: the descriptor it was registered under, and the inode behind it.
-_Registered = tuple[int, int]
+_EPOLL_CTL_MOD = 3
+# The kernel's struct: only on this machine without a gap.
+_EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
+
+
+class _Registered(NamedTuple):
+    """What an epoll instance watches."""
+
+    fd: int  # that it was registered under
+    inode: int  # behind it
+    events: int
+    data: int
+
+    @property
+    def is_silenced(self) -> bool:
+        """Whether Gloo is told neither of data nor of room for more."""
+        return not self.events & (select.EPOLLIN | select.EPOLLOUT)
+
 
 _logger = logging.getLogger(__name__)
 _descriptors = "/proc/self/fd"
@@ -69,12 +95,24 @@ class GlooDevice:
     def cut(self) -> int:
         """Shut down every connection of the device; gives their number. Never blocks."""
         with self._lock:
-            return 0 if self._epoll is None else sum(map(_shut_down, self._epoll.sockets()))
+            found = () if self._epoll is None else self._epoll.sockets()
+            return sum(_shut_down(own) for _, own in found)
 
     def connections(self) -> int:
-        """How many connections of the device are open."""
+        """How many connections of the device are open, and not silenced."""
         with self._lock:
-            return 0 if self._epoll is None else sum(map(_is_connection, self._epoll.sockets()))
+            found = () if self._epoll is None else self._epoll.sockets()
+            return sum(_is_connection(own) for entry, own in found if not entry.is_silenced)
+
+    def silence(self) -> None:
+        """Have Gloo read no more from any connection that it has not closed; see the module. Never blocks.
+
+        What its thread is about to read may still come.
+        """
+        with self._lock:
+            for entry, own in () if self._epoll is None else self._epoll.sockets():
+                if own is not None and not _listens(own) and not entry.is_silenced:
+                    self._epoll.silence(entry)  # type: ignore[union-attr] # it has just given this
 
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
@@ -108,7 +146,7 @@ class GlooDevice:
     def _create(self, host: str) -> object:
         with _creation:
             for _ in range(ATTEMPTS_MAX):
-                before = {inode for _, inode in _open_sockets()}
+                before = set(_open_sockets())
                 device = _make_device(host)
                 found = list(_epolls_that_listen_since(before))
                 if len(found) == 1:
@@ -118,7 +156,7 @@ class GlooDevice:
         return device
 
     def _remember(self, epoll: int, listener: _Registered) -> None:
-        with _own_socket(*listener) as listening:
+        with _own_socket(listener.fd, listener.inode) as listening:
             if listening is not None:
                 self._family = listening.family
                 self._address = listening.getsockname()
@@ -137,16 +175,22 @@ class _Epoll:
             self._reserve = os.dup(epoll)
             undo.pop_all()
 
-    def sockets(self) -> Iterator[socket.socket | None]:
+    def sockets(self) -> Iterator[tuple[_Registered, socket.socket | None]]:
         """What it watches now; each is closed when the next is asked for. None: it cannot be looked at."""
         self._info.seek(0)
-        for fd, inode in [_entry(line) for line in self._info if line.startswith("tfd:")]:
+        for entry in [_entry(line) for line in self._info if line.startswith("tfd:")]:
             try:
-                with _own_socket(fd, inode) as own:
+                with _own_socket(entry.fd, entry.inode) as own:
                     if own is not None:
-                        yield own
+                        yield entry, own
             except _NoDescriptorError:
-                yield from self._by_reserve(fd, inode)
+                for own in self._by_reserve(entry.fd, entry.inode):
+                    yield entry, own
+
+    def silence(self, entry: _Registered) -> None:
+        """Tell of errors and the end only, which are always told of, and only once."""
+        event = struct.pack(_EPOLL_EVENT, select.EPOLLET, entry.data)
+        ctypes.CDLL(None).epoll_ctl(self._own, _EPOLL_CTL_MOD, entry.fd, event)  # fails if Gloo has closed it
 
     def close(self) -> None:
         """Let go of it."""
@@ -181,10 +225,11 @@ def _make_device(host: str) -> object:
     return TorchGloo.create_device(hostname=host, lazy_init=False)
 
 
-def _open_sockets() -> Iterator[_Registered]:
-    for fd, status in _open_descriptors():
+def _open_sockets() -> Iterator[int]:
+    """Their inodes."""
+    for _, status in _open_descriptors():
         if stat.S_ISSOCK(status.st_mode):
-            yield fd, status.st_ino
+            yield status.st_ino
 
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _Registered]]:
@@ -192,8 +237,8 @@ def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _R
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
             if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(f"{_descriptors}/{fd}"):
-                new = [watched for watched in _registered(fd) if watched[1] not in before]
-                yield from ((fd, watched) for watched in new if _is_listening(*watched))
+                new = [watched for watched in _registered(fd) if watched.inode not in before]
+                yield from ((fd, watched) for watched in new if _is_listening(watched))
 
 
 def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
@@ -214,11 +259,12 @@ def _registered(epoll: int) -> list[_Registered]:
 def _entry(line: str) -> _Registered:
     """From `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
     words = line.replace(":", " ").split()
-    return int(words[1]), int(words[words.index("ino") + 1], 16)
+    inode, events, data = (int(words[words.index(name) + 1], 16) for name in ("ino", "events", "data"))
+    return _Registered(int(words[1]), inode, events, data)
 
 
-def _is_listening(fd: int, inode: int) -> bool:
-    with _own_socket(fd, inode) as own:
+def _is_listening(entry: _Registered) -> bool:
+    with _own_socket(entry.fd, entry.inode) as own:
         return own is not None and _listens(own)
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 _TASKS = "/proc/self/task"
+
+
+class _Activity(NamedTuple):
+    """Of a thread, so far."""
+
+    is_asleep: bool
+    slept: int  # how often it went to sleep by itself
+    preempted: int
 
 
 class Stillness:
@@ -20,36 +29,57 @@ class Stillness:
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
-        self._last: dict[str, str] | None = None
+        self._last: Mapping[str, _Activity] | None = None
 
     def look(self) -> bool:
         """Whether all of them slept from the last look until this one; the first look says no.
 
         So does one for which there is no descriptor left.
         """
-        before, self._last = self._last, self._counts()
+        before, self._last = self._last, _activities(self._names)
         now = self._last
-        return now is not None and before == now and all(entry.startswith("S") for entry in now.values())
+        return now is not None and before == now and all(thread.is_asleep for thread in now.values())
 
-    def _counts(self) -> dict[str, str] | None:
-        counts = {}
-        try:
-            for task in os.listdir(_TASKS):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                    if _read(task, "comm").strip() in self._names:
-                        counts[task] = _state_and_switches(_read(task, "status"))
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            return None
-        return counts
+
+class Sleep:
+    """Watches threads that go to sleep between any two pieces of work, from now on."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._before = _activities(self._names)
+
+    def has_come(self) -> bool:
+        """Whether each has gone to sleep, or ended: what it was at is over."""
+        now = _activities(self._names)
+        if self._before is None or now is None:
+            self._before = self._before or now
+            return False
+        return all(now[task].slept > thread.slept for task, thread in self._before.items() if task in now)
+
+
+def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:
+    """By thread; None where there is no descriptor left to look with."""
+    found = {}
+    try:
+        for task in os.listdir(_TASKS):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                if _read(task, "comm").strip() in names:
+                    found[task] = _activity(_read(task, "status"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+    return found
 
 
 def _read(task: str, name: str) -> str:
     return Path(_TASKS, task, name).read_text()
 
 
-def _state_and_switches(status: str) -> str:
+def _activity(status: str) -> _Activity:
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    switches = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]
-    return f"{fields['State'][0]} {' '.join(switches)}"
+    return _Activity(
+        is_asleep=fields["State"].startswith("S"),
+        slept=int(fields["voluntary_ctxt_switches"]),
+        preempted=int(fields["nonvoluntary_ctxt_switches"]),
+    )

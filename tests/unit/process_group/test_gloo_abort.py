@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import socket
@@ -23,7 +24,7 @@ from torchft_like.errors import (
     ProcessGroupError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import parse_store_address
 
@@ -91,6 +92,30 @@ def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_agai
         group.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError):
         other.allreduce([torch.ones(1)]).wait()
+
+
+def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo reads no further on the connection, and never notices that it is cut."""
+    monkeypatch.setattr(operations, "LOOKS_S_MAX", math.inf)
+    # Gloo lets go of all when the operation times out, which is what the end of the test waits for.
+    group, other = party.meet(2, lambda: ProcessGroupGloo(8, check_collectives=False))
+    group.recv([torch.ones(4)], 1, 0)  # nobody holds it: the message comes for one that is gone
+    gc.collect()
+    other.send([torch.ones(4)], 0, 0).wait()
+    work = group.allreduce([torch.ones(4)])
+    of_gloo = work._work  # type: ignore[attr-defined] # torch's own, which the group's handle holds
+    blocked = party.aside(work.wait)
+    theirs = other.allreduce([torch.ones(4)])
+    with pytest.raises(TimeoutError):
+        blocked.result(0.2)
+    group.abort("the test says so")
+    with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
+        blocked.result(LIMIT_S)
+    assert not of_gloo.is_completed(), "it was given up before it timed out"
+    with pytest.raises(RuntimeError):
+        theirs.wait()
 
 
 def unchecked() -> ProcessGroup:
