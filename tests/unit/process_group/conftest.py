@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
@@ -92,3 +93,16 @@ def party(store: TCPStore) -> Iterator[Party]:
 def wait_until(happened: threading.Event) -> None:
     """Fail rather than hang."""
     assert happened.wait(LIMIT_S)
+
+
+def allreduced(group: ProcessGroup, value: float) -> float:
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait()
+    return float(tensor[0])
+
+
+def assert_ended(thread_name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == thread_name:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()

@@ -10,14 +10,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.errors import (
     ProcessGroupAbortedError,
@@ -26,9 +25,8 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
 from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.store import parse_store_address
 
-from .conftest import LIMIT_S, Party, wait_until
+from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
 
 
 def monitored_barrier(group: Any) -> None:
@@ -187,12 +185,6 @@ def test_an_aborted_group_meets_again(party: Party) -> None:
         assert all(group.errored() is None for group in groups)
 
 
-def allreduced(group: ProcessGroup, value: float) -> float:
-    tensor = torch.tensor([value])
-    group.allreduce([tensor]).wait()
-    return float(tensor[0])
-
-
 def test_a_group_meets_again_with_fewer_and_with_more(party: Party) -> None:
     groups = party.meet(3)
     for count in (2, 1, 3):
@@ -317,13 +309,6 @@ def was_blocked_and_ended(party: Party, published: threading.Event) -> bool:
     return False
 
 
-def assert_ended(thread_name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == thread_name:
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
-
-
 def test_an_abort_before_the_backend_exists_ends_the_configure(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,121 +378,3 @@ def test_the_timeout_bounds_an_operation_and_can_be_changed(party: Party) -> Non
         group.allreduce([torch.ones(1)]).wait()
     assert group.errored() is not None
     assert not isinstance(group.errored(), ProcessGroupAbortedError)
-
-
-# Nothing else is touched, nothing stays behind.
-
-
-def test_aborts_break_no_other_connection_of_the_process(party: Party) -> None:
-    """Other threads open, use and close connections like mad, to the same store among others."""
-    stop, served = threading.Event(), threading.Event()
-    exchanged = [0, 0]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        echo = party.aside(serve_echo, server, served)
-        others = [
-            party.aside(use_sockets, server.getsockname(), stop, exchanged),
-            party.aside(use_store, party.store.port, stop, exchanged),
-        ]
-        groups = [party.own(ProcessGroupGloo(30)) for _ in range(2)]
-        for _ in range(15):
-            party.configure(groups)
-            blocked = party.aside(lambda: groups[0].allreduce([torch.ones(4)]).wait())
-            groups[0].abort()
-            with pytest.raises(RuntimeError):
-                blocked.result(LIMIT_S)
-        stop.set()
-        for other in others:
-            other.result(LIMIT_S)
-        served.set()
-        echo.result(LIMIT_S)
-    assert min(exchanged) > 15
-
-
-def serve_echo(server: socket.socket, stop: threading.Event) -> None:
-    server.settimeout(0.1)
-    while not stop.is_set():
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        with connection:
-            connection.settimeout(LIMIT_S)
-            while data := connection.recv(100):
-                connection.sendall(data)
-
-
-def use_sockets(address: Any, stop: threading.Event, exchanged: list[int]) -> None:
-    while not stop.is_set():
-        with socket.create_connection(address, timeout=LIMIT_S) as connection:
-            for _ in range(5):
-                connection.sendall(b"hello")
-                assert connection.recv(100) == b"hello"
-                exchanged[0] += 1
-        with socket.create_server(("127.0.0.1", 0)):
-            pass
-
-
-def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
-    torchs = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    while not stop.is_set():
-        with closing(AbortableStore(parse_store_address(f"127.0.0.1:{port}/busy"), PEER_TIMEOUT)) as ours:
-            ours.connect()
-            for client in (torchs, ours):
-                client.set("busy", "yes")
-                assert client.get("busy") == b"yes"
-                exchanged[1] += 1
-
-
-def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: Party) -> None:
-    groups = party.meet(2)
-    usage: list[Usage] = []
-    for round_number in range(50):
-        party.configure(groups)
-        party.together(groups, lambda rank, g: allreduced(g, 1.0))
-        if round_number % 3 == 0:
-            groups[0].abort()
-        if round_number in (9, 49):
-            usage.append(settled_usage(groups))
-            party.configure(groups)
-    (before, after) = usage
-    assert after == before
-
-
-# Open descriptors, native threads, Python threads.
-Usage = tuple[int, int, int]
-
-
-def settled_usage(groups: list[ProcessGroup]) -> Usage:
-    """What is in use when the groups have given everything back and it no longer changes."""
-    for group in groups:
-        group.shutdown()
-    gc.collect()
-    assert_ended("torchft-process-group")
-    readings = [usage_now()]
-    while len(readings) < 1000 and readings[-20:] != readings[-1:] * 20:
-        threading.Event().wait(0.01)  # the kernel buries a joined thread a little later
-        readings.append(usage_now())
-    return readings[-1]
-
-
-def usage_now() -> Usage:
-    return (
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-        threading.active_count(),
-    )
-
-
-def test_a_kept_error_keeps_no_connection(party: Party) -> None:
-    groups = party.meet(2)
-    before = settled_usage(groups)
-    party.configure(groups)
-    groups[0].abort()
-    kept = []
-    for group in groups:
-        try:
-            group.allreduce([torch.ones(1)]).wait()
-        except RuntimeError as error:
-            kept.append((error, group.errored()))
-    assert len(kept) == 2
-    assert settled_usage(groups) == before

@@ -1,0 +1,138 @@
+"""Aborts touch nothing of others, and nothing of a group stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.store import parse_store_address
+
+from .conftest import LIMIT_S, Party, allreduced, assert_ended
+
+
+def test_aborts_break_no_other_connection_of_the_process(party: Party) -> None:
+    """Other threads open, use and close connections like mad, to the same store among others."""
+    stop, served = threading.Event(), threading.Event()
+    exchanged = [0, 0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        echo = party.aside(serve_echo, server, served)
+        others = [
+            party.aside(use_sockets, server.getsockname(), stop, exchanged),
+            party.aside(use_store, party.store.port, stop, exchanged),
+        ]
+        groups = [party.own(ProcessGroupGloo(30)) for _ in range(2)]
+        for _ in range(15):
+            party.configure(groups)
+            blocked = party.aside(lambda: groups[0].allreduce([torch.ones(4)]).wait())
+            groups[0].abort()
+            with pytest.raises(RuntimeError):
+                blocked.result(LIMIT_S)
+        stop.set()
+        for other in others:
+            other.result(LIMIT_S)
+        served.set()
+        echo.result(LIMIT_S)
+    assert min(exchanged) > 15
+
+
+def serve_echo(server: socket.socket, stop: threading.Event) -> None:
+    server.settimeout(0.1)
+    while not stop.is_set():
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            connection.settimeout(LIMIT_S)
+            while data := connection.recv(100):
+                connection.sendall(data)
+
+
+def use_sockets(address: Any, stop: threading.Event, exchanged: list[int]) -> None:
+    while not stop.is_set():
+        with socket.create_connection(address, timeout=LIMIT_S) as connection:
+            for _ in range(5):
+                connection.sendall(b"hello")
+                assert connection.recv(100) == b"hello"
+                exchanged[0] += 1
+        with socket.create_server(("127.0.0.1", 0)):
+            pass
+
+
+def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
+    torchs = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while not stop.is_set():
+        with closing(
+            AbortableStore(parse_store_address(f"127.0.0.1:{port}/busy"), timedelta(seconds=LIMIT_S))
+        ) as ours:
+            ours.connect()
+            for client in (torchs, ours):
+                client.set("busy", "yes")
+                assert client.get("busy") == b"yes"
+                exchanged[1] += 1
+
+
+def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: Party) -> None:
+    groups = party.meet(2)
+    usage: list[Usage] = []
+    for round_number in range(50):
+        party.configure(groups)
+        party.together(groups, lambda rank, g: allreduced(g, 1.0))
+        if round_number % 3 == 0:
+            groups[0].abort()
+        if round_number in (9, 49):
+            usage.append(settled_usage(groups))
+            party.configure(groups)
+    (before, after) = usage
+    assert after == before
+
+
+# Open descriptors, native threads, Python threads.
+Usage = tuple[int, int, int]
+
+
+def settled_usage(groups: list[ProcessGroup]) -> Usage:
+    """What is in use when the groups have given everything back and it no longer changes."""
+    for group in groups:
+        group.shutdown()
+    gc.collect()
+    assert_ended("torchft-process-group")
+    readings = [usage_now()]
+    while len(readings) < 1000 and readings[-20:] != readings[-1:] * 20:
+        threading.Event().wait(0.01)  # the kernel buries a joined thread a little later
+        readings.append(usage_now())
+    return readings[-1]
+
+
+def usage_now() -> Usage:
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        threading.active_count(),
+    )
+
+
+def test_a_kept_error_keeps_no_connection(party: Party) -> None:
+    groups = party.meet(2)
+    before = settled_usage(groups)
+    party.configure(groups)
+    groups[0].abort()
+    kept = []
+    for group in groups:
+        try:
+            group.allreduce([torch.ones(1)]).wait()
+        except RuntimeError as error:
+            kept.append((error, group.errored()))
+    assert len(kept) == 2
+    assert settled_usage(groups) == before
