@@ -1,4 +1,4 @@
-"""What a message costs, beside what Python and torch have for it.
+"""What a message costs, beside vLLM's queue and what Python and torch have for it.
 
 Four processes: one writer, three readers. All ways of sending take turns in short blocks, so that
 whatever else the machine does meets all of them alike.
@@ -11,14 +11,17 @@ import statistics
 import sys
 from dataclasses import dataclass
 
+from benchmarks.peer import PeerUnavailableError
 from benchmarks.process_groups import ask, next_record, start_store, turns
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.queue_worker import PAYLOADS, RANKS
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER
+from benchmarks.vllm_queue import PEER, queue_source
 
 QUEUE = "MessageQueue"
 PIPE = "multiprocessing's connection"
+VLLM = "vLLM's MessageQueue"
 OBJECT_LIST = "broadcast_object_list"
 CASE_SECONDS_MAX = 30.0
 WAKES = {
@@ -36,6 +39,8 @@ METHOD = [
     "multiplies matrices, it dumps and loads JSON) or sleeps as well, and then it is both that have to wake "
     "and find their caches cold; the bar is about readers, hence about the first. Idle: the processor "
     "time of a reader that waits for 3 s, as a share of a core.",
+    f"vLLM's is that of {PEER}, as large as vLLM makes it for its workers. It pickles, and whoever waits "
+    "turns round until there is something, so that its readers need not wake.",
     "Broadcast: a dict of some numbers and words, from the call on the writer to the moment when the last of "
     "three readers has the object; the next one when all have confirmed the last. `broadcast_object_list` is "
     "over Gloo, in the same processes. A sample is the median of a block of 100.",
@@ -57,27 +62,39 @@ QUICK: Plan = Plan(rounds=2, idle_seconds=1.0)
 def main(plan: Plan) -> Result:
     """The time of messages, and what waiting for them costs."""
     result = Result("message_queue", "What does a message through the queue cost?", METHOD)
+    vllm = _vllm_source()
+    vias = [QUEUE, PIPE, *([VLLM] if vllm else [])]
     with Fleet() as fleet:
         store = start_store(fleet)
-        command = [sys.executable, "-W", "ignore", str(FOLDER / "queue_worker.py"), f"--store={store}"]
+        command = [sys.executable, "-W", "ignore", str(FOLDER / "queue_worker.py"), f"--store={store}", *vllm]
         ranks = [fleet.start(f"rank-{rank}", [*command, f"--rank={rank}"]) for rank in range(RANKS)]
         for rank in ranks:
             next_record(fleet, rank, 0)
         for payload in PAYLOADS:
-            _measure_one_way(result, fleet, ranks, payload, plan.rounds)
-        _measure_wake(result, fleet, ranks, plan.rounds)
-        _measure_idle(result, fleet, ranks, plan)
+            _measure_one_way(result, fleet, ranks, payload, plan.rounds, vias)
+        _measure_wake(result, fleet, ranks, plan.rounds, vias)
+        for via in vias:
+            idle = [ask(fleet, ranks, do="idle", via=via, seconds=plan.idle_seconds)[1] for _ in range(3)]
+            result.add("idle reader", via, "% of a core", [answer["percent"] for answer in idle])
         _measure_broadcast(result, fleet, ranks, plan.rounds)
     _judge(result)
     result.save()
     return result
 
 
+def _vllm_source() -> list[str]:
+    try:
+        return [f"--vllm={queue_source()}"]
+    except PeerUnavailableError as error:
+        print(f"message_queue: without vLLM's: {error}", file=sys.stderr)
+        return []
+
+
 def _measure_one_way(
-    result: Result, fleet: Fleet, ranks: list[FleetProcess], payload: str, rounds: int
+    result: Result, fleet: Fleet, ranks: list[FleetProcess], payload: str, rounds: int, vias: list[str]
 ) -> None:
     count = 100 if "MB" in payload else 500
-    blocks: dict[str, list[list[float]]] = {QUEUE: [], PIPE: []}
+    blocks: dict[str, list[list[float]]] = {via: [] for via in vias}
     for turn in turns(rounds, CASE_SECONDS_MAX):
         for via, of_one in blocks.items():
             answers = ask(fleet, ranks, do="one_way", via=via, payload=payload, count=count)
@@ -88,9 +105,11 @@ def _measure_one_way(
         result.add(f"one-way, {payload}, 99th percentile", via, "µs", map(_percentile_99, of_one))
 
 
-def _measure_wake(result: Result, fleet: Fleet, ranks: list[FleetProcess], rounds: int) -> None:
+def _measure_wake(
+    result: Result, fleet: Fleet, ranks: list[FleetProcess], rounds: int, vias: list[str]
+) -> None:
     for works, case in WAKES.items():
-        found: dict[str, list[float]] = {QUEUE: [], PIPE: []}
+        found: dict[str, list[float]] = {via: [] for via in vias}
         for _ in range(rounds):
             for via, samples in found.items():
                 answers = ask(
@@ -99,11 +118,6 @@ def _measure_wake(result: Result, fleet: Fleet, ranks: list[FleetProcess], round
                 samples.append(statistics.median(answers[1]["us"]))
         for via, samples in found.items():
             result.add(case, via, "µs", samples)
-
-
-def _measure_idle(result: Result, fleet: Fleet, ranks: list[FleetProcess], plan: Plan) -> None:
-    answers = ask(fleet, ranks, do="idle", seconds=plan.idle_seconds)
-    result.add("idle reader", QUEUE, "% of a core", [answer["percent"] for answer in answers[1:]])
 
 
 def _measure_broadcast(result: Result, fleet: Fleet, ranks: list[FleetProcess], rounds: int) -> None:
@@ -128,6 +142,10 @@ def _judge(result: Result) -> None:
     for payload, limit in LIMITS_US.items():
         median = result.median(f"one-way, {payload}", QUEUE)
         result.bars.append(Bar(f"MessageQueue one-way, {payload}", median, limit, "µs"))
+        if (ratio := result.ratio(f"one-way, {payload}", QUEUE, over=VLLM)) is not None:
+            result.bars.append(
+                Bar(f"MessageQueue one-way, {payload}, of vLLM's in the same run", ratio, 1, "x")
+            )
     wake = result.median(WAKES[True], QUEUE)
     result.bars.append(Bar("MessageQueue: an idle reader wakes", wake, 250, "µs"))
     result.bars.append(

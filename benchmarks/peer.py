@@ -37,7 +37,7 @@ def peer_python() -> Path:
         PeerUnavailableError: it cannot be installed here; the message says why.
     """
     ENVIRONMENT.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(ENVIRONMENT.with_name(ENVIRONMENT.name + ".lock")):
+    with locked(ENVIRONMENT.with_name(ENVIRONMENT.name + ".lock")):
         if not _is_complete():
             _install()
     return _interpreter()
@@ -51,16 +51,20 @@ def _is_complete() -> bool:
 def _install() -> None:
     _ready_file().unlink(missing_ok=True)  # first: a removal that is interrupted must show
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(ENVIRONMENT)])
+    run_installer([sys.executable, "-m", "venv", str(ENVIRONMENT)], PEER)
     pip = [str(_interpreter()), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
-    _run([*pip, PEER, "torch", "numpy"])
-    _run([str(_interpreter()), "-c", "import torchft"])
+    run_installer([*pip, PEER, "torch", "numpy"], PEER)
+    run_installer([str(_interpreter()), "-c", "import torchft"], PEER)
     # Last, so that whatever interrupts the lines above leaves no environment that looks complete.
     _ready_file().write_text(_fingerprint())
 
 
-def _run(command: list[str]) -> None:
-    """Raises PeerUnavailableError with the end of what the command wrote."""
+def run_installer(command: list[str], what: str) -> None:
+    """Run a command that makes `what` available.
+
+    Raises:
+        PeerUnavailableError: it failed, with the end of what it wrote.
+    """
     try:
         subprocess.run(
             command,
@@ -74,9 +78,9 @@ def _run(command: list[str]) -> None:
         )
     except subprocess.CalledProcessError as error:
         last_words = " / ".join(error.stdout.strip().splitlines()[-3:])
-        raise PeerUnavailableError(f"{PEER} cannot be installed: {last_words}") from error
+        raise PeerUnavailableError(f"{what} cannot be installed: {last_words}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerUnavailableError(f"{PEER} cannot be installed: {error}") from error
+        raise PeerUnavailableError(f"{what} cannot be installed: {error}") from error
 
 
 def _environment_without_ours() -> dict[str, str]:
@@ -97,7 +101,8 @@ def _fingerprint() -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else is in a block with this path, in no other process either."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield  # closing the file releases the lock, also when this process is killed

@@ -6,7 +6,7 @@ commands; times are of the system's monotonic clock, which all processes of a ma
 * {"do": "one_way", "via": v, "payload": p, "count": n, "pause": s, "works": b}: 0 sends to 1; µs from call
   to object; between two messages 0 sleeps for so many seconds, or works for as long;
 * {"do": "broadcast", "via": v, "count": n}: 0 sends to all; the moments, in ns;
-* {"do": "idle", "seconds": s}: readers wait for nothing; the processor time that each used.
+* {"do": "idle", "via": v, "seconds": s}: readers wait for nothing; the processor time that each used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.vllm_queue import CHUNK_BYTES, CHUNKS, queue_class
 from torchft_like.message_queue import MessageQueue
 
 LIMIT_S = 60.0
@@ -45,7 +47,7 @@ PAYLOADS: dict[str, Callable[[], object]] = {
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    worker = Worker(options.rank, options.store)
+    worker = Worker(options.rank, options.store, options.vllm)
     report(event="ready")
     for line in sys.stdin:
         command = json.loads(line)
@@ -55,21 +57,28 @@ def main() -> None:
 class Worker:
     """Does as it is told."""
 
-    def __init__(self, rank: int, store: int) -> None:
+    def __init__(self, rank: int, store: int, vllm: Path | None) -> None:
         self._rank = rank
         meeting = TCPStore("127.0.0.1", store, is_master=False, timeout=timedelta(seconds=LIMIT_S))
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS)
         self._to_all = _queue(rank, 0, [1, 2, 3])
-        self._to_one = _queue(rank, 0, [1])
+        to_one: Any = _queue(rank, 0, [1])
         self._confirmed = [_queue(rank, reader, [0]) for reader in range(1, RANKS)]
-        self._pipe = _pipe(rank)
+        pipe, vllms = _pipe(rank), _vllm_queue(rank, vllm)
+        # From 0 to 1: how to send, and how to receive.
+        self._to_one: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {}
+        if rank < 2:
+            self._to_one["MessageQueue"] = to_one.enqueue, to_one.dequeue
+            self._to_one["multiprocessing's connection"] = pipe.send, pipe.recv
+            if vllms is not None:
+                self._to_one["vLLM's MessageQueue"] = vllms.enqueue, vllms.dequeue
 
     def one_way(
         self, via: str, payload: str, count: int, pause: float = 0.0, works: bool = False
     ) -> dict[str, Any]:
         wait = _work if works else time.sleep
         if self._rank == 0:
-            send = self._to_one.enqueue if via == "MessageQueue" else self._pipe.send  # type: ignore[union-attr]
+            send, _ = self._to_one[via]
             value = PAYLOADS[payload]()
             for _ in range(count):
                 wait(pause)
@@ -77,10 +86,10 @@ class Worker:
                 self._confirmed[0].dequeue(LIMIT_S)  # type: ignore[union-attr]
         if self._rank != 1:
             return {}
-        receive = self._to_one.dequeue if via == "MessageQueue" else self._pipe.recv  # type: ignore[union-attr]
+        _, receive = self._to_one[via]
         found = []
         for _ in range(count):
-            sent_ns, _value = receive()  # type: ignore[misc]
+            sent_ns, _value = receive()
             found.append((time.perf_counter_ns() - sent_ns) / 1e3)
             del _value
             self._confirm()
@@ -109,15 +118,18 @@ class Worker:
         for queue in self._confirmed:
             queue.dequeue(LIMIT_S)  # type: ignore[union-attr]
 
-    def idle(self, seconds: float) -> dict[str, Any]:
+    def idle(self, via: str, seconds: float) -> dict[str, Any]:
         dist.barrier()
         if self._rank == 0:
+            send, _ = self._to_one[via]
             time.sleep(seconds)
-            self._to_all.enqueue(None, LIMIT_S)  # type: ignore[union-attr]
+            send(None)
+        if self._rank != 1:
             return {}
+        _, receive = self._to_one[via]
         time.sleep(0.1)
         before, begin = time.process_time(), time.monotonic()
-        self._to_all.dequeue(LIMIT_S)  # type: ignore[union-attr]
+        receive()
         return {"percent": 100 * (time.process_time() - before) / (time.monotonic() - begin)}
 
 
@@ -136,7 +148,24 @@ def _queue(rank: int, writer: int, readers: list[int]) -> MessageQueue | None:
     return queue
 
 
-def _pipe(rank: int) -> Connection[Any, Any] | None:
+def _vllm_queue(rank: int, source: Path | None) -> Any:
+    """vLLM's queue from 0 to 1, as large as its workers make it; None where there is none."""
+    if source is None:
+        return None
+    kind, queue = queue_class(source), None
+    handle: list[Any] = [None]
+    if rank == 0:
+        queue = kind(1, 1, [1], CHUNK_BYTES, CHUNKS)
+        handle = [queue.export_handle()]
+    dist.broadcast_object_list(handle, 0)
+    if rank == 1:
+        queue = kind.create_from_handle(handle[0], 1)
+    if queue is not None:
+        queue.wait_until_ready()
+    return queue
+
+
+def _pipe(rank: int) -> Any:
     """multiprocessing's connection from 0 to 1, which pickles."""
     address: list[Any] = [None]
     listener = Listener(None, "AF_UNIX") if rank == 1 else None
@@ -166,6 +195,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--store", type=int, required=True)
+    parser.add_argument("--vllm", type=Path, help="the module of vLLM's queue")
     return parser.parse_args()
 
 

@@ -65,7 +65,7 @@ def test_a_process_does_not_outlive_a_fleet_that_was_killed(fleet: Fleet) -> Non
 def test_a_half_made_environment_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(peer, "ENVIRONMENT", tmp_path / "environment")
-    monkeypatch.setattr(peer, "_run", lambda command: _pretend(commands, command))
+    monkeypatch.setattr(peer, "run_installer", lambda command, _: _pretend(commands, command))
     assert peer.peer_python() == tmp_path / "environment" / "bin" / "python"
     made_once = len(commands)
     peer.peer_python()
@@ -77,7 +77,7 @@ def test_a_half_made_environment_is_made_again(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_failed_installation_is_told_with_its_reason() -> None:
     with pytest.raises(PeerUnavailableError, match=r"cannot be installed: .*no such index"):
-        peer._run([sys.executable, "-c", "import sys; sys.exit('no such index')"])
+        peer.run_installer([sys.executable, "-c", "import sys; sys.exit('no such index')"], "it")
 
 
 def test_the_readme_shows_the_saved_results() -> None:
