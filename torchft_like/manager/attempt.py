@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
@@ -35,6 +37,7 @@ class Attempt:
         self.report: Report | None = None  # told of their errors
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
+        self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
         self.is_left_out = False  # of the quorum, until a link works again: no reason to give up
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
@@ -106,6 +109,15 @@ class Attempt:
         self._wait_agreed(describe)
         self._ready.wait()
         self._raise_error()
+
+    def synchronize(self) -> None:
+        """Wait for the device, if there is one."""
+        if torch.accelerator.is_available():
+            self.is_synchronizing = True
+            try:
+                torch.accelerator.synchronize()
+            finally:
+                self.is_synchronizing = False
 
     def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""

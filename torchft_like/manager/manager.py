@@ -346,8 +346,7 @@ class Manager:
         attempt.wait_ready(self._driver.why_no_quorum)
         for work in list(attempt.pending_collectives):
             work.wait()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        attempt.synchronize()
         self._check_process_group()
         self._load_pending_state(attempt)
         with self._group.lock:

@@ -201,7 +201,7 @@ class QuorumDriver:
         self._emit("shutdown", reason=reason)
 
     def waits_for(self) -> Hashable:
-        """The preparation of its quorum, or the oldest collective that was not followed up yet.
+        """The preparation of its quorum, its device, or the oldest allreduce that was not followed up yet.
 
         None of these is kept: it may be large. What takes its place in memory passes for it, without harm.
         """
@@ -211,7 +211,9 @@ class QuorumDriver:
         if not attempt.is_ready:
             return attempt.began
         pending = list(attempt.pending_collectives)
-        return (attempt.began, id(pending[0])) if pending else None
+        if attempt.is_synchronizing or not pending:
+            return (attempt.began, "device") if attempt.is_synchronizing else None
+        return attempt.began, id(pending[0])
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason

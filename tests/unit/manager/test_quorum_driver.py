@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from lighthouse.decisions import Member
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
@@ -13,6 +14,7 @@ from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager.managed_group import ManagedGroup
+from torchft_like.manager.managed_work import ManagedWork
 from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_registry import StateRegistry
@@ -155,3 +157,59 @@ def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: Quo
     driver.begin(attempt)
     with pytest.raises(GroupLostError, match="rank 0 is gone"):
         attempt.wait_ready(str)
+
+
+def begun(driver: QuorumDriver) -> Attempt:
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    return attempt
+
+
+def test_a_rank_waits_for_others_from_the_quorum_on_until_it_is_prepared(driver: QuorumDriver) -> None:
+    assert driver.waits_for() is None
+    attempt = begun(driver)
+    assert driver.waits_for() is None, "it waits for the lighthouse"
+    attempt.agree(quorum(5, a=3, b=3))
+    first = driver.waits_for()
+    assert first is not None
+    attempt.open_ready()
+    assert driver.waits_for() is None
+    begun(driver).agree(quorum(5, a=3, b=3))
+    assert driver.waits_for() not in (None, first), "another attempt is another wait"
+
+
+def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver: QuorumDriver) -> None:
+    attempt = begun(driver)
+    attempt.agree(quorum(5, a=3, b=3))
+    attempt.open_ready()
+    works = [ManagedWork(torch.ones(1), None, ignore, attempt.pending_collectives) for _ in range(2)]
+    waits = []
+    for work in works:
+        waits.append(driver.waits_for())
+        work.wait()
+        attempt.pending_collectives.pop(work, None)
+    assert None not in waits
+    assert waits[0] != waits[1]
+    assert driver.waits_for() is None
+
+
+def test_a_rank_waits_for_others_in_what_its_device_does(
+    driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begun(driver)
+    attempt.agree(quorum(5, a=3, b=3))
+    attempt.open_ready()
+    waits: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(driver.waits_for()))
+    attempt.synchronize()
+    assert len(waits) == 1
+    assert waits[0] is not None
+    assert driver.waits_for() is None
+
+
+def test_a_rank_that_was_told_of_an_error_waits_for_nobody(driver: QuorumDriver) -> None:
+    attempt = begun(driver)
+    attempt.agree(quorum(5, a=3, b=3))
+    attempt.fail(RuntimeError("over"))
+    assert driver.waits_for() is None
