@@ -60,9 +60,10 @@ def test_a_handle_is_read_or_refused(value: object) -> None:
 def _ring() -> bytes:
     memory = bytearray(GEOMETRY.memory_bytes)
     writer = RingWriter(memoryview(memory), GEOMETRY)
-    structure = disassemble(torch.ones(30)).structure
-    writer.write(INLINE, [structure, b"\x00" * 120], len(structure) + 120)
-    writer.write(INLINE, [disassemble({"a": [1]}).structure], len(disassemble({"a": [1]}).structure))
+    for value, leaves in ((torch.ones(30), [b"\x00" * 120]), ({"a": [1]}, [])):
+        parts = [disassemble(value).structure, *leaves]
+        nbytes = sum(map(len, parts))
+        writer.write(INLINE, parts, nbytes, GEOMETRY.slots_for(nbytes))
     return bytes(memory)
 
 
@@ -81,6 +82,6 @@ def test_a_ring_is_read_or_refused(words: bytes, slots: bytes) -> None:
 
 def _read(reader: RingReader) -> object:
     record = reader.next_record()
-    structure = reader.read(reader.place_of(record), record.structure_bytes)
+    structure = reader.read(record.place, record.structure_bytes)
     left = record.nbytes - record.structure_bytes
     return assembled(structure, Source(left, reading_ring(reader, record)) if left else NO_LEAVES)

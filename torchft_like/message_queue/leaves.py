@@ -127,7 +127,7 @@ def assembled(structure: bytes, source: Source) -> object:
 
 def reading_ring(ring: RingReader, record: Record) -> Callable[[memoryview], None]:
     """Fills memory with the bytes of a message's leaves."""
-    at = ring.place_of(record) + record.structure_bytes
+    at = record.place + record.structure_bytes
 
     def fill(memory: memoryview) -> None:
         nonlocal at

@@ -150,7 +150,7 @@ class LocalReader(ReadingEnd):
     # ------------------------------------------------------------------------------- reading
 
     def _read(self, ring: RingReader, record: Record) -> object:
-        structure = ring.read(ring.place_of(record), record.structure_bytes)
+        structure = ring.read(record.place, record.structure_bytes)
         if record.kind == IN_FILE:
             return self._read_file(structure)
         if record.structure_bytes == record.nbytes:

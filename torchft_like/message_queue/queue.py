@@ -149,8 +149,7 @@ class MessageQueue:
             QueueMemoryError: it is longer than the ring, and there is no memory for its file.
             QueueClosedError: the queue was shut down.
         """
-        deadline, seconds = _deadline(timeout)
-        self._writer().enqueue(obj, deadline, seconds)
+        self._writer().enqueue(obj, *_deadline(timeout))
 
     def dequeue(self, timeout: float | None = None) -> object:
         """Read the next message; the object shares no memory with the queue.
@@ -167,8 +166,7 @@ class MessageQueue:
         """
         if isinstance(self._end, Writer):
             raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
-        deadline, seconds = _deadline(timeout)
-        return self._end.dequeue(deadline, seconds)
+        return self._end.dequeue(*_deadline(timeout))
 
     def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
         """Called by everybody: the writer writes `obj`, everybody returns it."""

@@ -69,9 +69,14 @@ class Geometry(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known of a message before its bytes are read."""
+    """What is known of a message before its bytes are read.
 
-    number: int
+    Attributes:
+        place: where they begin.
+        nbytes: how many they are.
+    """
+
+    place: int
     nbytes: int
     structure_bytes: int
     slots: int
@@ -85,20 +90,23 @@ class RingWriter:
         self.geometry = geometry
         self.words = memory[:PAGE_BYTES].cast("Q")
         self._area = memory[PAGE_BYTES:]
+        self._size = len(self._area)
 
     @property
     def published(self) -> int:
         """The number of the first slot that holds nothing yet."""
         return self.words[PUBLISHED]
 
-    def write(self, kind: int, parts: Sequence[Bytes], nbytes: int) -> None:
+    def write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int) -> None:
         """Write a message; the caller knows that its slots are free.
 
         Args:
             parts: the structure first; `nbytes` together.
+            slots: how many it takes.
         """
-        slots, published = self.geometry.slots_for(nbytes), self.published
-        at = published % self.geometry.slots * self.geometry.slot_bytes
+        slots_in_all, slot_bytes = self.geometry
+        published = self.words[PUBLISHED]
+        at = published % slots_in_all * slot_bytes
         _RECORD.pack_into(self._area, at, published, nbytes, len(parts[0]), slots, kind)
         at += RECORD_BYTES
         for part in parts:
@@ -107,13 +115,13 @@ class RingWriter:
         self.words[PUBLISHED] = published + slots
 
     def _put(self, at: int, data: Bytes) -> int:
-        area, end = self._area, at + len(data)
-        if end <= len(area):
+        area, size, end = self._area, self._size, at + len(data)
+        if end <= size:
             area[at:end] = data
             return end
-        if at >= len(area):
-            return self._put(at - len(area), data)
-        room = len(area) - at
+        if at >= size:
+            return self._put(at - size, data)
+        room = size - at
         area[at:] = data[:room]
         area[: len(data) - room] = data[room:]
         return len(data) - room
@@ -140,20 +148,15 @@ class RingReader:
             QueueCorruptError: the memory does not hold what a writer writes.
         """
         after_seeing()
-        slots, slot_bytes = self.geometry
-        number, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(
-            self.area, self.consumed % slots * slot_bytes
-        )
-        ahead = self.words[PUBLISHED] - self.consumed
-        if number != self.consumed or not taken <= ahead <= slots or kind not in (INLINE, IN_FILE):
-            raise QueueCorruptError(f"slot {self.consumed} of the ring holds no message")
+        (slots, slot_bytes), consumed = self.geometry, self.consumed
+        place = consumed % slots * slot_bytes
+        number, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(self.area, place)
+        ahead = self.words[PUBLISHED] - consumed
+        if number != consumed or not taken <= ahead <= slots or kind not in (INLINE, IN_FILE):
+            raise QueueCorruptError(f"slot {consumed} of the ring holds no message")
         if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
-            raise QueueCorruptError(f"the message in slot {self.consumed} has an impossible length")
-        return Record(number, nbytes, structure_bytes, taken, kind)
-
-    def place_of(self, record: Record) -> int:
-        """Where its bytes begin."""
-        return record.number % self.geometry.slots * self.geometry.slot_bytes + RECORD_BYTES
+            raise QueueCorruptError(f"the message in slot {consumed} has an impossible length")
+        return Record(place + RECORD_BYTES, nbytes, structure_bytes, taken, kind)
 
     def segments(self, at: int, nbytes: int) -> list[memoryview]:
         """The memory of so many bytes from a place on; two pieces where the ring goes round."""
@@ -170,7 +173,7 @@ class RingReader:
         if end > len(self.area):
             return b"".join(self.segments(at, nbytes))
         after_seeing()
-        return bytes(self.area[at:end])
+        return self.area[at:end].tobytes()
 
     def release(self) -> None:
         """Let go of the memory."""

@@ -34,6 +34,7 @@ class Writer(End):
     def __init__(
         self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteAudience | None
     ) -> None:
+        self._geometry = geometry
         self._is_broken = False  # interrupted while it wrote
         self._is_ready = False
         self._patience = Patience()
@@ -91,9 +92,10 @@ class Writer(End):
                 self._attend()
                 self._is_ready = self._all_joined()
             prepared = self._remote.prepare(parts) if self._remote else []
-            if nbytes <= self._ring.geometry.message_bytes_max:
-                self._await_room(self._ring.geometry.slots_for(nbytes), False, deadline, seconds)
-                self._write(INLINE, parts, nbytes, prepared)
+            slots = self._geometry.slots_for(nbytes)
+            if slots <= self._geometry.slots:
+                self._await_room(slots, False, deadline, seconds)
+                self._write(INLINE, parts, nbytes, slots, prepared)
             else:
                 self._write_file(parts, nbytes, deadline, seconds, prepared)
 
@@ -128,7 +130,7 @@ class Writer(End):
         self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float, prepared: Prepared
     ) -> None:
         """A message that no ring holds travels as a file in memory, and its slot only says so."""
-        slots = self._ring.geometry.slots_for(FILE_RECORD.size)
+        slots = self._geometry.slots_for(FILE_RECORD.size)
         self._await_room(slots, True, deadline, seconds)
         number = self._ring.published
         descriptor = file_of(parts, nbytes)
@@ -137,11 +139,11 @@ class Writer(End):
         finally:
             os.close(descriptor)
         record = FILE_RECORD.pack(number, len(parts[0]), nbytes)
-        self._write(IN_FILE, [record], len(record), prepared)
+        self._write(IN_FILE, [record], len(record), slots, prepared)
 
-    def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, prepared: Prepared) -> None:
+    def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int, prepared: Prepared) -> None:
         try:
-            self._ring.write(kind, parts, nbytes)
+            self._ring.write(kind, parts, nbytes, slots)
             self._local.wake()
             if self._remote:
                 self._remote.send(prepared)

@@ -25,6 +25,7 @@ from torchft_like.plain_data.schema import (
     LEAVES_MAX,
     LENGTH,
     MAGIC,
+    NO_LEAVES,
     SPEC,
     Buffer,
     TensorSpec,
@@ -98,6 +99,8 @@ def _foreign(error: Exception) -> PlainDataError:
 
 def _read_specs(structure: bytes) -> tuple[list[TensorSpec], int]:
     """The specs, and where the value begins."""
+    if structure.startswith(NO_LEAVES):
+        return [], HEAD.size
     if len(structure) < HEAD.size:
         raise ValueError(f"it ends after {len(structure)} bytes")
     magic, count = HEAD.unpack_from(structure)
@@ -232,11 +235,19 @@ def _read_float(cursor: _Cursor, _: int) -> float:
     return value
 
 
+def _read_bytes(cursor: _Cursor, _: int) -> bytes:
+    return cursor.take()
+
+
 def _read_list(cursor: _Cursor, depth: int) -> list[object]:
     if depth == DEPTH_MAX:
         raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
     data, readers, depth = cursor.data, _READERS, depth + 1
     return [readers[data[cursor.at]](cursor, depth) for _ in range(cursor.count())]
+
+
+def _read_tuple(cursor: _Cursor, depth: int) -> tuple[object, ...]:
+    return tuple(_read_list(cursor, depth))
 
 
 def _read_dict(cursor: _Cursor, depth: int) -> dict[object, object]:
@@ -275,9 +286,9 @@ _READERS: tuple[Callable[[_Cursor, int], object], ...] = (
     lambda cursor, _: int.from_bytes(cursor.take(), "little", signed=True),
     _read_float,
     lambda cursor, _: cursor.take().decode("utf-8", "surrogatepass"),
-    lambda cursor, _: cursor.take(),
+    _read_bytes,
     _read_list,
-    lambda cursor, depth: tuple(_read_list(cursor, depth)),
+    _read_tuple,
     _read_dict,
     lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes).decode("utf-8", "surrogatepass"),
     lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes),

@@ -68,7 +68,7 @@ def dissect(value: object) -> tuple[bytes, list[Leaf]]:
     """Like `disassemble`, for a sender that needs bytes and no tensors: leaves are what they were."""
     sheet = _Sheet()
     try:
-        _encode(value, sheet, 0)
+        _WRITERS.get(type(value), _refuse)(value, sheet, 0)
     except _Unfit as unfit:
         raise PlainDataError(f"{_show(unfit.path)} {unfit.problem}") from None
     leaves = sheet.leaves
@@ -125,10 +125,6 @@ class _Sheet:
         if self.values_left < 0:
             raise _Unfit(f"is what makes it more than {VALUES_MAX} values: put numbers into an array")
         self.put(LENGTH.pack(tag, count))
-
-
-def _encode(value: object, sheet: _Sheet, depth: int) -> None:
-    _WRITERS.get(type(value), _refuse)(value, sheet, depth)
 
 
 def _write_none(_: None, sheet: _Sheet, __: int) -> None:

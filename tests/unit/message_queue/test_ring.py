@@ -30,12 +30,13 @@ class Pair:
         self.reader = RingReader(memoryview(self.memory), self.geometry)
 
     def write(self, *parts: bytes) -> None:
-        self.writer.write(INLINE, parts, sum(map(len, parts)))
+        nbytes = sum(map(len, parts))
+        self.writer.write(INLINE, parts, nbytes, self.geometry.slots_for(nbytes))
 
     def read(self) -> bytes:
         record = self.reader.next_record()
         leaves = bytearray(record.nbytes - record.structure_bytes)
-        structure = self.reader.read(self.reader.place_of(record), record.structure_bytes)
+        structure = self.reader.read(record.place, record.structure_bytes)
         reading_ring(self.reader, record)(memoryview(leaves))
         self.reader.consumed += record.slots
         return structure + bytes(leaves)
