@@ -215,7 +215,15 @@ async def answers_tcp(addresses: Iterable[Address], timeout_s: float) -> bool:
 
     What fails on this host, for want of descriptors, says nothing: it counts as an answer.
     """
-    return any(await asyncio.gather(*[_answers_tcp(address, timeout_s) for address in addresses]))
+    attempts = [asyncio.ensure_future(_answers_tcp(address, timeout_s)) for address in addresses]
+    try:
+        for answer in asyncio.as_completed(attempts):
+            if await answer:
+                return True
+        return False
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
 
 
 async def _answers_tcp(address: Address, timeout_s: float) -> bool:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # (replica id, quorum, step, fingerprint of the parameters, gradient); None adds zeros
 Part = tuple[str, int, int, int, int] | None
 
+LOOKS_UNTIL_LONG = 5
+
 
 class Mesh:
     """Rendezvous, collectives and their end."""
@@ -109,10 +111,18 @@ class Mesh:
         """Data does not come over a link that is cut: whoever waits looks for it, or gives up in the end."""
         world = self._world
         if world.scenario.stall_s < math.inf:
-            for rank in self._members.values():
-                world.after(world.scenario.stall_s, rank, rank.replica.stalled, rank.number, self.quorum_id)
+            world.after(world.scenario.stall_s, world.nobody, self._look_for_links, is_done, 1)
         if world.scenario.timeout_s < math.inf:
             world.after(world.scenario.timeout_s, world.nobody, self._expire, is_done)
+
+    def _look_for_links(self, is_done: Callable[[], bool], times: int) -> None:
+        world = self._world
+        if self._broken or is_done():
+            return
+        for_long = times >= LOOKS_UNTIL_LONG
+        for rank in self._members.values():
+            world.after(world.latency(), rank, rank.replica.stalled, rank.number, self.quorum_id, for_long)
+        world.after(world.scenario.stall_s, world.nobody, self._look_for_links, is_done, times + 1)
 
     def _expire(self, is_done: Callable[[], bool]) -> None:
         if not self._broken and not is_done():

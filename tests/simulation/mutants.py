@@ -214,6 +214,16 @@ class _ProbesOnce(ReplicaGroup):
         return [e for e in super().probed(probe, silent) if not isinstance(e, Probe)]
 
 
+class _NeverTriesAgain(ReplicaGroup):
+    def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
+        return super().step_stalled(quorum_id)
+
+
+class _GivesNothingUp(_NeverTriesAgain):
+    def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
+        return [e for e in super().probed(probe, silent) if not isinstance(e, group_module.LossNotice)]
+
+
 class _ReportsLinksOnce(ReplicaGroup):
     def lighthouse_connected(self) -> list[Effect]:
         effects = super().lighthouse_connected()
@@ -336,6 +346,8 @@ MUTANTS = (
     _group("survives its ranks", _SurvivesItsRanks, "a lost rank ends its group"),
     _group("probes nobody", _ProbesNobody, "the search for a link after a failed step"),
     _group("probes once", _ProbesOnce, "whoever could not be reached is probed again"),
+    _group("never tries again", _NeverTriesAgain, "a step that waits for long for a known link is given up"),
+    _group("gives nothing up", _GivesNothingUp, "a step that waits for whom it cannot reach is given up"),
     _group("reports links once", _ReportsLinksOnce, "links are reported again after a reconnect"),
     _step("applies late errors", _LateErrorSpoilsAnyStep, "an error belongs to its quorum"),
     _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
@@ -358,35 +370,37 @@ CAUGHT_BY = {
     "ignores min_replicas": 1,
     "keeps the id after a failure": 5,
     "forgets rounds": 891,
-    "does not say it is over": 200,
+    "does not say it is over": 72,
     "does not warn of broken groups": 13,
     "learns too late": 8,
     "keeps the dead": 1,
     "leaves nobody out": 16,
     "leaves both ends out": 2,
-    "leaves too many out": 101,
+    "leaves too many out": 58,
     "never lets back": 16,
-    "counts members only": 64,
+    "counts members only": 119,
     "drops member_lost": 5,
     "one vote is enough": 0,
     "every rank its own verdict": 0,
     "keeps its no to itself": 145,
     "joins once only": 0,
-    "compares steps only": 128,
+    "compares steps only": 37,
     "speaks for its first rank": 55,
     "survives its ranks": 2,
     "probes nobody": 26,
     "probes once": 12,
-    "reports links once": 16,
+    "never tries again": 245,
+    "gives nothing up": 16,
+    "reports links once": 22,
     "applies late errors": 13,
     "commits before healing": 0,
     "healing takes part": 0,
     "counts who heals": 0,
     "lets others go on": 51,
     "votes yes after an error": 0,
-    "keeps the old commit quorum": 128,
+    "keeps the old commit quorum": 37,
     "keeps its process group": 0,
-    "leaves quietly": 20,
+    "leaves quietly": 47,
     "hides broken groups": 0,
     "forgets the healed version": 7,
 }

@@ -406,7 +406,7 @@ class Rank(Process):
         for rank, attempt, step in waiters:
             self._send_state(rank, attempt, step)
 
-    def _heal(self) -> None:
+    def _heal(self, is_again: bool = False) -> None:
         result = self._result
         assert result is not None
         world = self.replica.world
@@ -414,7 +414,7 @@ class Rank(Process):
         attempt = self._attempt
         if home is not None and world.is_cut(self.replica.slot, home.slot):
             self._source = home.ranks[self.number]
-            self.replica.stalled(self.number, result.quorum_id)
+            self.replica.stalled(self.number, result.quorum_id, is_again)
             world.after(world.scenario.keepalive_s / 2, self, self._heal_again, attempt)
             return
         if home is None or not home.is_alive or home.core.checkpoint_metadata(self.number) is None:
@@ -428,7 +428,7 @@ class Rank(Process):
             if self.replica.world.now > self._heal_until:
                 self._heal_failed(attempt)
             else:
-                self._heal()
+                self._heal(is_again=True)
 
     def asked_for_state(self, rank: Rank, attempt: int, step: int) -> None:
         """A healing rank asks for the state of a step, or waits until it is offered."""

@@ -176,10 +176,10 @@ class Replica:
         """A rank votes."""
         self.perform(self.core.rank_voted(number, vote))
 
-    def stalled(self, number: int, quorum_id: int) -> None:
+    def stalled(self, number: int, quorum_id: int, for_long: bool) -> None:
         """A rank waits for others, and has for long; only rank 0 is watched, and not in all runs."""
         if number == 0 and self.world.scenario.stall_s < math.inf:
-            self.perform(self.core.step_stalled(quorum_id))
+            self.perform(self.core.step_stalled(quorum_id, for_long=for_long))
 
     def leave(self, number: int) -> None:
         """A rank leaves in good order; the server does when its own rank does."""

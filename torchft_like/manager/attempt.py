@@ -26,7 +26,7 @@ from torchft_like.manager.preparation import PeerState
 
 
 class Attempt:
-    """Shared state of one attempt. Each field is written by one thread before a gate opens."""
+    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens."""
 
     def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
         self.allow_heal = allow_heal

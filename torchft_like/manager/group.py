@@ -14,8 +14,9 @@ Invariants:
   none: it joins as one that has yet to begin, and is lost if nobody can give it a state.
 * Whom this group cannot reach the lighthouse knows before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
-* A step that does not get on for a member that cannot be reached is given up, once, by whoever finds that
-  out. Nobody gives up another step for a link that was known to be bad when its quorum was formed.
+* A step that does not get on is given up by who finds that a member cannot be reached. At once, unless that
+  was known when the quorum was formed, or there are two only: then nobody could be left out for it, and
+  another try is no better until others have come.
 * Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
 """
 
@@ -185,8 +186,10 @@ class ReplicaGroup:
             fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
         )
-        probes = self._links.step_failed() if self._open_join.commit_failures > 0 else []
-        return [*probes, *self._say_join()]
+        if self._open_join.commit_failures == 0:
+            self._links.step_succeeded()
+            return [*self._say_join()]
+        return [*self._links.step_failed(), *self._say_join()]
 
     def _say_join(self) -> list[GroupJoin]:
         return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
@@ -236,21 +239,32 @@ class ReplicaGroup:
             return [notice]
         return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
 
-    def step_stalled(self, quorum_id: int) -> list[Effect]:
-        """A step in a quorum waits for other replica groups, and has for longer than others did."""
-        if quorum_id != self.last_quorum_id or self._open_join is not None or self.lost_reason is not None:
+    def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
+        """A step in a quorum waits for other replica groups, and has for longer than others did.
+
+        Args:
+            for_long: and for longer than most cuts last.
+        """
+        is_current = quorum_id == self.last_quorum_id and self._open_join is None
+        if not is_current or self.lost_reason is not None:
             return []
-        return [*self._links.step_stalled(quorum_id)]
+        if for_long and (out_of_reach := self._links.members_out_of_reach()):
+            return [self._give_up(out_of_reach)]
+        return [*self._links.step_stalled()]
 
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
         """Other replica groups were probed, and all but the `silent` gave an answer."""
-        before = set(self._links.unreachable)
         effects = self._settle(lambda: self._links.probed(probe, silent))
-        news = [replica_id for replica_id in self._links.unreachable if replica_id not in before]
-        if not news or probe.stalled_quorum_id != self.last_quorum_id or self.lost_reason is not None:
+        out_of_reach = self._links.members_out_of_reach(since_quorum=True)
+        can_be_left_out = out_of_reach and len(self.last_quorum_replica_ids) > 2
+        if not can_be_left_out or self._open_join is not None or self.lost_reason is not None:
             return effects
-        reason = f"it waits, and cannot reach {', '.join(news)}; check the network between them"
-        return [*effects, LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)]
+        return [*effects, self._give_up(out_of_reach)]
+
+    def _give_up(self, out_of_reach: Sequence[str]) -> LossNotice:
+        """The others will be told by the join that follows."""
+        reason = f"it waits, and cannot reach {', '.join(out_of_reach)}; check the network between them"
+        return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)
 
     def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
         """What follows from news of the links: a report, further probes, and the join if it had to wait."""

@@ -82,6 +82,11 @@ class LighthouseLink:
         if self._say is not None:
             self._say(pb.SessionRequest(join=member))
 
+    @property
+    def hears_of_links(self) -> bool:
+        """Whether the lighthouse can do without who cannot be reached; torchft's cannot."""
+        return self._serve == self._serve_session
+
     def report_links(self, unreachable: Iterable[str]) -> None:
         """Say whom this replica group cannot reach; the listener repeats this, too."""
         if self._say is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
@@ -19,8 +20,8 @@ Report = Callable[[Exception], object]
 
 _SETTLED = DoneWork([])
 
-# In the order in which they were issued.
-Pending = dict["ManagedWork", None]
+# When each was issued, in this order.
+Pending = dict["ManagedWork", float]
 
 
 class ManagedWork(GroupWork):
@@ -61,7 +62,7 @@ class ManagedWork(GroupWork):
             self._divide_by = divide_by
         if pending is not None:
             self._pending = pending
-            pending[self] = None
+            pending[self] = time.monotonic()
 
     def take(self, work: Work, issuer: Issuer | None) -> None:
         """See Taker."""

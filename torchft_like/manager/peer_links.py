@@ -7,9 +7,10 @@ no longer reported once there is an answer. How one probes, and how long, is not
 
 Invariants:
 
-* The join after a failed step waits only for probes that are under way, and no longer for a member once it
+* The join after a failed step waits only for a probe that is under way, and no longer for a member once it
   is lost. Every other join waits for nothing.
-* At most one probe is under way because of a step, and one because of what is unreachable.
+* Of at most one probe because of a step, and of one because of what is unreachable, the answers count. A step
+  that succeeds contradicts the suspicion, and the answers to it count no more.
 * What is kept is bounded, and of the members of the last quorum and of as many others as the
   lighthouse takes in a report. Who cannot reach so many is left out itself, whatever else it has to say.
 """
@@ -31,12 +32,10 @@ class Probe:
     Attributes:
         peers: replica id and address of each.
         is_repeated: they gave none before; ask after a while.
-        stalled_quorum_id: of the quorum in which a step does not get on, if that is why.
     """
 
     peers: tuple[tuple[str, str], ...]
     is_repeated: bool = False
-    stalled_quorum_id: int | None = None
 
 
 @dataclass
@@ -51,8 +50,10 @@ class PeerLinks:
     replica_id: str
     unreachable: dict[str, str] = field(default_factory=dict)
     _members: Sequence[QuorumMemberLike] = ()  # of the last quorum
+    _known: frozenset[str] = frozenset()  # to be unreachable when it was formed
     _is_explained: bool = False  # whatever fails in the last quorum: a member of it died
-    _asked: dict[str, str] = field(default_factory=dict)  # because of a step
+    _probe: Probe | None = None  # because of a step
+    _asked: dict[str, str] = field(default_factory=dict)  # by it, and not lost since
     _has_failed: bool = False  # a step in the last quorum
     _is_watching: bool = False
 
@@ -64,7 +65,13 @@ class PeerLinks:
     def quorum_formed(self, members: Sequence[QuorumMemberLike]) -> None:
         """There is a quorum with this replica group."""
         self._members = members
+        self._known = frozenset(self.unreachable)
         self._is_explained = self._has_failed = False
+
+    def members_out_of_reach(self, *, since_quorum: bool = False) -> list[str]:
+        """The members of the last quorum that are unreachable, or those found to be since it was formed."""
+        members = {member.replica_id for member in self._members} - (self._known if since_quorum else set())
+        return [replica_id for replica_id in self.unreachable if replica_id in members]
 
     def member_lost(self, replica_id: str) -> list[Probe]:
         """A member of the last quorum is gone. If it comes back, the link to it is no better for that."""
@@ -72,30 +79,41 @@ class PeerLinks:
         self._asked.pop(replica_id, None)
         return []
 
+    def step_succeeded(self) -> None:
+        """All members did what they had to: whoever was suspected in the step was not to blame."""
+        self._probe, self._asked = None, {}
+
     def step_failed(self) -> list[Probe]:
         """A step in the last quorum failed, and the next join is about to be said."""
         self._has_failed = not self._is_explained
-        return self._ask(None)
+        return self._ask()
 
-    def step_stalled(self, quorum_id: int) -> list[Probe]:
-        """A step in the last quorum, which is this one, takes longer than others have taken."""
-        return self._ask(quorum_id)
+    def step_stalled(self) -> list[Probe]:
+        """A step in the last quorum takes longer than others have taken."""
+        return self._ask()
 
-    def _ask(self, stalled_quorum_id: int | None) -> list[Probe]:
+    def _ask(self) -> list[Probe]:
         if self._is_explained or self._asked:
             return []
-        known = {self.replica_id, *self.unreachable}
-        self._asked = {m.replica_id: m.address for m in self._members if m.replica_id not in known}
-        probe = Probe(tuple(self._asked.items()), stalled_quorum_id=stalled_quorum_id)
-        return [probe] if self._asked else []
+        ids = [member.replica_id for member in self._members]
+        own = ids.index(self.replica_id) if self.replica_id in ids else 0
+        # Everybody begins with another one, or all would ask the same one at the same time.
+        in_turn = [*self._members[own:], *self._members[:own]]
+        settled = {self.replica_id, *self.unreachable}
+        self._asked = {m.replica_id: m.address for m in in_turn if m.replica_id not in settled}
+        self._probe = Probe(tuple(self._asked.items())) if self._asked else None
+        return [self._probe] if self._probe else []
 
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Probe]:
         """The answers are in: of all the probed but the `silent`."""
+        asked: dict[str, str] = {}
+        if probe is self._probe:
+            asked, self._asked, self._probe = self._asked, {}, None
         for replica_id, address in probe.peers:
-            was_asked = not probe.is_repeated and self._asked.pop(replica_id, None) is not None
             if replica_id not in silent:
                 self.unreachable.pop(replica_id, None)
-            elif was_asked:
+                self._known -= {replica_id}
+            elif replica_id in asked:
                 self.unreachable[replica_id] = address
         for replica_id in _beyond_a_report(list(self.unreachable)):
             del self.unreachable[replica_id]

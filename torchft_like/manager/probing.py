@@ -17,13 +17,13 @@ from torchft_like.manager.peer_links import Probe
 
 # All of them together are far below the timeout of a process group, and enough where packets are lost. The
 # kernel would try again after a second only.
-ATTEMPTS = 4
-ATTEMPT_EVERY_S = 0.2
+ATTEMPTS = 6
+ATTEMPT_EVERY_S = 0.12
 ANSWER_S = 0.4  # to the last attempt; earlier ones have longer
 RESOLVE_S = 0.5
 LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
 REPEAT_S = 1.0
-CONNECTIONS_MAX = 64
+PEERS_AT_ONCE = 32
 
 
 async def silent_peers(probe: Probe) -> frozenset[str]:
@@ -34,7 +34,7 @@ async def silent_peers(probe: Probe) -> frozenset[str]:
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
     silent: set[str] = set()
-    free = asyncio.Semaphore(CONNECTIONS_MAX)
+    free = asyncio.Semaphore(PEERS_AT_ONCE)
 
     async def ask(replica_id: str, address: str) -> None:
         async with free:
@@ -57,12 +57,12 @@ async def _answers(text: str) -> bool:
         return True  # that is the name server's fault
     attempts: list[asyncio.Task[bool]] = []
     try:
-        for number in range(ATTEMPTS):
-            left_s = (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S
+        for to_follow in reversed(range(ATTEMPTS)):
+            left_s = to_follow * ATTEMPT_EVERY_S + ANSWER_S
             attempts.append(asyncio.create_task(answers_tcp(addresses, left_s)))
-            if await _any_answers(attempts, ATTEMPT_EVERY_S):
+            if await _any_answers(attempts, ATTEMPT_EVERY_S if to_follow else ANSWER_S):
                 return True
-        return await _any_answers(attempts, ANSWER_S)
+        return False
     finally:
         for attempt in attempts:
             attempt.cancel()

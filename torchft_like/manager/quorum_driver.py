@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
 from datetime import timedelta
 
 from lighthouse.net import coordination_loop
@@ -36,6 +35,7 @@ from torchft_like.manager.preparation import (
     state_bytes,
 )
 from torchft_like.manager.rank_link import RankLink
+from torchft_like.manager.stall_watch import Wait
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Join, Plan, StepProtocol
 from torchft_like.process_group.registration import abort_groups_of_torch
@@ -200,20 +200,17 @@ class QuorumDriver:
         abort_groups_of_torch(reason)  # those within this replica group: a rank may wait in them
         self._emit("shutdown", reason=reason)
 
-    def waits_for(self) -> Hashable:
-        """The preparation of its quorum, its device, or the oldest allreduce that was not followed up yet.
-
-        None of these is kept: it may be large. What takes its place in memory passes for it, without harm.
-        """
+    def waits_for(self) -> Wait | None:
+        """The preparation of its quorum, its device, or the oldest allreduce that was not followed up yet."""
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None:
             return None
         if not attempt.is_ready:
-            return attempt.began
-        pending = list(attempt.pending_collectives)
-        if attempt.is_synchronizing or not pending:
-            return (attempt.began, "device") if attempt.is_synchronizing else None
-        return attempt.began, id(pending[0])
+            return Wait("preparation", attempt.began)
+        if attempt.is_synchronizing:
+            return Wait("device", attempt.began)
+        issued = list(attempt.pending_collectives.values())
+        return Wait("allreduce", issued[0]) if issued else None
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Protocol
 
@@ -25,6 +24,7 @@ from torchft_like.errors import ConnectError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.manager.stall_watch import Wait
 
 CONNECT_RETRY_S = 0.05
 LEAVE_ANSWER_S = 0.5
@@ -63,8 +63,8 @@ class RankListener(Protocol):
 class LocalListener(RankListener, Protocol):
     """The rank in the ManagerServer's process can be asked, too."""
 
-    def waits_for(self) -> Hashable:
-        """What of other replica groups it waits for in its step, or None; another wait is another value."""
+    def waits_for(self) -> Wait | None:
+        """What of other replica groups it waits for in its step."""
 
 
 class RankLink(Protocol):

@@ -43,7 +43,7 @@ from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.probing import silent_peers
 from torchft_like.manager.rank_link import LocalListener, RankListener
 from torchft_like.manager.service import manager_service
-from torchft_like.manager.stall_watch import LOOK_EVERY_S, StallWatch
+from torchft_like.manager.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -270,22 +270,33 @@ class ManagerServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _watch(self, listener: LocalListener) -> None:
+        """Look whether the rank in this process waits for other replica groups longer than it used to."""
+        watch = StallWatch()
+        while True:
+            try:
+                self._look(watch, listener)
+            except Exception:  # of the rank, perhaps of a user's process group
+                logger.exception("what a rank waits for could not be seen to")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _look(self, watch: StallWatch, listener: LocalListener) -> None:
+        group = self._group
+        quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
+        waited_s = watch.look(quorum_id, members, listener.waits_for(), self._loop.loop.time())
+        if waited_s and self._link.hears_of_links:
+            self._perform(group.step_stalled(quorum_id, for_long=waited_s > LONG_S))
+
     async def _probe(self, probe: Probe) -> None:
         silent: frozenset[str] = frozenset()
         try:
             silent = await silent_peers(probe)
         except Exception:  # the join waits for the answers, whatever becomes of them
             logger.exception("probing the other replica groups failed")
-        self._perform(self._group.probed(probe, silent))
-
-    async def _watch(self, listener: LocalListener) -> None:
-        """Look whether the rank in this process waits for other replica groups longer than it used to."""
-        watch, group = StallWatch(), self._group
-        while True:
-            quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
-            if watch.look(quorum_id, members, listener.waits_for(), self._loop.loop.time()):
-                self._perform(group.step_stalled(quorum_id))
-            await asyncio.sleep(LOOK_EVERY_S)
+        try:
+            self._perform(self._group.probed(probe, silent))
+        except Exception:  # of a rank, perhaps of a user's process group
+            logger.exception("what follows from a probe could not be carried out")
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         return pb.QuorumMember(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -36,7 +37,9 @@ from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 GLOO_THREADS = ("pt_gloo_runloop",)
 # It moves bytes, and has none to move without connections.
 GLOO_LOOP = ("gloo_tcp_loop",)
-LOOKS_UNTIL_SILENCED = 5  # Gloo closes what was cut, if it ever does, as soon as its thread runs
+# Gloo closes what was cut, if it ever does, as soon as its thread runs.
+LOOKS_UNTIL_SILENCED = 15
+LOOK_PAUSE_S = 0.02
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
 
@@ -114,18 +117,28 @@ class _GlooBackend:
         What Gloo does not close nevertheless it will never close: it is silenced.
         """
         self._device.cut()
-        if self._device.connections() > 0:
-            self._looks += 1
-            if self._looks > LOOKS_UNTIL_SILENCED:
-                self._device.silence()
-                self._rest = Sleep(GLOO_LOOP)
+        if self._is_connected():
             return False
         return (self._rest is None or self._rest.has_come()) and self._stillness.look()
+
+    def _is_connected(self) -> bool:
+        """Look once; what is connected after many looks is silenced, and at the next one counts no more."""
+        if not self._device.connections():
+            return False
+        self._looks += 1
+        if self._looks > LOOKS_UNTIL_SILENCED:
+            self._device.silence()
+            self._rest = Sleep(GLOO_LOOP)
+        return True
 
     def close(self) -> None:
         """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""
         self._abort.remove(self._device.cut)
         self._device.cut()
+        for _ in range(LOOKS_UNTIL_SILENCED + 1):
+            if not self._is_connected():
+                break
+            time.sleep(LOOK_PAUSE_S)
         self._shell = None
         self._gloo = None
         self._device.close()

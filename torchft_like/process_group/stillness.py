@@ -41,6 +41,10 @@ class Stillness:
         return now is not None and before == now and all(thread.is_asleep for thread in now.values())
 
 
+# The first may have begun before, and be one in the midst of something, for a lock say.
+SLEEPS = 2
+
+
 class Sleep:
     """Watches threads that go to sleep between any two pieces of work, from now on."""
 
@@ -49,12 +53,13 @@ class Sleep:
         self._before = _activities(self._names)
 
     def has_come(self) -> bool:
-        """Whether each has gone to sleep, or ended: what it was at is over."""
+        """Whether each has gone to sleep twice, or ended: what it was at is over. No where there was none."""
         now = _activities(self._names)
-        if self._before is None or now is None:
+        if not self._before or now is None:
             self._before = self._before or now
             return False
-        return all(now[task].slept > thread.slept for task, thread in self._before.items() if task in now)
+        begun = [(thread, now[task]) for task, thread in self._before.items() if task in now]
+        return all(later.slept >= thread.slept + SLEEPS for thread, later in begun)
 
 
 def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:

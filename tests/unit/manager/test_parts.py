@@ -223,7 +223,7 @@ class TestManagedWork:
     def test_an_average_is_divided_on_any_thread_whatever_autograd_says(
         self, make: Callable[[], torch.Tensor], ask: Callable[[ManagedWork], object]
     ) -> None:
-        tensor, work, pending = make(), FutureWork(), dict[ManagedWork, None]()
+        tensor, work, pending = make(), FutureWork(), dict[ManagedWork, float]()
         result = ManagedWork(tensor, 3, unexpected, pending)
         result.take(work, None)
         if ask is ManagedWork.get_future:
@@ -238,7 +238,7 @@ class TestManagedWork:
     def test_an_average_that_cannot_be_divided_goes_to_the_manager_and_is_over(self) -> None:
         for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
             tensor, work = torch.ones(1).expand(2), FutureWork()
-            errors, pending = list[Exception](), dict[ManagedWork, None]()
+            errors, pending = list[Exception](), dict[ManagedWork, float]()
             result = ManagedWork(tensor, 3, errors.append, pending)
             result.take(work, None)
             work.future.set_result([tensor])

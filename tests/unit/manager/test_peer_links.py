@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from lighthouse.admission import TEXT_MAX, about_links
@@ -35,10 +37,26 @@ def of_kind(effects: list[Effect], kind: type) -> list[Effect]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
-def after_a_failure(*others: str) -> ReplicaGroup:
+class Asking(NamedTuple):
+    """A group, and the probe that it waits for."""
+
+    group: ReplicaGroup
+    probe: Probe
+
+    def answered(self, *silent: str) -> list[Effect]:
+        """By all but the silent ones."""
+        return self.group.probed(self.probe, silent)
+
+
+def asking(group: ReplicaGroup, effects: list[Effect]) -> Asking:
+    [probe] = of_kind(effects, Probe)
+    assert isinstance(probe, Probe)
+    return Asking(group, probe)
+
+
+def after_a_failure(*others: str) -> Asking:
     group = in_quorum(*others)
-    group.rank_joined(join(0, commit_failures=1))
-    return group
+    return asking(group, group.rank_joined(join(0, commit_failures=1)))
 
 
 def test_a_join_after_a_good_step_is_said_at_once() -> None:
@@ -47,13 +65,14 @@ def test_a_join_after_a_good_step_is_said_at_once() -> None:
 
 def test_a_join_after_a_failed_step_waits_until_the_others_were_probed() -> None:
     group = in_quorum()
-    assert group.rank_joined(join(0, commit_failures=1)) == [BOTH]
+    effects = group.rank_joined(join(0, commit_failures=1))
+    assert effects == [BOTH]
     assert group.lighthouse_connected() == []
-    assert [type(effect) for effect in group.probed(BOTH, ())] == [GroupJoin]
+    assert [type(effect) for effect in asking(group, effects).answered()] == [GroupJoin]
 
 
 def test_who_gives_no_answer_is_reported_before_the_join_and_probed_again() -> None:
-    effects = after_a_failure().probed(BOTH, {"b"})
+    effects = after_a_failure().answered("b")
     assert effects[:2] == [BrokenLinks(("b",)), AGAIN]
     assert [type(effect) for effect in effects[2:]] == [GroupJoin]
 
@@ -71,42 +90,47 @@ def test_a_member_that_gave_the_quorum_up_explains_nothing() -> None:
 
 
 def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
-    group = after_a_failure("b")
-    effects = group.member_lost(7, "b", "gone")
+    asking = after_a_failure("b")
+    effects = asking.group.member_lost(7, "b", "gone")
     assert [type(effect) for effect in effects] == [LossNotice, GroupJoin]
-    assert group.probed(Probe((("b", ADDRESS),)), {"b"}) == []
+    assert asking.answered("b") == []
 
 
 def test_the_link_to_a_member_that_is_lost_is_probed_on() -> None:
-    group = after_a_failure()
-    group.probed(BOTH, {"b"})
+    asking = after_a_failure()
+    asking.answered("b")
+    group = asking.group
     assert [type(effect) for effect in group.member_lost(7, "b", "its session broke")] == [LossNotice]
     assert group.probed(AGAIN, {"b"}) == [AGAIN]
 
 
 def test_who_answers_again_is_reported_no_more_and_probed_no_more() -> None:
-    group = after_a_failure()
-    group.probed(BOTH, {"b"})
+    asking = after_a_failure()
+    asking.answered("b")
+    group = asking.group
     assert group.probed(AGAIN, {"b"}) == [AGAIN]
     assert group.probed(AGAIN, ()) == [BrokenLinks(())]
 
 
 def test_a_report_is_repeated_after_a_reconnect_before_the_join() -> None:
-    group = after_a_failure()
-    group.probed(BOTH, {"b"})
+    asking = after_a_failure()
+    asking.answered("b")
+    group = asking.group
     assert [type(effect) for effect in group.lighthouse_connected()] == [BrokenLinks, GroupJoin]
 
 
 def test_who_is_known_to_be_unreachable_holds_up_no_join() -> None:
-    group = after_a_failure("b")
-    group.probed(Probe((("b", ADDRESS),)), {"b"})
+    asking = after_a_failure("b")
+    asking.answered("b")
+    group = asking.group
     group.quorum_formed(8, members("a", "b"), 2)
     assert [type(effect) for effect in group.rank_joined(join(0, commit_failures=2))] == [GroupJoin]
 
 
 def test_at_most_one_probe_is_repeated_at_a_time() -> None:
-    group = after_a_failure()
-    group.probed(BOTH, {"b"})
+    asking = after_a_failure()
+    asking.answered("b")
+    group = asking.group
     group.quorum_formed(8, members("a", "c", "d"), 2)
     [probe] = group.rank_joined(join(0, commit_failures=1))
     assert isinstance(probe, Probe)
@@ -140,67 +164,134 @@ def test_the_lighthouse_takes_every_report(length: int) -> None:
 
 
 def test_being_left_out_is_told_while_the_join_is_open() -> None:
-    group = after_a_failure()
+    group = after_a_failure().group
     assert group.left_out(8, ["b"]) == [LeftOutNotice(8, "a", ("b",))]
     group.quorum_formed(9, members("a", "b"), 3)
     assert group.left_out(8, ["b"]) == []
 
 
 def test_a_lost_group_says_nothing_of_links() -> None:
-    group = after_a_failure()
-    group.rank_lost(0, "gone")
-    assert group.probed(BOTH, {"b"}) == []
+    asking = after_a_failure()
+    asking.group.rank_lost(0, "gone")
+    assert asking.answered("b") == []
 
 
-STALLED = Probe(BOTH.peers, stalled_quorum_id=7)
-
-
-def stalled(*others: str) -> ReplicaGroup:
+def stalled(*others: str) -> Asking:
     """A group with a step that does not get on, and that has begun to probe."""
     group = in_quorum(*others)
-    assert len(group.step_stalled(7)) == 1
-    return group
+    return asking(group, group.step_stalled(7))
 
 
 def test_a_step_that_does_not_get_on_has_everybody_probed_once_at_a_time() -> None:
-    group = in_quorum()
-    assert group.step_stalled(7) == [STALLED]
-    assert group.step_stalled(7) == []
-    assert group.probed(STALLED, ()) == []
-    assert group.step_stalled(7) == [STALLED]
+    asking = stalled()
+    assert asking.probe == BOTH
+    assert asking.group.step_stalled(7) == []
+    assert asking.answered() == []
+    assert asking.group.step_stalled(7) == [BOTH]
 
 
 def test_a_step_that_waits_for_whom_it_cannot_reach_is_given_up() -> None:
-    report, again, notice = stalled().probed(STALLED, {"b"})
+    report, again, notice = stalled().answered("b")
     assert (report, again) == (BrokenLinks(("b",)), AGAIN)
     assert isinstance(notice, LossNotice)
     assert (notice.quorum_id, notice.replica_id, notice.is_alive) == (7, "a", True)
     assert "cannot reach b" in notice.reason
 
 
-def test_a_join_after_a_good_step_waits_for_no_probe() -> None:
-    assert [type(effect) for effect in stalled().rank_joined(join(0))] == [GroupJoin]
+def test_a_step_that_succeeds_clears_those_who_were_suspected() -> None:
+    asking = stalled()
+    assert [type(effect) for effect in asking.group.rank_joined(join(1))] == [GroupJoin]
+    asking.group.quorum_formed(7, members("a", "b", "c"), 2)
+    assert asking.answered("b") == []
+    assert asking.group.step_stalled(7) == [BOTH], "the next suspicion is another one"
+
+
+def test_the_answers_to_a_suspicion_that_is_settled_are_not_those_to_the_next() -> None:
+    old = stalled()
+    old.group.rank_joined(join(1))
+    old.group.quorum_formed(7, members("a", "b", "c"), 2)
+    new = asking(old.group, old.group.step_stalled(7))
+    assert old.answered("b") == []
+    assert [type(effect) for effect in new.answered("b")] == [BrokenLinks, Probe, LossNotice]
 
 
 def test_a_join_after_a_failed_step_waits_for_the_probe_that_is_under_way() -> None:
-    group = stalled()
-    assert group.rank_joined(join(0, commit_failures=1)) == []
-    effects = group.probed(STALLED, {"b"})
-    assert [type(effect) for effect in effects] == [BrokenLinks, Probe, GroupJoin, LossNotice]
+    asking = stalled()
+    assert asking.group.rank_joined(join(0, commit_failures=1)) == []
+    assert [type(effect) for effect in asking.answered("b")] == [BrokenLinks, Probe, GroupJoin]
 
 
-def test_a_step_in_a_later_quorum_is_not_given_up_for_an_earlier_probe() -> None:
-    group = stalled()
-    group.rank_joined(join(0))
-    group.quorum_formed(8, members("a", "b", "c"), 2)
-    assert of_kind(group.probed(STALLED, {"b"}), LossNotice) == []
+def test_a_quorum_that_has_formed_while_a_member_was_probed_is_given_up_if_it_has_that_member() -> None:
+    """One event takes a member and a link: the death explains the failure, and no join waits."""
+    asking = stalled("b", "c", "d")
+    asking.group.member_lost(7, "d", "gone")
+    assert [type(e) for e in asking.group.rank_joined(join(0, commit_failures=1))] == [GroupJoin]
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    *_, notice = asking.answered("b")
+    assert isinstance(notice, LossNotice)
+    assert notice.quorum_id == 8
+
+
+def test_a_quorum_without_whom_one_cannot_reach_is_not_given_up() -> None:
+    asking = stalled("b", "c", "d")
+    asking.group.member_lost(7, "d", "gone")
+    asking.group.rank_joined(join(0, commit_failures=1))
+    asking.group.quorum_formed(8, members("a", "c", "e"), 2)
+    assert of_kind(asking.answered("b"), LossNotice) == []
 
 
 def test_a_link_that_was_known_to_be_bad_when_the_quorum_was_formed_loses_no_step() -> None:
-    group = after_a_failure("b")
-    group.probed(Probe((("b", ADDRESS),)), {"b"})
-    group.quorum_formed(8, members("a", "b"), 2)
-    assert group.step_stalled(8) == []
+    asking = after_a_failure("b", "c")
+    asking.answered("b")
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    [probe] = asking.group.step_stalled(8)
+    assert probe == Probe((("c", ADDRESS),))
+    assert asking.group.probed(AGAIN, {"b"}) == [AGAIN]
+    assert isinstance(probe, Probe)
+    assert asking.group.probed(probe, ()) == []
+
+
+def test_a_link_that_worked_again_and_does_not_any_more_is_another_matter() -> None:
+    known = after_a_failure("b", "c")
+    known.answered("b")
+    group = known.group
+    group.quorum_formed(8, members("a", "b", "c"), 2)
+    group.probed(AGAIN, ())
+    assert of_kind(asking(group, group.step_stalled(8)).answered("b"), LossNotice)
+
+
+def test_of_two_none_gives_up_before_long_for_none_could_be_left_out() -> None:
+    asking = stalled("b")
+    assert of_kind(asking.answered("b"), LossNotice) == []
+    assert asking.group.step_stalled(7) == []
+    [notice] = asking.group.step_stalled(7, for_long=True)
+    assert isinstance(notice, LossNotice)
+
+
+def test_a_link_that_was_known_to_be_bad_loses_a_step_that_has_waited_for_long() -> None:
+    asking = after_a_failure("b", "c")
+    asking.answered("b")
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    [notice] = asking.group.step_stalled(8, for_long=True)
+    assert isinstance(notice, LossNotice)
+
+
+def test_a_step_that_has_waited_for_long_for_whom_it_can_reach_is_not_given_up() -> None:
+    assert in_quorum().step_stalled(7, for_long=True) == [BOTH]
+
+
+def test_everybody_asks_somebody_else_first() -> None:
+    probes = []
+    for own in "abc":
+        group = ReplicaGroup(own, 1)
+        group.rank_joined(join(0))
+        group.quorum_formed(7, members("a", "b", "c"), 1)
+        probes.append(asking(group, group.step_stalled(7)).probe)
+    assert [[replica_id for replica_id, _ in probe.peers] for probe in probes] == [
+        ["b", "c"],
+        ["c", "a"],
+        ["a", "b"],
+    ]
 
 
 @pytest.mark.parametrize("quorum_id", [6, 8])
@@ -217,6 +308,6 @@ def test_nobody_is_probed_for_a_step_that_is_over_or_explained_or_of_a_lost_grou
 
 
 def test_a_lost_group_gives_nothing_up() -> None:
-    group = stalled()
-    group.rank_lost(0, "gone")
-    assert group.probed(STALLED, {"b"}) == []
+    asking = stalled()
+    asking.group.rank_lost(0, "gone")
+    assert asking.answered("b") == []

@@ -25,6 +25,7 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
 from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.gloo_device import GlooDevice
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
 
@@ -114,6 +115,26 @@ def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
     assert not of_gloo.is_completed(), "it was given up before it timed out"
     with pytest.raises(RuntimeError):
         theirs.wait()
+
+
+def test_an_abort_silences_a_message_for_nobody_where_nobody_waits(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or Gloo's thread would turn round it until the operation's timeout."""
+    silenced = threading.Event()
+    silence = GlooDevice.silence
+
+    def spy(device: GlooDevice) -> None:
+        silence(device)
+        silenced.set()
+
+    monkeypatch.setattr(GlooDevice, "silence", spy)
+    group, other = party.meet(2, unchecked)
+    group.recv([torch.ones(4)], 1, 0)  # nobody holds it
+    gc.collect()
+    other.send([torch.ones(4)], 0, 0).wait()
+    group.abort("the test says so")
+    wait_until(silenced)
 
 
 def unchecked() -> ProcessGroup:
