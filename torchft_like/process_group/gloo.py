@@ -28,6 +28,7 @@ from torchft_like.process_group.exchange import ExchangeStore
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
+from torchft_like.process_group.operations import LOOK_PAUSE_S
 from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.stillness import Sleep, Stillness
 from torchft_like.process_group.work import AbandonableWork
@@ -39,7 +40,6 @@ GLOO_THREADS = ("pt_gloo_runloop",)
 GLOO_LOOP = ("gloo_tcp_loop",)
 # Gloo closes what was cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
-LOOK_PAUSE_S = 0.02
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
 
