@@ -29,11 +29,12 @@ print("reduced", tensor.sum().item(), flush=True)
 """
 THEN_WAIT = "import signal; print('ready', flush=True); signal.pause()"
 THEN_WAIT_FOR_SIGNAL = """
-import signal, sys, threading
-told = threading.Event()
-signal.signal(signal.SIGUSR1, lambda *_: told.set())
+import signal, sys, time
+told = []  # not an Event: a handler that sets it while its lock is held waits for ever
+signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
+signal.signal(signal.SIGINT, lambda *_: told.append(True))
 print('ready', flush=True)
-told.wait()
+while not told: time.sleep(0.01)
 """
 
 
@@ -128,13 +129,8 @@ def test_all_end_with_the_trainer_though_a_fork_of_it_lives_on(processes: Proces
 
 
 def test_a_signal_to_the_whole_terminal_is_the_trainers_to_handle(processes: Processes) -> None:
-    then = (
-        "import signal, threading; interrupted = threading.Event()\n"
-        "signal.signal(signal.SIGINT, lambda *_: interrupted.set())\n"
-        "print('ready', flush=True); interrupted.wait()\n"
-        "pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); signal.pause()"
-    )
-    trainer, _ = start_alone(processes, then)
+    then = "pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); signal.pause()"
+    trainer, _ = start_alone(processes, THEN_WAIT_FOR_SIGNAL + then)
     os.killpg(trainer.pid, signal.SIGINT)
     trainer.wait_for_output(r"still 3\.0")
 

@@ -43,6 +43,10 @@ class ChannelClosedError(ConnectionError):
     """The other end is gone."""
 
 
+class DescriptorsLostError(OSError):
+    """A message came without its descriptors: this process has none left. The next one may be whole."""
+
+
 class ForeignMessageError(Exception):
     """What came is no message: the other end is not what it was."""
 
@@ -98,6 +102,7 @@ class Channel:
         Raises:
             ChannelClosedError: the other end is gone, and everything it sent was received.
             TimeoutError: no message came until `deadline` (of `time.monotonic`).
+            DescriptorsLostError: there was no room for the descriptors of this message, which is lost.
             ForeignMessageError: what came is no message.
         """
         if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
@@ -114,7 +119,9 @@ class Channel:
         if flags & _TRUNCATED:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise OSError(errno.EMFILE, "no file descriptor left for what was received: raise the limit")
+            raise DescriptorsLostError(
+                errno.EMFILE, "no file descriptor left for what was received: raise the limit"
+            )
         try:
             return _decoded(self._buffer[:size], descriptors), descriptors
         except ForeignMessageError:

@@ -103,22 +103,27 @@ class _ForkServer:
     def _obey(self) -> Channel | None:
         (kind, *arguments), _ = self._control.receive()
         if kind == ToServer.FORK:
-            return self._fork()
+            try:
+                return self._fork()
+            except ChannelClosedError:
+                raise
+            except OSError as error:
+                self._control.send((FromServer.NOT_FORKED.value, 0, str(error)))
+                return None
         self._tell_end(*arguments)
         return None
 
     def _fork(self) -> Channel | None:
         theirs, ours = Channel.pair()
         server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _die_with(server)
-            self._forget_server()
-            theirs.close()
-            return Channel(ours)
-        ours.close()
-        with theirs:
-            watch = os.pidfd_open(pid)
+        with theirs, ours:
+            pid = os.fork()
+            if pid == 0:
+                _die_with(server)
+                self._forget_server()
+                return Channel(socket.socket(fileno=ours.detach()))
+            ours.close()
+            watch = _watched_fork(pid)
             self._forks[watch] = pid
             self._events.register(watch, select.POLLIN)
             self._control.send((FromServer.FORKED.value, pid), [theirs.fileno(), watch])
@@ -149,6 +154,16 @@ class _ForkServer:
         for watch, pid in self._forks.items():
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _watched_fork(pid: int) -> int:
+    """Its pidfd; where there is none to be had, the fork is ended."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
+        os.waitpid(pid, 0)
+        raise
 
 
 def _is_readable(descriptor: int, limit_s: float) -> bool:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchft_like.errors import SubprocessLostError
-from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, Message
+from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, DescriptorsLostError, Message
 from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
@@ -190,9 +190,12 @@ class Nursery:
 
     def _wait_for_fork(self, abort: Abort, deadline: float) -> Child:
         server = self._running()
+        refusals = server.refusals
         server.expect(self._takers)
         while (child := server.take()) is None:
             abort.check()
+            if server.refusals > refusals and not server.expected:
+                raise SubprocessLostError(f"no subprocess for a Baby group: {server.last_refusal}")
             if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
                 server.is_given_up = True
                 raise SubprocessLostError(
@@ -224,9 +227,11 @@ class _Server:
         self._nursery = nursery
         self._changed = changed
         self._spares: deque[Child] = deque()
-        self._expected = 0
+        self.expected = 0
         self._letter: Message | None = None
         self.ends: dict[int, str] = {}
+        self.refusals = 0
+        self.last_refusal = ""
         self.is_gone = False
         self.is_given_up = False
         self._process, self._control = _start_server()
@@ -237,8 +242,8 @@ class _Server:
         self._letter = letter
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
-        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
-            self._expected += 1
+        while len(self._spares) + self.expected < count and self._tell((ToServer.FORK.value,)):
+            self.expected += 1
 
     def has_spare(self) -> bool:
         return bool(self._spares)
@@ -273,13 +278,7 @@ class _Server:
     def _read(self) -> None:
         try:
             while True:
-                (kind, pid, *rest), descriptors = self._control.receive()
-                with self._changed:
-                    if kind == FromServer.FORKED:
-                        self._add(pid, *descriptors)
-                    else:
-                        self._note_end(pid, rest[0])
-                    self._changed.notify_all()
+                self._hear()
         except ChannelClosedError:
             pass
         except Exception:
@@ -290,13 +289,31 @@ class _Server:
                 self.is_gone = True
                 self._changed.notify_all()
 
+    def _hear(self) -> None:
+        kind: int = FromServer.NOT_FORKED
+        try:
+            (kind, pid, *rest), descriptors = self._control.receive()
+        except DescriptorsLostError as error:  # the fork ends, as nobody holds the other end of its channel
+            pid, rest, descriptors = 0, [str(error)], []
+        with self._changed:
+            match kind:
+                case FromServer.FORKED:
+                    self._add(pid, *descriptors)
+                case FromServer.NOT_FORKED:
+                    self.expected -= 1
+                    self.refusals += 1
+                    self.last_refusal = rest[0]
+                case _:
+                    self._note_end(pid, rest[0])
+            self._changed.notify_all()
+
     def _note_end(self, pid: int, how: str) -> None:
         self.ends[pid] = how
         if len(self.ends) > ENDS_KNOWN_MAX:
             del self.ends[next(iter(self.ends))]
 
     def _add(self, pid: int, end: int, watch: int) -> None:
-        self._expected -= 1
+        self.expected -= 1
         child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:

@@ -12,7 +12,7 @@ UNASKED: Final = 0
 class ToServer(IntEnum):
     """From the trainer to its fork server."""
 
-    FORK = 0  # ()                          answered by FORKED
+    FORK = 0  # ()                          answered by FORKED or NOT_FORKED
     HOW_ENDED = 1  # (pid,)                 answered by ENDED
 
 
@@ -21,6 +21,7 @@ class FromServer(IntEnum):
 
     FORKED = 0  # (pid,) with the channel to the fork and its pidfd
     ENDED = 1  # (pid, how)
+    NOT_FORKED = 2  # (0, why): the machine, or the process, has none to give
 
 
 class ToChild(IntEnum):
