@@ -55,7 +55,6 @@ class Rank(Process):
         "_is_leaving",
         "_operation",
         "_pending",
-        "_phase",
         "_ready",
         "_replica_rank",
         "_result",
@@ -70,6 +69,7 @@ class Rank(Process):
         "number",
         "offer",
         "parameters",
+        "phase",
         "protocol",
         "replica",
         "stop_wanted",
@@ -92,7 +92,7 @@ class Rank(Process):
         self._waiters: list[tuple[Rank, int, int]] = []
         self._attempt = 0
         self._operation = 0
-        self._phase = PREPARE
+        self.phase = PREPARE
         self._is_agreed = self._is_leaving = False
         self._configured = self._ready = False
         self._configuring: Mesh | None = None
@@ -122,7 +122,7 @@ class Rank(Process):
         self._attempt += 1
         self._is_agreed = self._configured = self._ready = False
         self._sum, self._bucket = (0, None, 0), 0
-        self._phase = FORWARD if scenario.async_quorum else PREPARE
+        self.phase = FORWARD if scenario.async_quorum else PREPARE
         join = RankJoin(
             self.number,
             own.step,
@@ -140,12 +140,12 @@ class Rank(Process):
 
     def _compute(self) -> None:
         world = self.replica.world
-        self._phase = FORWARD
+        self.phase = FORWARD
         time = world.scenario.compute_s * (0.7 + 0.6 * world.random()) * self.replica.slow
         world.after(time, self, self._computed)
 
     def _computed(self) -> None:
-        self._phase = GATE
+        self.phase = GATE
         if self._configured:
             self._reduce()
 
@@ -158,14 +158,14 @@ class Rank(Process):
                 self._sum = None
                 if protocol.failure is None:
                     protocol.fail(protocol.quorum_id, LOST)
-            self._phase = READY
+            self.phase = READY
             self._end_step()
             return
         part = None
         if protocol.is_participating:
             gradient = mix(self.parameters, mix(self.replica.slot * 64 + self._bucket, self._attempt))
             part = (self.name, protocol.quorum_id, protocol.step, self.parameters, gradient)
-        self._phase = COLLECTIVE
+        self.phase = COLLECTIVE
         self._operation += 1
         if mesh is self._hurt:
             world.after(world.latency(), self, self.hear_broken, mesh)
@@ -173,11 +173,11 @@ class Rank(Process):
 
     def hear_sum(self, mesh: Mesh, operation: int, total: Sum) -> None:
         """A collective has succeeded, unless it has failed before."""
-        if mesh is self.group_mesh and self._phase == COLLECTIVE and operation == self._operation:
+        if mesh is self.group_mesh and self.phase == COLLECTIVE and operation == self._operation:
             if self._sum is not None:
                 self._sum = (mix(self._sum[0], total[0]), *total[1:])
             self._bucket += 1
-            self._phase = GATE
+            self.phase = GATE
             self._reduce()
 
     def _end_step(self) -> None:
@@ -189,7 +189,7 @@ class Rank(Process):
         vote = protocol.vote()
         if not vote and not self._is_excused():
             replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
-        self._phase = VERDICT
+        self.phase = VERDICT
         if len(replica.ranks) == 1:
             self._is_leaving = self.stop_wanted
             self._decide(vote)
@@ -204,7 +204,7 @@ class Rank(Process):
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """What the ranks of this group decided."""
-        if verdict.step == self.protocol.step and self._phase == VERDICT:
+        if verdict.step == self.protocol.step and self.phase == VERDICT:
             self._is_leaving = verdict.stop
             self._decide(verdict.committed)
 
@@ -310,10 +310,10 @@ class Rank(Process):
             self._give_up_configuring()
         elif mesh is self.group_mesh:
             self._trouble = max(self._trouble, mesh.quorum_id)
-            if self._phase == COLLECTIVE:
+            if self.phase == COLLECTIVE:
                 self._sum = None
                 self._bucket += 1
-                self._phase = GATE
+                self.phase = GATE
                 self._fail(mesh.quorum_id)
                 self._reduce()
             else:
@@ -341,7 +341,7 @@ class Rank(Process):
     def report_error(self) -> bool:
         """The training script reports an error; False where there is no step."""
         protocol = self.protocol
-        if self._phase == VERDICT or not protocol.in_step:
+        if self.phase == VERDICT or not protocol.in_step:
             return False
         self._trouble_attempt = self._attempt
         if protocol.fail_current(REPORTED):
@@ -359,7 +359,7 @@ class Rank(Process):
         if self.group_mesh is not None:
             mesh = self.group_mesh
             mesh.leave(self)
-            if self._phase == COLLECTIVE:
+            if self.phase == COLLECTIVE:
                 world = self.replica.world
                 world.after(world.latency(), self, self.hear_broken, mesh)
         if self._configuring is not None:
@@ -381,7 +381,7 @@ class Rank(Process):
             self._heal()
         else:
             self._open_ready()
-        if self._phase == GATE:
+        if self.phase == GATE:
             self._reduce()
 
     def _give_up_configuring(self) -> None:
@@ -392,11 +392,11 @@ class Rank(Process):
 
     def _open_ready(self) -> None:
         self._configured = self._ready = True
-        if self._phase == GATE:
+        if self.phase == GATE:
             self._reduce()
-        elif self._phase == READY:
+        elif self.phase == READY:
             self._end_step()
-        elif self._phase == PREPARE:
+        elif self.phase == PREPARE:
             self._load()
             self._compute()
 

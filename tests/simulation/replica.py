@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Member, Quorum
-from tests.simulation.rank import Rank
+from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
 from torchft_like.manager.group import (
     BrokenLinks,
@@ -177,8 +177,12 @@ class Replica:
         self.perform(self.core.rank_voted(number, vote))
 
     def stalled(self, number: int, quorum_id: int, for_long: bool) -> None:
-        """A rank waits for others, and has for long; only rank 0 is watched, and not in all runs."""
-        if number == 0 and self.world.scenario.stall_s < math.inf:
+        """A rank waits for others, and has for long; not in all runs, it is seen.
+
+        Only rank 0 is watched. It notices what another one waits for when it has voted, and that one has not.
+        """
+        is_seen = number == 0 or self.ranks[0].phase == VERDICT
+        if is_seen and self.world.scenario.stall_s < math.inf:
             self.perform(self.core.step_stalled(quorum_id, for_long=for_long))
 
     def leave(self, number: int) -> None:

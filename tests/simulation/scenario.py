@@ -137,6 +137,5 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         bad_link=(one, other) if has_links and flip() < 0.3 else None,
         stall_s=keepalive_s * (0.1 + flip()) if has_links and flip() < 0.8 else math.inf,
     )
-    # Links are looked for, and found, by the ranks 0.
-    is_search_enough = scenario.stall_s < math.inf and ranks == 1 and seed % 3 > 0
+    is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

@@ -38,6 +38,7 @@ class Attempt:
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
         self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
+        self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
         self.is_left_out = False  # of the quorum, until a link works again: no reason to give up
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
@@ -121,7 +122,11 @@ class Attempt:
 
     def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""
-        self._decided.wait(timeout_s)
+        self.is_deciding = True
+        try:
+            self._decided.wait(timeout_s)
+        finally:
+            self.is_deciding = False
         if self.verdict is None:
             self._raise_error()
         return self.verdict

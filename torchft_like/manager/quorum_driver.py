@@ -201,7 +201,7 @@ class QuorumDriver:
         self._emit("shutdown", reason=reason)
 
     def waits_for(self) -> Wait | None:
-        """The preparation of its quorum, its device, or the oldest allreduce that was not followed up yet."""
+        """Its preparation, its device, other ranks' votes, or the oldest allreduce not followed up yet."""
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None:
             return None
@@ -209,6 +209,8 @@ class QuorumDriver:
             return Wait("preparation", attempt.began)
         if attempt.is_synchronizing:
             return Wait("device", attempt.began)
+        if attempt.is_deciding:
+            return Wait("votes", attempt.began)
         issued = list(attempt.pending_collectives.values())
         return Wait("allreduce", issued[0]) if issued else None
 

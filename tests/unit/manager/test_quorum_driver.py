@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, resolve
+from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedWork
 from torchft_like.manager.preparation import QuorumWorker
@@ -205,6 +208,21 @@ def test_a_rank_waits_for_others_in_what_its_device_does(
     attempt.synchronize()
     assert len(waits) == 1
     assert waits[0] is not None
+    assert driver.waits_for() is None
+
+
+def test_a_rank_that_has_voted_waits_for_others_until_the_verdict(driver: QuorumDriver) -> None:
+    attempt = begun(driver)
+    attempt.agree(quorum(5, a=3, b=3))
+    attempt.open_ready()
+    with ThreadPoolExecutor(1) as pool:
+        verdict = pool.submit(attempt.wait_decided, LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while driver.waits_for() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        attempt.decide(Verdict(3, True, False))
+        assert verdict.result(LIMIT_S) == Verdict(3, True, False)
     assert driver.waits_for() is None
 
 
