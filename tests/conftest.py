@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from tests.warm import WarmProcess
+from torchft_like.chaos.processes import is_in_session, wait_ended
 
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
@@ -75,7 +76,7 @@ class RunningProcess:
 
     def session(self) -> list[psutil.Process]:
         """What lives in its session: itself, and all that it has started, whoever their parent is now."""
-        return [process for process in psutil.process_iter() if _is_in_session(process, self.pid)]
+        return [process for process in psutil.process_iter() if is_in_session(process, self.pid)]
 
     def kill(self) -> None:
         """End it and every descendant, stopped ones too."""
@@ -87,7 +88,7 @@ class RunningProcess:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
         self._popen.wait()
-        psutil.wait_procs(family, timeout=WAIT_LIMIT_S)
+        wait_ended(family, WAIT_LIMIT_S)
         self._reader.join(WAIT_LIMIT_S)
         if self._popen.stdout is not None:
             self._popen.stdout.close()
@@ -152,10 +153,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             for process in starter.started
         ]
     return report  # type: ignore[return-value]
-
-
-def _is_in_session(process: psutil.Process, leader: int) -> bool:
-    try:
-        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False

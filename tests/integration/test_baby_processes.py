@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.conftest import ROOT, WAIT_LIMIT_S, Processes, RunningProcess
+from torchft_like.chaos.processes import wait_ended
 
 pytestmark = pytest.mark.integration
 
@@ -52,18 +52,7 @@ def start_alone(processes: Processes, then: str = THEN_WAIT) -> tuple[RunningPro
 
 
 def assert_all_gone(family: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + WAIT_LIMIT_S
-    while alive := [process for process in family if is_alive(process)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.01)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Not a zombie either: nobody reaps the forks of a server that is stopped."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert wait_ended(family, WAIT_LIMIT_S), family
 
 
 @pytest.mark.parametrize("how", ["script", "command line", "standard input", "interactive"])

@@ -12,13 +12,15 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 TAIL_LINES = 40
 END_S_MAX = 20.0
+LOOK_EVERY_S = 0.01
 _DIE_WITH_PARENT = [found, "--pdeathsig", "KILL", "--"] if (found := shutil.which("setpriv")) else []
 
 
@@ -64,7 +66,7 @@ class Child:
         """What lives in its session: itself, and all that it has started, whoever their parent is now."""
         if self.exit_code is not None and psutil.pid_exists(self.pid):
             return []  # its number was given to somebody else, which means that nobody of the session lived
-        return [process for process in psutil.process_iter() if _is_in_session(process, self.pid)]
+        return [process for process in psutil.process_iter() if is_in_session(process, self.pid)]
 
     def descendants(self) -> list[psutil.Process]:
         """All processes that it has started and that are still below it."""
@@ -95,7 +97,7 @@ class Child:
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):  # it was never told anything, and is gone
                 self._popen.stdin.close()
-        psutil.wait_procs(family, timeout=END_S_MAX)
+        wait_ended(family, END_S_MAX)
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The end of its log."""
@@ -108,7 +110,29 @@ def run_tool(*command: str) -> str | None:
     return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
 
 
-def _is_in_session(process: psutil.Process, leader: int) -> bool:
+def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
+    """Wait until all have ended; False if one has not.
+
+    A zombie has: an orphan stays one until process 1 reaps it, which may look for it every now and then only.
+    """
+    waited_for, deadline = list(processes), time.monotonic() + limit_s
+    while any(map(is_alive, waited_for)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_in_session(process: psutil.Process, leader: int) -> bool:
+    """Whether it lives, and in the session of `leader`."""
     try:
         return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):

@@ -120,7 +120,8 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise DescriptorsLostError(
-                errno.EMFILE, "no file descriptor left for what was received: raise the limit"
+                errno.EMFILE,
+                "Too many open files: none is left for what was received; raise the limit (ulimit -n)",
             )
         try:
             return _decoded(self._buffer[:size], descriptors), descriptors
