@@ -410,8 +410,7 @@ class Rank(Process):
         result = self._result
         assert result is not None
         world = self.replica.world
-        home = world.homes.get(result.recover_src_manager_address)
-        attempt = self._attempt
+        home, attempt = world.homes.get(result.recover_src_manager_address), self._attempt
         if home is not None and world.is_cut(self.replica.slot, home.slot):
             self._source = home.ranks[self.number]
             self.replica.stalled(self.number, result.quorum_id, is_again)
@@ -446,7 +445,7 @@ class Rank(Process):
         else:
             world.after(time, rank, rank.hear_state, attempt, self, self.offer, step)
 
-    def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int) -> None:
+    def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int, late: bool = False) -> None:
         """A peer's state has arrived, if the peer lived so long."""
         if attempt != self._attempt or self._source is not source:
             return
@@ -454,7 +453,9 @@ class Rank(Process):
         if source.state == DEAD or state[0] != step or world.now > self._heal_until:
             self._heal_failed(attempt)
         elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
-            world.after(world.scenario.keepalive_s / 2, self, self.hear_state, attempt, source, state, step)
+            self.replica.stalled(self.number, self.protocol.quorum_id, late)
+            again = (attempt, source, state, step, True)
+            world.after(world.scenario.keepalive_s / 2, self, self.hear_state, *again)
         else:
             self._source = None
             self._pending = state
@@ -464,9 +465,8 @@ class Rank(Process):
         """Without the state this rank does not commit, nor does anybody whose sums count it."""
         if attempt == self._attempt and not self._ready:
             self._source = None
-            quorum_id = self.protocol.quorum_id
-            self._fail(quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
-            self.replica.world.tell(self.name, "cannot heal", f"in quorum {quorum_id}")
+            self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
+            self.replica.world.tell(self.name, "cannot heal", f"in quorum {self.protocol.quorum_id}")
             self._open_ready()
 
     def _load(self) -> None:

@@ -257,9 +257,11 @@ class World:
         lighthouse = self.lighthouse
         if session.client_open and self._is_dead(session, lighthouse):
             self.after(0.0, session.replica.server, session.replica.line_ended, session)
+            self.probe(session)
 
     def _probe_server(self, session: Session) -> None:
-        if session.server_open and self._is_dead(session, session.replica.server):
+        is_dead = not session.client_open or self._is_dead(session, session.replica.server)
+        if session.server_open and is_dead:
             self.after(0.0, self.lighthouse, self.lighthouse.line_ended, session)
 
     def _is_dead(self, session: Session, far_end: Process) -> bool:
