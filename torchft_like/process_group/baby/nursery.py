@@ -190,12 +190,13 @@ class Nursery:
 
     def _wait_for_fork(self, abort: Abort, deadline: float) -> Child:
         server = self._running()
-        refusals = server.refusals
+        asked = server.asked
         server.expect(self._takers)
         while (child := server.take()) is None:
             abort.check()
-            if server.refusals > refusals and not server.expected:
-                raise SubprocessLostError(f"no subprocess for a Baby group: {server.last_refusal}")
+            if server.last_refused > asked:
+                raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
+            server.expect(self._takers)  # one that was on its way before may have been refused
             if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
                 server.is_given_up = True
                 raise SubprocessLostError(
@@ -227,11 +228,12 @@ class _Server:
         self._nursery = nursery
         self._changed = changed
         self._spares: deque[Child] = deque()
-        self.expected = 0
+        self._expected = 0
         self._letter: Message | None = None
         self.ends: dict[int, str] = {}
-        self.refusals = 0
-        self.last_refusal = ""
+        self.asked = 0  # so many forks, which come, or are refused, in that order
+        self.last_refused = 0  # number of the fork, from 1
+        self.why_refused = ""
         self.is_gone = False
         self.is_given_up = False
         self._process, self._control = _start_server()
@@ -242,8 +244,9 @@ class _Server:
         self._letter = letter
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
-        while len(self._spares) + self.expected < count and self._tell((ToServer.FORK.value,)):
-            self.expected += 1
+        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
+            self.asked += 1
+            self._expected += 1
 
     def has_spare(self) -> bool:
         return bool(self._spares)
@@ -300,9 +303,8 @@ class _Server:
                 case FromServer.FORKED:
                     self._add(pid, *descriptors)
                 case FromServer.NOT_FORKED:
-                    self.expected -= 1
-                    self.refusals += 1
-                    self.last_refusal = rest[0]
+                    self.last_refused, self.why_refused = self.asked - self._expected + 1, rest[0]
+                    self._expected -= 1
                 case _:
                     self._note_end(pid, rest[0])
             self._changed.notify_all()
@@ -313,7 +315,7 @@ class _Server:
             del self.ends[next(iter(self.ends))]
 
     def _add(self, pid: int, end: int, watch: int) -> None:
-        self.expected -= 1
+        self._expected -= 1
         child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:
