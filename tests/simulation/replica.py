@@ -181,9 +181,14 @@ class Replica:
 
         Only rank 0 is watched. It notices what another one waits for when it has voted, and that one has not.
         """
-        is_seen = number == 0 or self.ranks[0].phase == VERDICT
-        if is_seen and self.world.scenario.stall_s < math.inf:
+        if number > 0:
+            self.world.after(0.0, self.server, self._vote_stalled, quorum_id, for_long)
+        elif self.world.scenario.stall_s < math.inf:
             self.perform(self.core.step_stalled(quorum_id, for_long=for_long))
+
+    def _vote_stalled(self, quorum_id: int, for_long: bool) -> None:
+        if self.ranks[0].phase == VERDICT:
+            self.stalled(0, quorum_id, for_long)
 
     def leave(self, number: int) -> None:
         """A rank leaves in good order; the server does when its own rank does."""

@@ -15,7 +15,7 @@ from tests.simulation.shrink import shrink
 from tests.simulation.simulation import run
 
 SEEDS = 1000
-ONCE_BROKE = (51, 26_066, 37_717, 39_977, 192_424)  # with the cores and the simulator of their time
+ONCE_BROKE = (51, 26_066, 37_717, 39_977, 192_424, 520_573)  # with the cores and the simulator of their time
 
 
 def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:

@@ -98,6 +98,7 @@ class Child:
             with contextlib.suppress(OSError):  # it was never told anything, and is gone
                 self._popen.stdin.close()
         wait_ended(family, END_S_MAX)
+        psutil.wait_procs(family, timeout=0)  # reaps orphans, where they come to this process
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The end of its log."""
@@ -113,7 +114,8 @@ def run_tool(*command: str) -> str | None:
 def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
     """Wait until all have ended; False if one has not.
 
-    A zombie has: an orphan stays one until process 1 reaps it, which may look for it every now and then only.
+    A zombie has, once all its threads have: an orphan stays one until process 1 reaps it, which may look for
+    orphans every now and then only.
     """
     waited_for, deadline = list(processes), time.monotonic() + limit_s
     while any(map(is_alive, waited_for)):
@@ -126,7 +128,8 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 def is_alive(process: psutil.Process) -> bool:
     """Whether it has not ended."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return process.is_running() and not (is_zombie and process.num_threads() <= 1)
     except psutil.NoSuchProcess:
         return False
 

@@ -51,7 +51,7 @@ class PeerLinks:
     unreachable: dict[str, str] = field(default_factory=dict)
     _members: Sequence[QuorumMemberLike] = ()  # of the last quorum
     _known: frozenset[str] = frozenset()  # to be unreachable when it was formed
-    _is_explained: bool = False  # whatever fails in the last quorum: a member of it died
+    _lost: set[str] = field(default_factory=set)  # of the members: explains whatever fails in the last quorum
     _probe: Probe | None = None  # because of a step
     _asked: dict[str, str] = field(default_factory=dict)  # by it, and not lost since
     _has_failed: bool = False  # a step in the last quorum
@@ -66,7 +66,7 @@ class PeerLinks:
         """There is a quorum with this replica group."""
         self._members = members
         self._known = frozenset(self.unreachable)
-        self._is_explained = self._has_failed = False
+        self._lost, self._has_failed = set(), False
 
     def members_out_of_reach(self, *, since_quorum: bool = False) -> list[str]:
         """The members of the last quorum that are unreachable, or those found to be since it was formed."""
@@ -75,7 +75,7 @@ class PeerLinks:
 
     def member_lost(self, replica_id: str) -> list[Probe]:
         """A member of the last quorum is gone. If it comes back, the link to it is no better for that."""
-        self._is_explained = True
+        self._lost.add(replica_id)
         self._asked.pop(replica_id, None)
         return []
 
@@ -85,21 +85,21 @@ class PeerLinks:
 
     def step_failed(self) -> list[Probe]:
         """A step in the last quorum failed, and the next join is about to be said."""
-        self._has_failed = not self._is_explained
-        return self._ask()
+        self._has_failed = not self._lost
+        return [] if self._lost else self._ask()
 
     def step_stalled(self) -> list[Probe]:
-        """A step in the last quorum takes longer than others have taken."""
+        """A step in the last quorum takes long, be it after a death: that ends no heal from a live member."""
         return self._ask()
 
     def _ask(self) -> list[Probe]:
-        if self._is_explained or self._asked:
+        if self._asked:
             return []
         ids = [member.replica_id for member in self._members]
         own = ids.index(self.replica_id) if self.replica_id in ids else 0
         # Everybody begins with another one, or all would ask the same one at the same time.
         in_turn = [*self._members[own:], *self._members[:own]]
-        settled = {self.replica_id, *self.unreachable}
+        settled = {self.replica_id, *self.unreachable, *self._lost}
         self._asked = {m.replica_id: m.address for m in in_turn if m.replica_id not in settled}
         self._probe = Probe(tuple(self._asked.items())) if self._asked else None
         return [self._probe] if self._probe else []

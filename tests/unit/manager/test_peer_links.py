@@ -299,12 +299,20 @@ def test_a_stall_in_another_quorum_is_of_no_interest(quorum_id: int) -> None:
     assert in_quorum().step_stalled(quorum_id) == []
 
 
-def test_nobody_is_probed_for_a_step_that_is_over_or_explained_or_of_a_lost_group() -> None:
-    over, explained, lost = in_quorum(), in_quorum(), in_quorum()
+def test_nobody_is_probed_for_a_step_that_is_over_or_of_a_lost_group() -> None:
+    over, lost = in_quorum(), in_quorum()
     over.rank_joined(join(1))
-    explained.member_lost(7, "b", "gone")
     lost.rank_lost(0, "gone")
-    assert [group.step_stalled(7) for group in (over, explained, lost)] == [[]] * 3
+    assert [group.step_stalled(7) for group in (over, lost)] == [[]] * 2
+
+
+def test_who_still_waits_after_a_death_probes_the_others() -> None:
+    """The death ends their collectives, but not a heal from one that cannot be reached."""
+    group = in_quorum()
+    group.member_lost(7, "b", "gone")
+    (probe,) = group.step_stalled(7)
+    assert isinstance(probe, Probe)
+    assert [replica_id for replica_id, _ in probe.peers] == ["c"]
 
 
 def test_a_lost_group_gives_nothing_up() -> None:

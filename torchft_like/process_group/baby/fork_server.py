@@ -103,25 +103,32 @@ class _ForkServer:
     def _obey(self) -> Channel | None:
         (kind, *arguments), _ = self._control.receive()
         if kind == ToServer.FORK:
-            try:
-                return self._fork()
-            except ChannelClosedError:
-                raise
-            except OSError as error:
-                self._control.send((FromServer.NOT_FORKED.value, 0, str(error)))
-                return None
+            return self._fork()
         self._tell_end(*arguments)
         return None
 
     def _fork(self) -> Channel | None:
-        theirs, ours = Channel.pair()
         server = os.getpid()
+        try:
+            ours = self._fork_and_tell()
+        except ChannelClosedError:
+            raise
+        except OSError as error:
+            self._control.send((FromServer.NOT_FORKED.value, 0, str(error)))
+            return None
+        if ours is None:
+            return None
+        _die_with(server)
+        self._forget_server()
+        return Channel(ours)
+
+    def _fork_and_tell(self) -> socket.socket | None:
+        """Returns the fork's end of its channel, in the fork only."""
+        theirs, ours = Channel.pair()
         with theirs, ours:
             pid = os.fork()
             if pid == 0:
-                _die_with(server)
-                self._forget_server()
-                return Channel(socket.socket(fileno=ours.detach()))
+                return socket.socket(fileno=ours.detach())
             ours.close()
             watch = _watched_fork(pid)
             self._forks[watch] = pid

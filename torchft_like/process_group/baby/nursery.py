@@ -148,7 +148,7 @@ class Nursery:
                 self._server.expect(1, letter)
 
     def wait_for_spare(self, timeout_s: float, letter: Message | None = None) -> bool:
-        """Wait until there is a fork for the next `take`, and its server has torch loaded; whether it is.
+        """Wait until there is a fork for the next `take`, or none can be had now; whether there is.
 
         Args:
             timeout_s: the longest wait.
@@ -156,8 +156,15 @@ class Nursery:
         """
         with self._changed:
             server = self._running()
-            server.expect(1, letter)
-            self._changed.wait_for(lambda: server.is_gone or server.has_spare(), timeout_s)
+            asked = server.asked
+
+            def is_over() -> bool:
+                if not (server.is_gone or server.last_refused > asked):
+                    server.expect(1, letter)  # one that was on its way before may have been refused
+                    return server.has_spare()
+                return True
+
+            self._changed.wait_for(is_over, timeout_s)
             return server.has_spare()
 
     def how_ended(self, pid: int) -> str:
@@ -319,7 +326,7 @@ class _Server:
         child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:
-            with contextlib.suppress(ChannelClosedError):  # it is found dead when it is taken
+            with contextlib.suppress(OSError):  # the fork is found dead when it is taken, or does without it
                 child.channel.send(self._letter)
 
 

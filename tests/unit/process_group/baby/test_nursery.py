@@ -13,6 +13,7 @@ from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby.nursery import Nursery
 
 LIMIT_S = 60.0
+FOREVER_S = 10 * 3600.0
 
 
 class Never:
@@ -54,6 +55,7 @@ def test_a_server_that_cannot_give_a_fork_for_want_of_descriptors_gives_the_next
         for _ in range(2):
             with pytest.raises(SubprocessLostError, match="Too many open files"):
                 nursery.take(Never(), LIMIT_S)
+        assert not nursery.wait_for_spare(FOREVER_S)
         nursery.prepare_spare()
     child = nursery.take(Never(), LIMIT_S)
     assert not child.has_ended()
