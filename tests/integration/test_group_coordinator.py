@@ -117,10 +117,23 @@ def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(ranks:
         assert all("Error" in text for text in texts)
 
 
-def test_a_rank_that_does_not_come_to_make_a_coordinator_is_named(ranks: Ranks) -> None:
-    for text in ranks.ask(job.make_without_the_last)[:3]:
-        assert "CollectiveTimeoutError" in text
-        assert "rank 3 did not come" in text
+@pytest.fixture
+def pair(store: TCPStore) -> Iterator[Ranks]:
+    """Two ranks of a job of their own."""
+    with running(2) as ranks:
+        ranks.ask(job.start, store.port, f"pair/{next(_prefixes)}", 2)
+        yield ranks
+
+
+def test_a_rank_that_is_late_to_make_a_coordinator_is_named_and_the_next_one_is_made(pair: Ranks) -> None:
+    texts = [
+        rank.ask(job.make, number, [[0, 1]], 0, "gloo", True, False, "early", {"timeout": 0.5})
+        for number, rank in enumerate(pair)
+    ]
+    for text in texts:
+        assert text.startswith("CollectiveTimeoutError: timed out after 0.5 s: rank 1 did not come")
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
 
 
 # ------------------------------------------------------------------------- faults

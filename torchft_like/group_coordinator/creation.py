@@ -10,9 +10,7 @@ names for torch's own.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,7 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.errors import GroupCoordinatorError
+from torchft_like.group_coordinator.agreement import Agreement
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.registration import BACKENDS
 
@@ -31,7 +30,6 @@ CPU_BACKEND = "torchft-gloo"
 ANONYMOUS = "anonymous"
 OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
 NAME_CHARACTERS_MAX = 100
-_TEXT_CHARACTERS_MAX = 200
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer ones do
 _numbers: Counter[str] = Counter()
 
@@ -79,7 +77,8 @@ def make_groups(wish: Wish) -> Made:
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
     name = unique_name(wish.group_name)
-    agreement = _Agreement(f"coordinator/{name}", wish.timeout)
+    store = PrefixStore(f"coordinator/{name}", c10d._get_default_store())
+    agreement = Agreement(store, dist.get_rank(), dist.get_world_size(), wish.timeout)
     backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
     try:
         groups = checked_groups(wish.group_ranks, dist.get_world_size())
@@ -178,46 +177,3 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
         if dist.get_rank() in ranks:
             own = group
     return own
-
-
-class _Agreement:
-    """Has all ranks of the default group compare what they ask for, in the default group's store."""
-
-    def __init__(self, key: str, timeout: timedelta) -> None:
-        self._store = PrefixStore(key, c10d._get_default_store())
-        self._timeout = timeout
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the others why they will not get this rank's agreement."""
-        self._say(f"{type(error).__name__}: {error}")
-
-    def reach(self, wish: object) -> None:
-        """Wait for the others, and compare."""
-        text = json.dumps(wish)
-        digest = self._say(text)
-        calls = {rank: json.loads(answer) for rank, answer in enumerate(self._hear())}
-        if any(found != digest for found, _ in calls.values()):
-            raise CollectiveMismatchError("groups", {rank: shown for rank, (_, shown) in calls.items()})
-
-    def _say(self, text: str) -> str:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._store.set(str(dist.get_rank()), json.dumps([digest, text[:_TEXT_CHARACTERS_MAX]]))
-        return digest
-
-    def _hear(self) -> list[bytes]:
-        keys = [str(rank) for rank in range(dist.get_world_size())]
-        try:
-            self._store.wait(keys, self._timeout)
-            return [self._store.get(key) for key in keys]
-        except RuntimeError as error:
-            missing = self._missing(keys)
-            if not missing:
-                raise GroupCoordinatorError(f"the default group's store failed: {error}") from error
-            waiting = {int(key): ("GroupCoordinator()",) for key in keys if int(key) not in missing}
-            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting) from error
-
-    def _missing(self, keys: list[str]) -> list[int]:
-        try:
-            return [int(key) for key in keys if not self._store.check([key])]
-        except RuntimeError:  # it is the store that is gone
-            return []
