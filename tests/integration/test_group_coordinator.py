@@ -136,6 +136,19 @@ def test_a_rank_that_is_late_to_make_a_coordinator_is_named_and_the_next_one_is_
         assert text.startswith("no error")
 
 
+def test_coordinators_that_only_some_ranks_have_do_not_count(pair: Ranks) -> None:
+    pair[0].ask(job.make_some_alone, 0)
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
+
+
+def test_coordinators_of_a_default_group_that_was_there_before_do_not_count(pair: Ranks) -> None:
+    pair[0].ask(job.make, 0, [[0], [1]], 0, "gloo", True, False, None, {"timeout": 0.5})
+    pair.ask(job.start_again, f"pair/{next(_prefixes)}")
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
+
+
 # ------------------------------------------------------------------------- faults
 
 

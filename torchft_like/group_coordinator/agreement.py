@@ -14,12 +14,26 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 
 _MISSING = "missing"
 _TEXT_CHARACTERS_MAX = 200
+
+
+def part_of_next(store: Store, rank: int) -> Store:
+    """The part of the store that belongs to a rank's next agreement: its n-th is with the n-th of the others.
+
+    The store counts them, not the process: what only some ranks have made does not count, nor what was made
+    in another job.
+
+    Raises:
+        GroupCoordinatorError: the store failed.
+    """
+    with _asking():
+        number = store.add(f"coordinator/made/{rank}", 1)
+    return PrefixStore(f"coordinator/{number}", store)
 
 
 class Agreement:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.agreement import Agreement
+from torchft_like.group_coordinator.agreement import Agreement, part_of_next
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.registration import BACKENDS
 
@@ -38,7 +38,7 @@ class Made(NamedTuple):
     """What a coordinator of torch's ranks consists of.
 
     Attributes:
-        name: unique among the coordinators of this process, and the same on all its ranks.
+        name: unique among the coordinators of this process.
         ranks: of its members in the default group.
         device_group: None where it has no device group, the CPU group where the device is a CPU.
     """
@@ -77,11 +77,12 @@ def make_groups(wish: Wish) -> Made:
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
     name = unique_name(wish.group_name)
-    store = PrefixStore(f"coordinator/{name}", c10d._get_default_store())
-    agreement = Agreement(store, dist.get_rank(), dist.get_world_size(), wish.timeout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = part_of_next(PrefixStore(wish.group_name, c10d._get_default_store()), rank)
+    agreement = Agreement(store, rank, world_size, wish.timeout)
     backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
     try:
-        groups = checked_groups(wish.group_ranks, dist.get_world_size())
+        groups = checked_groups(wish.group_ranks, world_size)
         device = device_of(backend, wish.local_rank)
     except (ValueError, TypeError) as error:
         agreement.refuse(error)
@@ -95,7 +96,7 @@ def make_groups(wish: Wish) -> Made:
             device_group = _made(groups, backend, wish.timeout, f"{name}/device") if wanted else None
     except RuntimeError as error:
         raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
-    ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    ranks = next(ranks for ranks in groups if rank in ranks)
     return Made(name, ranks, device, cpu_group, device_group)
 
 
