@@ -76,7 +76,8 @@ def make(here: Here, rank: int, *arguments: Any) -> str:
     """What comes of a new coordinator; the last argument may be a dict of options."""
     told: dict[str, Any] = {"timeout": 5}
     if isinstance(arguments[-1], dict):
-        told, arguments = arguments[-1], arguments[:-1]
+        told |= arguments[-1]
+        arguments = arguments[:-1]
     return outcome_of(lambda: GroupCoordinator(*arguments, options=CoordinatorOptions(**told)))
 
 

@@ -9,17 +9,16 @@ otherwise than the others from then on.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.group_coordinator.statements import Statement, check, decode, encode
 
 _MISSING = "missing"
-_TEXT_CHARACTERS_MAX = 200
 
 
 def part_of_next(store: Store, rank: int) -> Store:
@@ -49,42 +48,34 @@ class Agreement:
         self._keys = [str(rank) for rank in range(world_size)]
         self._timeout = timeout
 
-    def refuse(self, error: Exception) -> None:
-        """Tell the others why they will not get this rank's agreement.
-
-        Raises:
-            GroupCoordinatorError: the store failed.
-        """
-        with _asking():
-            self._say(f"{type(error).__name__}: {error}")
-
-    def reach(self, wish: object) -> None:
+    def reach(self, statement: Statement) -> None:
         """Wait for the others, and compare.
 
         Raises:
-            CollectiveMismatchError: the ranks do not ask for the same.
+            CollectiveMismatchError: the ranks do not ask for the same, or one refuses.
             CollectiveTimeoutError: some had not come when the time of the first was up; names them.
             GroupCoordinatorError: the store failed.
         """
-        text = json.dumps(wish)
+        self.say(statement)
         with _asking():
-            digest = self._say(text)
             missing = self._missing()
             said = [] if missing else self._store.multi_get(self._keys)
         if missing:
             came = set(range(len(self._keys))) - set(missing)
-            waiting = dict.fromkeys(came, ("GroupCoordinator()",))
+            waiting = dict.fromkeys(came, (f"{statement.operation}()",))
             raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting)
-        calls = {rank: json.loads(answer) for rank, answer in enumerate(said)}
-        if any(found != digest for found, _ in calls.values()):
-            raise CollectiveMismatchError("groups", {rank: shown for rank, (_, shown) in calls.items()})
+        check({rank: decode(answer) for rank, answer in enumerate(said)})
 
-    def _say(self, text: str) -> str:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._store.set(str(self._rank), json.dumps([digest, text[:_TEXT_CHARACTERS_MAX]]))
-        if self._store.check(self._keys):
-            self._decide([])
-        return digest
+    def say(self, statement: Statement) -> None:
+        """Without waiting for the others: a refusal.
+
+        Raises:
+            GroupCoordinatorError: the store failed.
+        """
+        with _asking():
+            self._store.set(str(self._rank), encode(statement).rstrip(b"\0"))  # type: ignore[arg-type]
+            if self._store.check(self._keys):
+                self._decide([])
 
     def _missing(self) -> list[int]:
         """Who had not come when it was decided; waits for that."""

@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement, part_of_next
+from torchft_like.group_coordinator.options import CoordinatorOptions
+from torchft_like.group_coordinator.statements import Statement
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.registration import BACKENDS
+from torchft_like.process_group.wrapper import as_timedelta
 
 CPU_BACKEND = "torchft-gloo"
 ANONYMOUS = "anonymous"
@@ -61,8 +64,9 @@ class Wish(NamedTuple):
     local_rank: int
     backend: str
     use_device_communicator: bool
+    use_message_queue_broadcaster: bool
     group_name: str
-    timeout: timedelta
+    options: CoordinatorOptions
 
 
 def make_groups(wish: Wish) -> Made:
@@ -76,24 +80,25 @@ def make_groups(wish: Wish) -> Made:
     """
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
-    name = unique_name(wish.group_name)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = part_of_next(PrefixStore(wish.group_name, c10d._get_default_store()), rank)
-    agreement = Agreement(store, rank, world_size, wish.timeout)
+    timeout = as_timedelta(wish.options.timeout)
+    agreement = Agreement(part_of_next(c10d._get_default_store(), rank), rank, world_size, timeout)
     backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
     try:
+        name = unique_name(wish.group_name)
         groups = checked_groups(wish.group_ranks, world_size)
         device = device_of(backend, wish.local_rank)
+        statement = Statement("GroupCoordinator", _terms(wish, groups, backend))
     except (ValueError, TypeError) as error:
-        agreement.refuse(error)
+        agreement.say(Statement("GroupCoordinator").refused(error))
         raise
-    agreement.reach([groups, backend, bool(wish.use_device_communicator)])
+    agreement.reach(statement)
     try:
-        cpu_group = _made(groups, CPU_BACKEND, wish.timeout, f"{name}/cpu")
+        cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
         device_group = cpu_group
         if backend != CPU_BACKEND:
             wanted = wish.use_device_communicator
-            device_group = _made(groups, backend, wish.timeout, f"{name}/device") if wanted else None
+            device_group = _made(groups, backend, timeout, f"{name}/device") if wanted else None
     except RuntimeError as error:
         raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
     ranks = next(ranks for ranks in groups if rank in ranks)
@@ -167,6 +172,22 @@ def destroy_group(group: Any) -> None:
     """Give back what `make_groups` made; nothing if torch has forgotten it since."""
     if dist.is_initialized() and group in c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str, str], ...]:
+    """What must be the same on every rank, under the names of the arguments."""
+    options = wish.options
+    values = {
+        "group_ranks": groups,
+        "torch_distributed_backend": backend,
+        "use_device_communicator": bool(wish.use_device_communicator),
+        "use_message_queue_broadcaster": bool(wish.use_message_queue_broadcaster),
+        "group_name": wish.group_name,
+        "timeout": options.timeout,
+        "check_collectives": is_wanted(options.check_collectives),
+        "message_bytes_max": options.message_bytes_max,
+    }
+    return tuple((name, str(value)) for name, value in values.items())
 
 
 def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) -> Any:

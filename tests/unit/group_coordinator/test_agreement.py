@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement
+from torchft_like.group_coordinator.statements import Statement
 
 PATIENT = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.05)
@@ -32,8 +33,8 @@ class Interrupted:
         return getattr(self._store, name)
 
 
-def reach(store: Any, rank: int, wish: Any = "this", timeout: timedelta = PATIENT, of: int = 2) -> None:
-    Agreement(store, rank, of, timeout).reach(wish)
+def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> None:
+    Agreement(store, rank, of, timeout).reach(Statement("making", (("name", "é" * 5000),)))
 
 
 def test_ranks_that_ask_for_the_same_go_on() -> None:
@@ -59,7 +60,7 @@ def test_whose_time_is_up_when_the_last_has_come_goes_on_with_it() -> None:
 
 def test_a_rank_that_refuses_has_come() -> None:
     store = HashStore()
-    Agreement(store, 1, 2, PATIENT).refuse(ValueError("no such device"))
+    Agreement(store, 1, 2, PATIENT).say(Statement("making").refused(ValueError("no such device")))
     with pytest.raises(CollectiveMismatchError, match="no such device"):
         reach(store, 0)
 
