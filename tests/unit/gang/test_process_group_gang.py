@@ -13,6 +13,8 @@ from tests.unit.gang.conftest import CPU, Crew, MakeCrew
 from tests.unit.process_group.conftest import Party
 from torchft_like.errors import CollectiveMismatchError, NotSupportedError
 from torchft_like.gang import (
+    FakeGang,
+    Gang,
     GangError,
     Gangs,
     ProcessGroupGang,
@@ -76,6 +78,26 @@ def test_reductions_are_those_of_torch(crew: MakeCrew, dtype: torch.dtype) -> No
             assert found[ReduceOperation.MEAN] == [3, 4]
         else:
             assert isinstance(found[ReduceOperation.MEAN], ValueError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex32], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("number", [40000.0, 2.0**-24])
+def test_a_mean_of_small_floats_neither_overflows_nor_vanishes(
+    crew: MakeCrew, dtype: torch.dtype, number: float
+) -> None:
+    def act(gang: Gang) -> bool:
+        tensor = torch.full((2,), number, dtype=dtype)
+        before = tensor.clone()
+        gang.all_reduce(tensor, ReduceOperation.MEAN)
+        return tensor.dtype is dtype and torch.equal(as_real(tensor), as_real(before))
+
+    assert crew(2).together(act) == [True] * 2
+    assert act(FakeGang(CPU, size=2))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def test_reductions_of_bools_are_or_and_and(crew: MakeCrew) -> None:
