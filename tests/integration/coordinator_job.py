@@ -14,10 +14,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tests.integration.coordinator_mistakes import CASES
 from torchft_like.errors import FaultToleranceError
-from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
+from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER
 from torchft_like.group_coordinator.lane import Lane
-from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+)
 
 Here = SimpleNamespace
 LIMIT_S = 60.0
@@ -52,19 +57,34 @@ def run(here: Here, rank: int, case: str, which: str) -> None:
     CASES[case](coordinator)
 
 
+def start(here: Here, rank: int, port: int, prefix: str, world_size: int) -> None:
+    """torch's default group, and nothing else."""
+    torch.set_num_threads(1)
+    here.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = PrefixStore(prefix, here.store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def start_again(here: Here, rank: int, prefix: str) -> None:
+    """A new default group of the same ranks."""
+    world_size = dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore(prefix, here.store), rank=rank, world_size=world_size)
+
+
 def make(here: Here, rank: int, *arguments: Any) -> str:
-    """What comes of a new coordinator, made with other arguments."""
-    return outcome_of(lambda: GroupCoordinator(*arguments, options=CoordinatorOptions(timeout=5)))
+    """What comes of a new coordinator; the last argument may be a dict of options."""
+    told: dict[str, Any] = {"timeout": 5}
+    if isinstance(arguments[-1], dict):
+        told |= arguments[-1]
+        arguments = arguments[:-1]
+    return outcome_of(lambda: GroupCoordinator(*arguments, options=CoordinatorOptions(**told)))
 
 
-def make_without_the_last(here: Here, rank: int) -> str:
-    """What comes of it when one rank does not come."""
-    if rank == 3:
-        return "not there"
-    options = CoordinatorOptions(timeout=0.5)
-    return outcome_of(
-        lambda: GroupCoordinator([[0, 1, 2, 3]], 0, "gloo", True, False, "short", options=options)
-    )
+def make_some_alone(here: Here, rank: int) -> None:
+    """Coordinators that the other ranks know nothing of."""
+    GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    ElasticCoordinator("alone")
 
 
 def make_with(here: Here, rank: int, arguments: list[list[Any]]) -> str:

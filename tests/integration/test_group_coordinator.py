@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -103,24 +104,76 @@ def test_groups_that_do_not_make_up_the_job_are_refused(ranks: Ranks, groups: ob
         assert said in text
 
 
-def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(ranks: Ranks) -> None:
-    whole, halves = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
-    right = [whole, 0, "gloo", True]
-    for wrong in (
-        [halves, 0, "gloo", True],
-        [whole, 0, "torchft-baby-gloo", True],
-        [whole, -1, "gloo", True],
-    ):
-        texts = ranks.ask(job.make_with, [right, right, wrong, right])
-        assert "CollectiveMismatchError" in texts[0]
-        assert "rank 2" in texts[0]
-        assert all("Error" in text for text in texts)
+WHOLE = [[0, 1, 2, 3]]
+RIGHT: list[Any] = [WHOLE, 0, "gloo", True, False, "tp"]
+DIFFERENT: dict[str, list[Any]] = {
+    "group_ranks": [[[0, 1], [2, 3]], *RIGHT[1:]],
+    "torch_distributed_backend": [WHOLE, 0, "torchft-baby-gloo", *RIGHT[3:]],
+    "use_device_communicator": [*RIGHT[:3], False, *RIGHT[4:]],
+    "use_message_queue_broadcaster": [*RIGHT[:4], True, "tp"],
+    "group_name": [*RIGHT[:5], "pp"],
+    "timeout": [*RIGHT, {"timeout": 6}],
+    "check_collectives": [*RIGHT, {"check_collectives": True}],
+    "message_bytes_max": [*RIGHT, {"message_bytes_max": 7}],
+}
 
 
-def test_a_rank_that_does_not_come_to_make_a_coordinator_is_named(ranks: Ranks) -> None:
-    for text in ranks.ask(job.make_without_the_last)[:3]:
-        assert "CollectiveTimeoutError" in text
-        assert "rank 3 did not come" in text
+@pytest.mark.parametrize("argument", DIFFERENT)
+def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(
+    ranks: Ranks, argument: str
+) -> None:
+    for text in ranks.ask(job.make_with, [RIGHT, RIGHT, DIFFERENT[argument], RIGHT]):
+        assert text.startswith(f"CollectiveMismatchError: the ranks do not agree on the {argument}: ranks")
+        assert "rank 2: " in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([WHOLE, -1, *RIGHT[2:]], "local_rank is -1"),
+        ([*RIGHT[:5], "p" * 101], "group_name has 101 characters"),
+    ],
+)
+def test_a_coordinator_that_one_rank_cannot_make_is_an_error_on_all(
+    ranks: Ranks, wrong: list[Any], said: str
+) -> None:
+    texts = ranks.ask(job.make_with, [RIGHT, RIGHT, wrong, RIGHT])
+    assert texts.pop(2).startswith(f"ValueError: {said}")
+    for text in texts:
+        assert text.startswith("CollectiveMismatchError")
+        assert f"rank 2: GroupCoordinator: ValueError: {said}" in text
+
+
+@pytest.fixture
+def pair(store: TCPStore) -> Iterator[Ranks]:
+    """Two ranks of a job of their own."""
+    with running(2) as ranks:
+        ranks.ask(job.start, store.port, f"pair/{next(_prefixes)}", 2)
+        yield ranks
+
+
+def test_a_rank_that_is_late_to_make_a_coordinator_is_named_and_the_next_one_is_made(pair: Ranks) -> None:
+    texts = [
+        rank.ask(job.make, number, [[0, 1]], 0, "gloo", True, False, "early", {"timeout": 0.5})
+        for number, rank in enumerate(pair)
+    ]
+    for text in texts:
+        assert text.startswith("CollectiveTimeoutError: timed out after 0.5 s: rank 1 did not come")
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
+
+
+def test_coordinators_that_only_some_ranks_have_do_not_count(pair: Ranks) -> None:
+    pair[0].ask(job.make_some_alone, 0)
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
+
+
+def test_coordinators_of_a_default_group_that_was_there_before_do_not_count(pair: Ranks) -> None:
+    pair[0].ask(job.make, 0, [[0], [1]], 0, "gloo", True, False, None, {"timeout": 0.5})
+    pair.ask(job.start_again, f"pair/{next(_prefixes)}")
+    for text in pair.ask(job.make, [[0, 1]], 0, "gloo", True):
+        assert text.startswith("no error")
 
 
 # ------------------------------------------------------------------------- faults

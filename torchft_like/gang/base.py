@@ -35,12 +35,12 @@ class Gang(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The caller's place, `0 <= rank < size`."""
+        """The caller's place, `0 <= rank < size`. Raises GangError while there are no members."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many processes there are."""
+        """How many processes there are. Raises GangError while there are no members."""
 
     @property
     @abstractmethod

@@ -91,7 +91,7 @@ class FakeGang(Gang):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
         """See Gang.all_reduce."""
         check_reduction(tensor, op)
-        with dense(tensor, writes=True) as without_gaps, reducible(without_gaps) as numbers:
+        with dense(tensor, writes=True) as without_gaps, reducible(without_gaps, op) as numbers:
             match effective(op, tensor):
                 case ReduceOperation.SUM:
                     numbers.mul_(self._size)

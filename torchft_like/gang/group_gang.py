@@ -88,7 +88,7 @@ class GroupGang(Gang):
         self._check_place(tensor)
         divides = op is ReduceOperation.MEAN and not self._has_average(tensor)
         reduce_op = ReduceOp.SUM if divides else _REDUCE_OPS[effective(op, tensor)]
-        with dense(tensor, writes=True) as without_gaps, reducible(without_gaps) as numbers:
+        with dense(tensor, writes=True) as without_gaps, reducible(without_gaps, op) as numbers:
             with self._communicating("all_reduce") as group:
                 size = group.size()
                 dist.all_reduce(numbers, reduce_op, group=group)

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchft_like.errors import GangError, InvalidOperationError, NotSupportedError, StaleGangError
+from torchft_like.errors import (
+    GangError,
+    InvalidOperationError,
+    NotSupportedError,
+    ProcessGroupNotConfiguredError,
+    StaleGangError,
+)
 from torchft_like.gang.arguments import check_partition
 from torchft_like.gang.group_gang import GroupGang
 from torchft_like.gang.likeness import swallowers
@@ -102,12 +108,12 @@ class ProcessGroupGang(GroupGang):
     @property
     def rank(self) -> int:
         """See Gang.rank."""
-        return self._pg.rank()
+        return _known(self._pg.rank)
 
     @property
     def size(self) -> int:
         """See Gang.size."""
-        return self._pg.size()
+        return _known(self._pg.size)
 
     def as_process_group(self) -> dist.ProcessGroup:
         """The group; functions of torch that look groups up by name know those that a gang has made."""
@@ -198,6 +204,18 @@ class ProcessGroupGang(GroupGang):
         except RuntimeError:
             place = "not configured"
         return f"<{type(self).__name__}: {place} on {self._device}>"
+
+
+def _known(place: Callable[[], int]) -> int:
+    """The rank or the size of a group.
+
+    Raises:
+        GangError: it has none before it is configured.
+    """
+    try:
+        return place()
+    except ProcessGroupNotConfiguredError as error:
+        raise GangError(f"the gang has no members yet: {error}") from error
 
 
 def _options(backend: str, high_priority: bool) -> dict[str, Any]:

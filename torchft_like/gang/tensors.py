@@ -70,24 +70,35 @@ def as_moved(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def reducible(tensor: Tensor) -> Iterator[Tensor]:
-    """In the block, the tensor in a dtype that every backend can add up; and back.
+def reducible(tensor: Tensor, op: ReduceOperation) -> Iterator[Tensor]:
+    """In the block, the tensor in a dtype in which every backend can reduce it; and back.
+
+    A MEAN of float16 is made in float32: the sum before the division may be more than a float16 holds, and
+    what is divided first loses its last bits. Those of other dtypes have room.
 
     Raises:
         NotSupportedError: there is none.
     """
-    if tensor.is_complex():
-        yield torch.view_as_real(tensor)
-    elif tensor.dtype is torch.bool:
-        yield tensor.view(torch.uint8)
-    elif tensor.dtype in _WIDER:
-        wide = tensor.to(_WIDER[tensor.dtype])
-        yield wide
-        tensor.copy_(wide)
-    elif tensor.dtype in _KNOWN:
-        yield tensor
+    numbers = _as_numbers(tensor)
+    is_narrow = op is ReduceOperation.MEAN and numbers.dtype is torch.float16
+    wider = torch.float32 if is_narrow else _WIDER.get(numbers.dtype)
+    if wider is None:
+        yield numbers
     else:
+        wide = numbers.to(wider)
+        yield wide
+        numbers.copy_(wide)
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """The same memory; complex numbers as pairs, bools as 0 and 1."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    if tensor.dtype not in _KNOWN and tensor.dtype not in _WIDER:
         raise NotSupportedError(f"{tensor.dtype} tensors cannot be reduced: convert to another dtype")
+    return tensor
 
 
 def effective(op: ReduceOperation, tensor: Tensor) -> ReduceOperation:

@@ -163,11 +163,13 @@ class Communicating(Members):
         """The caller's end of a queue that one member writes and all others read.
 
         Args:
-            external_writer_handle: on the writer, a queue that it has made already for these readers.
+            external_writer_handle: on the writer, a queue that it has made already for these readers. It
+                stays the caller's: `destroy` leaves it alone.
             blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
         """
         queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
-        self._queues.append(queue)
+        if queue is not external_writer_handle:
+            self._queues.append(queue)
         return queue
 
     def create_single_reader_mq_broadcasters(

@@ -21,7 +21,6 @@ from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.tensor_dict import TensorDict
 from torchft_like.group_coordinator.transport import Group, Transport
-from torchft_like.process_group.wrapper import as_timedelta
 
 
 class GroupCoordinator(Communicating):
@@ -63,16 +62,16 @@ class GroupCoordinator(Communicating):
         *,
         options: CoordinatorOptions | None = None,
     ) -> None:
-        options = options or CoordinatorOptions()
         wish = Wish(
             group_ranks,
             local_rank,
             torch_distributed_backend,
             use_device_communicator,
+            use_message_queue_broadcaster,
             group_name or ANONYMOUS,
-            as_timedelta(options.timeout),
+            options or CoordinatorOptions(),
         )
-        self._make(wish, options)
+        self._make(wish)
         if use_message_queue_broadcaster and self.world_size > 1:
             try:
                 self.mq_broadcaster = self.create_mq_broadcaster()

@@ -10,9 +10,7 @@ names for torch's own.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,18 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.errors import GroupCoordinatorError
+from torchft_like.group_coordinator.agreement import Agreement, part_of_next
+from torchft_like.group_coordinator.options import CoordinatorOptions
+from torchft_like.group_coordinator.statements import Statement
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.registration import BACKENDS
+from torchft_like.process_group.wrapper import as_timedelta
 
 CPU_BACKEND = "torchft-gloo"
 ANONYMOUS = "anonymous"
 OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
 NAME_CHARACTERS_MAX = 100
-_TEXT_CHARACTERS_MAX = 200
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer ones do
 _numbers: Counter[str] = Counter()
 
@@ -40,7 +41,7 @@ class Made(NamedTuple):
     """What a coordinator of torch's ranks consists of.
 
     Attributes:
-        name: unique among the coordinators of this process, and the same on all its ranks.
+        name: unique among the coordinators of this process.
         ranks: of its members in the default group.
         device_group: None where it has no device group, the CPU group where the device is a CPU.
     """
@@ -63,8 +64,9 @@ class Wish(NamedTuple):
     local_rank: int
     backend: str
     use_device_communicator: bool
+    use_message_queue_broadcaster: bool
     group_name: str
-    timeout: timedelta
+    options: CoordinatorOptions
 
 
 def make_groups(wish: Wish) -> Made:
@@ -78,25 +80,28 @@ def make_groups(wish: Wish) -> Made:
     """
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
-    name = unique_name(wish.group_name)
-    agreement = _Agreement(f"coordinator/{name}", wish.timeout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    timeout = as_timedelta(wish.options.timeout)
+    agreement = Agreement(part_of_next(c10d._get_default_store(), rank), rank, world_size, timeout)
     backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
     try:
-        groups = checked_groups(wish.group_ranks, dist.get_world_size())
+        name = unique_name(wish.group_name)
+        groups = checked_groups(wish.group_ranks, world_size)
         device = device_of(backend, wish.local_rank)
+        statement = Statement("GroupCoordinator", _terms(wish, groups, backend))
     except (ValueError, TypeError) as error:
-        agreement.refuse(error)
+        agreement.say(Statement("GroupCoordinator").refused(error))
         raise
-    agreement.reach([groups, backend, bool(wish.use_device_communicator)])
+    agreement.reach(statement)
     try:
-        cpu_group = _made(groups, CPU_BACKEND, wish.timeout, f"{name}/cpu")
+        cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
         device_group = cpu_group
         if backend != CPU_BACKEND:
             wanted = wish.use_device_communicator
-            device_group = _made(groups, backend, wish.timeout, f"{name}/device") if wanted else None
+            device_group = _made(groups, backend, timeout, f"{name}/device") if wanted else None
     except RuntimeError as error:
         raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
-    ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    ranks = next(ranks for ranks in groups if rank in ranks)
     return Made(name, ranks, device, cpu_group, device_group)
 
 
@@ -169,6 +174,22 @@ def destroy_group(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
+def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str, str], ...]:
+    """What must be the same on every rank, under the names of the arguments."""
+    options = wish.options
+    values = {
+        "group_ranks": groups,
+        "torch_distributed_backend": backend,
+        "use_device_communicator": bool(wish.use_device_communicator),
+        "use_message_queue_broadcaster": bool(wish.use_message_queue_broadcaster),
+        "group_name": wish.group_name,
+        "timeout": options.timeout,
+        "check_collectives": is_wanted(options.check_collectives),
+        "message_bytes_max": options.message_bytes_max,
+    }
+    return tuple((name, str(value)) for name, value in values.items())
+
+
 def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) -> Any:
     """The caller's group, of all that all ranks make in the same order."""
     own = None
@@ -178,46 +199,3 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
         if dist.get_rank() in ranks:
             own = group
     return own
-
-
-class _Agreement:
-    """Has all ranks of the default group compare what they ask for, in the default group's store."""
-
-    def __init__(self, key: str, timeout: timedelta) -> None:
-        self._store = PrefixStore(key, c10d._get_default_store())
-        self._timeout = timeout
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the others why they will not get this rank's agreement."""
-        self._say(f"{type(error).__name__}: {error}")
-
-    def reach(self, wish: object) -> None:
-        """Wait for the others, and compare."""
-        text = json.dumps(wish)
-        digest = self._say(text)
-        calls = {rank: json.loads(answer) for rank, answer in enumerate(self._hear())}
-        if any(found != digest for found, _ in calls.values()):
-            raise CollectiveMismatchError("groups", {rank: shown for rank, (_, shown) in calls.items()})
-
-    def _say(self, text: str) -> str:
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._store.set(str(dist.get_rank()), json.dumps([digest, text[:_TEXT_CHARACTERS_MAX]]))
-        return digest
-
-    def _hear(self) -> list[bytes]:
-        keys = [str(rank) for rank in range(dist.get_world_size())]
-        try:
-            self._store.wait(keys, self._timeout)
-            return [self._store.get(key) for key in keys]
-        except RuntimeError as error:
-            missing = self._missing(keys)
-            if not missing:
-                raise GroupCoordinatorError(f"the default group's store failed: {error}") from error
-            waiting = {int(key): ("GroupCoordinator()",) for key in keys if int(key) not in missing}
-            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting) from error
-
-    def _missing(self, keys: list[str]) -> list[int]:
-        try:
-            return [int(key) for key in keys if not self._store.check([key])]
-        except RuntimeError:  # it is the store that is gone
-            return []

@@ -175,16 +175,15 @@ class Members:
                 if group is not None:
                     destroy_group(group)
 
-    def _make(self, wish: Wish, options: CoordinatorOptions) -> None:
+    def _make(self, wish: Wish) -> None:
         """Have torch make the groups, together with all ranks of the default group."""
         made = make_groups(wish)
         self._owns_groups = True
         self.group_name = wish.group_name
         self.local_rank = wish.local_rank
         rank = made.cpu_group.rank()
-        self._adopt(
-            Place(made.name, rank, made.ranks, made.device, made.cpu_group, made.device_group), options
-        )
+        place = Place(made.name, rank, made.ranks, made.device, made.cpu_group, made.device_group)
+        self._adopt(place, wish.options)
 
     def _adopt(self, place: Place, options: CoordinatorOptions | None) -> None:
         """From now on these are the members."""

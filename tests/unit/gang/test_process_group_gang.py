@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.unit.gang.conftest import CPU, Crew, MakeCrew
 from tests.unit.process_group.conftest import Party
 from torchft_like.errors import CollectiveMismatchError, NotSupportedError
 from torchft_like.gang import (
+    FakeGang,
+    Gang,
     GangError,
     Gangs,
     ProcessGroupGang,
@@ -76,6 +79,26 @@ def test_reductions_are_those_of_torch(crew: MakeCrew, dtype: torch.dtype) -> No
             assert found[ReduceOperation.MEAN] == [3, 4]
         else:
             assert isinstance(found[ReduceOperation.MEAN], ValueError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex32], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("number", [40000.0, 2.0**-24])
+def test_a_mean_of_small_floats_neither_overflows_nor_vanishes(
+    crew: MakeCrew, dtype: torch.dtype, number: float
+) -> None:
+    def act(gang: Gang) -> bool:
+        tensor = torch.full((2,), number, dtype=dtype)
+        before = tensor.clone()
+        gang.all_reduce(tensor, ReduceOperation.MEAN)
+        return tensor.dtype is dtype and torch.equal(as_real(tensor), as_real(before))
+
+    assert crew(2).together(act) == [True] * 2
+    assert act(FakeGang(CPU, size=2))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def test_reductions_of_bools_are_or_and_and(crew: MakeCrew) -> None:
@@ -369,17 +392,18 @@ def test_who_is_not_in_a_group_has_no_gang() -> None:
         ProcessGroupGang.create_default_process_group(torch.device("meta"))
 
 
-def abort(gangs: Crew, rank: int) -> None:
-    group: Any = gangs.gangs[rank].as_process_group()
-    group.abort("the test says so")
+def test_every_function_of_a_group_that_is_not_configured_raises_a_gang_error_with_its_cause() -> None:
+    for group in (ProcessGroupGloo(30), ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(30))):
+        for act in functions(ProcessGroupGang(group, CPU)):
+            with pytest.raises(GangError, match="never configured") as raised:
+                act()
+            assert raised.value.__cause__ is not None
 
 
-def test_every_function_of_an_aborted_group_raises_a_gang_error_with_its_cause(crew: MakeCrew) -> None:
-    gangs = crew(2)
-    abort(gangs, 0)
-    gang = gangs.gangs[0]
+def functions(gang: ProcessGroupGang) -> list[Callable[[], object]]:
+    """A call of each that communicates, as a gang of two has it."""
     one, two = torch.ones(1), torch.ones(2)
-    for act in (
+    return [
         gang.barrier,
         lambda: gang.all_reduce(one, ReduceOperation.SUM),
         lambda: gang.all_gather(two, one),
@@ -389,7 +413,18 @@ def test_every_function_of_an_aborted_group_raises_a_gang_error_with_its_cause(c
         lambda: gang.create_gang([0, 1]),
         lambda: all_sum(gang, 1),
         lambda: broadcast_flag(gang, True),
-    ):
+    ]
+
+
+def abort(gangs: Crew, rank: int) -> None:
+    group: Any = gangs.gangs[rank].as_process_group()
+    group.abort("the test says so")
+
+
+def test_every_function_of_an_aborted_group_raises_a_gang_error_with_its_cause(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    abort(gangs, 0)
+    for act in functions(gangs.gangs[0]):
         with pytest.raises(GangError, match="the test says so") as raised:
             act()
         assert raised.value.__cause__ is not None

@@ -1,0 +1,99 @@
+"""Whether all ranks of a job ask for the same, before they make it together; in a store that all reach.
+
+One key is written once, by whoever is first, with the ranks that are missing: with none by the last to
+come, with those that have not come by one whose time is up. What stands there binds everybody, also who
+comes later: either all ranks go on or none does. One that went on alone would count torch's groups
+otherwise than the others from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
+from torchft_like.group_coordinator.statements import Statement, check, decode, encode
+
+_MISSING = "missing"
+
+
+def part_of_next(store: Store, rank: int) -> Store:
+    """The part of the store that belongs to a rank's next agreement: its n-th is with the n-th of the others.
+
+    The store counts them, not the process: what only some ranks have made does not count, nor what was made
+    in another job.
+
+    Raises:
+        GroupCoordinatorError: the store failed.
+    """
+    with _asking():
+        number = store.add(f"coordinator/made/{rank}", 1)
+    return PrefixStore(f"coordinator/{number}", store)
+
+
+class Agreement:
+    """One rank's part in one agreement.
+
+    Args:
+        store: the part of it that belongs to this agreement.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._keys = [str(rank) for rank in range(world_size)]
+        self._timeout = timeout
+
+    def reach(self, statement: Statement) -> None:
+        """Wait for the others, and compare.
+
+        Raises:
+            CollectiveMismatchError: the ranks do not ask for the same, or one refuses.
+            CollectiveTimeoutError: some had not come when the time of the first was up; names them.
+            GroupCoordinatorError: the store failed.
+        """
+        self.say(statement)
+        with _asking():
+            missing = self._missing()
+            said = [] if missing else self._store.multi_get(self._keys)
+        if missing:
+            came = set(range(len(self._keys))) - set(missing)
+            waiting = dict.fromkeys(came, (f"{statement.operation}()",))
+            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting)
+        check({rank: decode(answer) for rank, answer in enumerate(said)})
+
+    def say(self, statement: Statement) -> None:
+        """Without waiting for the others: a refusal.
+
+        Raises:
+            GroupCoordinatorError: the store failed.
+        """
+        with _asking():
+            self._store.set(str(self._rank), encode(statement).rstrip(b"\0"))  # type: ignore[arg-type]
+            if self._store.check(self._keys):
+                self._decide([])
+
+    def _missing(self) -> list[int]:
+        """Who had not come when it was decided; waits for that."""
+        try:
+            self._store.wait([_MISSING], self._timeout)
+        except RuntimeError:
+            self._decide([rank for rank, key in enumerate(self._keys) if not self._store.check([key])])
+        missing: list[int] = json.loads(self._store.get(_MISSING))
+        return missing
+
+    def _decide(self, missing: list[int]) -> None:
+        """Unless it is decided already."""
+        self._store.compare_set(_MISSING, "", json.dumps(missing))
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupCoordinatorError(f"the default group's store failed: {error}") from error
