@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.cargo import Cargo
 from torchft_like.group_coordinator.handle import Handle
@@ -115,15 +115,15 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
         terms: what the sender must have said; None takes any.
 
     Raises:
-        CollectiveMismatchError: it refuses to send; or, from `land`, it sent something else, which was
-            taken out of the way.
+        CollectiveMismatchError: from `land`; it refuses to send, or sent something else, which was taken out
+            of the way.
     """
     head = torch.empty(STATEMENT_BYTES, dtype=torch.uint8)
     transport.recv(head, src, tag).land()
     statement = decode(head.numpy().tobytes())
-    expected = Statement(kind, statement.terms if terms is None else terms)
+    calls = {src: statement, transport.rank: Statement(kind, statement.terms if terms is None else terms)}
     if statement.refusal is not None:
-        raise CollectiveMismatchError("arguments", {src: str(statement), transport.rank: str(expected)})
+        return Begun([], lambda: check(calls))
     structure = statement.payload
     if not structure:
         data = torch.empty(_structure_length(statement), dtype=torch.uint8)
@@ -132,7 +132,7 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
     cargo = _memory_for(transport, structure)
 
     def finish() -> object:
-        check({src: statement, transport.rank: expected})
+        check(calls)
         return _assembled(structure, cargo)
 
     return Begun([transport.recv(flat, src, tag) for flat in cargo.flats], finish)
