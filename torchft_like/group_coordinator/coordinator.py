@@ -200,7 +200,8 @@ class GroupCoordinator(Communicating):
             timeout: seconds or a timedelta; None takes that of the options.
 
         Raises:
-            CollectiveTimeoutError: some did not come in time; names them. The group stays usable.
+            CollectiveTimeoutError: some did not come in time; names them. The group stays usable, and the
+                next call waits for the same barrier again.
             GroupCoordinatorError: a member died; names those that had not come.
         """
         self._all_barriers().wait(timeout)

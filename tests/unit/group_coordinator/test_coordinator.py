@@ -107,6 +107,19 @@ def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: T
     coordinators[1].barrier()
 
 
+def test_a_barrier_that_was_waited_for_in_vain_is_the_one_that_is_waited_for_again(party: Party) -> None:
+    early, late = coordinators = over(party.meet(2, gloo))
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+            early.barrier(0.05)
+    late.barrier()
+    early.barrier()
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+        early.barrier(0.05)  # another one
+    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+
+
 def test_a_dummy_group_carries_a_coordinator_of_one() -> None:
     alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
     assert alone.all_reduce(torch.ones(2)).tolist() == [1, 1]
