@@ -10,6 +10,7 @@ it, or the groups are taken down.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement
 from torchft_like.group_coordinator.transport import Flight, Transport, from_bytes
 from torchft_like.plain_data import Message, PlainDataError, assemble, disassemble, tensor_specs
 from torchft_like.plain_data.schema import STRUCTURE_BYTES_MAX
+
+FOR_EVER = timedelta(days=365)  # until the group ends
 
 
 class Begun(NamedTuple):
@@ -100,7 +103,9 @@ def start_sending(
         message = taken_apart(transport, value)
     except (ValueError, TypeError) as error:
         refusal = transport.send(from_bytes(encode(Statement(kind).refused(error))), dst, tag)
-        Handle("a refusal", refusal.land, lambda _: None)  # aside: the receiver may be about to send, too
+        # Aside: the receiver may be about to send, too. And for ever: if it never comes, a timeout would end
+        # the group, which the caller, who has an error of his own, goes on to use.
+        Handle("a refusal", lambda: refusal.land(FOR_EVER), lambda _: None)
         raise
     statement = Statement(kind, terms).announcing(message.structure)
     head = [encode(statement), *([] if statement.payload else [message.structure])]

@@ -428,6 +428,30 @@ def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goe
     assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
 
 
+def test_a_refusal_that_nobody_has_received_within_the_timeout_leaves_the_group_alone(party: Party) -> None:
+    groups = party.meet(2, lambda: ProcessGroupGloo(3, check_collectives=False))
+    refusing, other = coordinators = over(groups)
+    with pytest.raises(PlainDataError):
+        refusing.send_object({1, 2}, 1)
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+        refusing.barrier(4)  # the timeout passes
+    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    with pytest.raises(CollectiveMismatchError, match="does not travel"):
+        other.recv_object(0)
+
+
+def test_a_refusal_that_nobody_receives_ends_with_its_group(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    known = set(threading.enumerate())
+    with pytest.raises(PlainDataError):
+        over(groups)[0].send_object(object(), 1)
+    (waiting,) = [thread for thread in threading.enumerate() if thread not in known]
+    groups[0].abort("enough")
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+
+
 def test_a_handle_ends_with_its_group(party: Party) -> None:
     groups = party.meet(2, gloo)
     receiving = over(groups)[1].irecv_tensor_dict(0)
