@@ -107,19 +107,6 @@ def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: T
     coordinators[1].barrier()
 
 
-def test_a_barrier_that_was_waited_for_in_vain_is_the_one_that_is_waited_for_again(party: Party) -> None:
-    early, late = coordinators = over(party.meet(2, gloo))
-    for _ in range(2):
-        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-            early.barrier(0.05)
-    late.barrier()
-    early.barrier()
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-        early.barrier(0.05)  # another one
-    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
-
-
 def test_a_dummy_group_carries_a_coordinator_of_one() -> None:
     alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
     assert alone.all_reduce(torch.ones(2)).tolist() == [1, 1]
@@ -426,30 +413,6 @@ def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goe
             assert isinstance(error, CollectiveMismatchError)
             assert "is an object, which does not travel" in str(error)
     assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
-
-
-def test_a_refusal_that_nobody_has_received_within_the_timeout_leaves_the_group_alone(party: Party) -> None:
-    groups = party.meet(2, lambda: ProcessGroupGloo(3, check_collectives=False))
-    refusing, other = coordinators = over(groups)
-    with pytest.raises(PlainDataError):
-        refusing.send_object({1, 2}, 1)
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
-        refusing.barrier(4)  # the timeout passes
-    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
-    with pytest.raises(CollectiveMismatchError, match="does not travel"):
-        other.recv_object(0)
-
-
-def test_a_refusal_that_nobody_receives_ends_with_its_group(party: Party) -> None:
-    groups = party.meet(2, gloo)
-    known = set(threading.enumerate())
-    with pytest.raises(PlainDataError):
-        over(groups)[0].send_object(object(), 1)
-    (waiting,) = [thread for thread in threading.enumerate() if thread not in known]
-    groups[0].abort("enough")
-    waiting.join(LIMIT_S)
-    assert not waiting.is_alive()
 
 
 def test_a_handle_ends_with_its_group(party: Party) -> None:
