@@ -18,18 +18,20 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchft_like.errors import ChangeRolledBackError, GroupCoordinatorError
 from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator, MembershipBoard
 from torchft_like.process_group import create_store_client
+from torchft_like.process_group.served_store import serve_store
 
 EXPERTS, WIDTH, CHOICES = 8, 16, 2
 ENOUGH = 20  # answers in an epoch, until the launcher goes on
 PAUSE_S = 0.005
+STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
@@ -44,8 +46,8 @@ def main() -> None:
 
 def launch() -> int:
     """Start, kill and start again; the number of workers that were not content."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = f"127.0.0.1:{store.port}/experts"
+    _store, served_at = serve_store("127.0.0.1", STORE_TIMEOUT)  # for as long as it is referred to
+    address = f"{served_at}/experts"
     board = MembershipBoard(address)
     workers = {name: start(name, address) for name in "abc"}
     everybody = list(workers.values())

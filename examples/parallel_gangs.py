@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torchft_like.gang import (
     Gangs,
@@ -28,11 +28,13 @@ from torchft_like.gang import (
     create_parallel_gangs,
     maybe_get_current_gangs,
 )
+from torchft_like.process_group.served_store import serve_store
 
 PROCESSES = 4
 TP_SIZE = 2
 INPUTS, HIDDEN, OUTPUTS, BATCH = 8, 16, 4, 12
 STEPS, LEARNING_RATE = 20, 0.2
+STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
 
 def start_processes() -> int:
     """Be what torchrun is: give every process its rank and a store to meet in; the worst exit code."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store, _ = serve_store("127.0.0.1", STORE_TIMEOUT)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(PROCESSES)}
     ours = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # nobody else has to serve it
     started = [

@@ -355,6 +355,7 @@ def a_barrier_names_who_is_missing(c: GroupCoordinator) -> None:
         error = raised(lambda: c.barrier(0.2), CollectiveTimeoutError)
         assert f"rank {c.world_size - 1} did not come" in error
         c.send_object("waited in vain", c.world_size - 1)
+        c.barrier()  # the same one
     c.barrier()
     same(c.all_reduce(torch.ones(1)), torch.ones(1) * c.world_size)
 

@@ -124,6 +124,23 @@ def slices(here: Here, rank: int, are_replicated: bool, declared: bool) -> Any:
     return None
 
 
+def slices_without_one(here: Here, rank: int, by_handle: bool) -> tuple[str, float]:
+    """As above, but what rank 2 sends lacks the tensor; and what the pairs add up afterwards."""
+    pairs = GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", True, group_name="pairs")
+    whole = here.coordinators["4"]
+
+    def receive() -> object:
+        if by_handle:
+            return whole.irecv_tensor_dict(rank - 1, pairs).wait()
+        return whole.recv_tensor_dict(rank - 1, pairs)
+
+    def send() -> object:
+        sent = {"other" if rank == 2 else "shared": torch.ones(3)}
+        return whole.send_tensor_dict(sent, rank + 1, pairs, {"shared": True})
+
+    return outcome_of(receive if rank % 2 else send), pairs.all_reduce(torch.ones(1)).item()
+
+
 def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
     """How many graphs torch makes of a function with collectives in it, and what the function gives."""
     coordinator, graphs = here.coordinators["2"], []

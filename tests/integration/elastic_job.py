@@ -16,6 +16,7 @@ from torchft_like.group_coordinator import (
     ManagedCoordinator,
     Membership,
 )
+from torchft_like.group_coordinator.elastic.ballot import Ballot
 
 Here = SimpleNamespace
 PATIENCE_S = 300.0  # far above any limit of the tests: what ends by it fails them
@@ -28,6 +29,19 @@ def make(here: Here, rank: int, name: str) -> None:
 
 def begin(here: Here, rank: int, epoch: int, address: str, members: Sequence[str]) -> None:
     here.change = here.coordinator.begin_change(Membership(epoch, address, tuple(members)))
+
+
+def begin_and_say_nothing(here: Here, rank: int, epoch: int, address: str, members: Sequence[str]) -> bool:
+    """Meet the others, and stop there for ever; returns when it has come so far."""
+    has_met = threading.Event()
+
+    def say_nothing(ballot: Ballot, rank: int, text: str) -> None:
+        has_met.set()
+        threading.Event().wait()
+
+    setattr(Ballot, "say", say_nothing)  # noqa: B010 - on purpose
+    begin(here, rank, epoch, address, members)
+    return has_met.wait(50)
 
 
 def wait_ready(here: Here, rank: int) -> bool:

@@ -77,6 +77,17 @@ def test_one_killed_before_it_has_met_the_others(with_c: Crew) -> None:
     assert with_c.of("ab").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
 
 
+def test_one_killed_when_it_has_met_the_others_and_has_not_said_so(with_c: Crew) -> None:
+    membership = with_c.board.announce("bca")
+    told = membership.epoch, membership.store_address, membership.members
+    (victim,) = with_c.of("c")
+    victim.tell(elastic_job.begin_and_say_nothing, 0, *told)
+    with_c.begin("ab", membership)
+    assert victim.answer()
+    with_c.kill("c")
+    assert with_c.of("ab").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
+
+
 def test_one_killed_when_it_is_ready_and_has_not_voted(with_c: Crew) -> None:
     with_c.begin("abc", with_c.board.announce("bca"))
     assert with_c.of("abc").ask(elastic_job.wait_ready) == [True] * 3

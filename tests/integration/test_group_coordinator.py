@@ -72,6 +72,20 @@ def test_slices_of_tensors_that_differ_are_refused_by_all_their_receivers(ranks:
         assert "shared" in text
 
 
+@pytest.mark.parametrize("by_handle", [False, True])
+def test_a_slice_that_one_rank_does_not_send_is_an_error_for_all_receivers_and_their_group_goes_on(
+    ranks: Ranks, by_handle: bool
+) -> None:
+    found = ranks.ask(job.slices_without_one, by_handle)
+    assert [total for _, total in found] == [2.0] * 4
+    sent, missed, refused, unsent = (text for text, _ in found)
+    assert sent == "no error: None"
+    assert refused.startswith("ValueError: all_gather_tensors names 'shared'")
+    for text in (missed, unsent):
+        assert text.startswith("CollectiveMismatchError")
+        assert "all_gather_tensors names 'shared'" in text
+
+
 def test_tensors_that_are_not_declared_are_sent_whole(ranks: Ranks) -> None:
     found = ranks.ask(job.slices, False, False)
     assert [found[1][0][0], found[3][0][0]] == [[0, 1, 2], [2, 3, 4]]

@@ -2,7 +2,8 @@
 
 The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
 each rank notes in a store that it has come, and whoever waits in vain reads there who has not. A barrier
-whose time is up stays open: a rank that comes late finds it complete, and the group stays usable.
+whose time is up stays open: a rank that comes late finds it complete, and the group stays usable. Who
+calls again waits for the same one again, or the ranks would be one off.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Barriers:
     def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
         self._transport = transport
         self._roll: _Roll | None = None
+        self._pending: Handle[None] | None = None
         if transport.world_size > 1:
             self._roll = _Roll(transport, store or _store_of(transport), name)
 
     def wait(self, timeout: timedelta | float | None) -> None:
-        """Until all members have come.
+        """Until all members have come; after a CollectiveTimeoutError, to the barrier that it was about.
 
         Args:
             timeout: seconds or a timedelta; None takes that of the options.
@@ -51,13 +53,11 @@ class Barriers:
         patience = as_timedelta(self._transport.options.timeout if timeout is None else timeout)
         if self._roll is None:
             return
-        self._roll.come()
         try:
-            with self._transport.guard("barrier"):
-                flight = self._transport.barrier(patience + as_timedelta(self._transport.options.timeout))
-            handle = Handle("barrier", lambda: _land(self._transport, flight), lambda _: None)
-            handle.wait(patience.total_seconds())
+            barrier, self._pending = self._pending or self._started(self._roll, patience), None
+            barrier.wait(patience.total_seconds())
         except StillUnderWayError:
+            self._pending = barrier
             missing = self._roll.missing()
             waiting = {
                 rank: ("barrier",) for rank in range(self._transport.world_size) if rank not in missing
@@ -65,6 +65,13 @@ class Barriers:
             raise CollectiveTimeoutError(patience.total_seconds(), missing, waiting) from None
         except GroupCoordinatorError as error:
             raise GroupCoordinatorError(f"{error}; {_absent(self._roll.missing())}") from error.__cause__
+
+    def _started(self, roll: _Roll, patience: timedelta) -> Handle[None]:
+        """The next barrier."""
+        roll.come()
+        with self._transport.guard("barrier"):
+            flight = self._transport.barrier(patience + as_timedelta(self._transport.options.timeout))
+        return Handle("barrier", lambda: _land(self._transport, flight), lambda _: None)
 
 
 class _Roll:

@@ -182,7 +182,8 @@ class GroupCoordinator(Communicating):
     ) -> Handle[TensorDict | None]:
         """As `recv_tensor_dict`, but returns at once; with a device group, when the sender has begun.
 
-        Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it.
+        Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it, and who
+        has its slices waits there for the others until the timeout of that group, not that of the `wait`.
         """
         transport, source = self._with_peer(src, -1, "src")
         gathering = _transport_of(all_gather_group)
@@ -199,7 +200,8 @@ class GroupCoordinator(Communicating):
             timeout: seconds or a timedelta; None takes that of the options.
 
         Raises:
-            CollectiveTimeoutError: some did not come in time; names them. The group stays usable.
+            CollectiveTimeoutError: some did not come in time; names them. The group stays usable, and the
+                next call waits for the same barrier again.
             GroupCoordinatorError: a member died; names those that had not come.
         """
         self._all_barriers().wait(timeout)

@@ -50,7 +50,8 @@ class Handle(Generic[T]):
         """The result, once the operation is done; on a CUDA device, once the present stream waits for it.
 
         Args:
-            timeout: seconds; None waits as long as the operation takes.
+            timeout: seconds; None waits as long as the operation takes. What the ranks make of it together, a
+                tensor of their slices, they make afterwards: for that they wait until their group's timeout.
 
         Raises:
             StillUnderWayError: it takes longer than `timeout`. It goes on; wait again.

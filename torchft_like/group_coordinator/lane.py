@@ -5,6 +5,7 @@ It may be torch's own or any of ours, registered with torch or not.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Work
@@ -64,14 +65,17 @@ class Flight(NamedTuple):
     work: Work
     lane: Lane
 
-    def land(self) -> None:
+    def land(self, timeout: timedelta | None = None) -> None:
         """Wait for its end.
+
+        Args:
+            timeout: None takes that of the group.
 
         Raises:
             GroupCoordinatorError: the group hid that it failed.
             RuntimeError: it failed.
         """
-        self.work.wait()
+        self.work.wait() if timeout is None else self.work.wait(timeout)
         self.lane.check()
 
 

@@ -10,11 +10,12 @@ it, or the groups are taken down.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.cargo import Cargo
 from torchft_like.group_coordinator.handle import Handle
@@ -22,6 +23,8 @@ from torchft_like.group_coordinator.statements import STATEMENT_BYTES, Statement
 from torchft_like.group_coordinator.transport import Flight, Transport, from_bytes
 from torchft_like.plain_data import Message, PlainDataError, assemble, disassemble, tensor_specs
 from torchft_like.plain_data.schema import STRUCTURE_BYTES_MAX
+
+FOR_EVER = timedelta(days=365)  # until the group ends
 
 
 class Begun(NamedTuple):
@@ -100,7 +103,9 @@ def start_sending(
         message = taken_apart(transport, value)
     except (ValueError, TypeError) as error:
         refusal = transport.send(from_bytes(encode(Statement(kind).refused(error))), dst, tag)
-        Handle("a refusal", refusal.land, lambda _: None)  # aside: the receiver may be about to send, too
+        # Aside: the receiver may be about to send, too. And for ever: if it never comes, a timeout would end
+        # the group, which the caller, who has an error of his own, goes on to use.
+        Handle("a refusal", lambda: refusal.land(FOR_EVER), lambda _: None)
         raise
     statement = Statement(kind, terms).announcing(message.structure)
     head = [encode(statement), *([] if statement.payload else [message.structure])]
@@ -115,15 +120,15 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
         terms: what the sender must have said; None takes any.
 
     Raises:
-        CollectiveMismatchError: it refuses to send; or, from `land`, it sent something else, which was
-            taken out of the way.
+        CollectiveMismatchError: from `land`; it refuses to send, or sent something else, which was taken out
+            of the way.
     """
     head = torch.empty(STATEMENT_BYTES, dtype=torch.uint8)
     transport.recv(head, src, tag).land()
     statement = decode(head.numpy().tobytes())
-    expected = Statement(kind, statement.terms if terms is None else terms)
+    calls = {src: statement, transport.rank: Statement(kind, statement.terms if terms is None else terms)}
     if statement.refusal is not None:
-        raise CollectiveMismatchError("arguments", {src: str(statement), transport.rank: str(expected)})
+        return Begun([], lambda: check(calls))
     structure = statement.payload
     if not structure:
         data = torch.empty(_structure_length(statement), dtype=torch.uint8)
@@ -132,7 +137,7 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
     cargo = _memory_for(transport, structure)
 
     def finish() -> object:
-        check({src: statement, transport.rank: expected})
+        check(calls)
         return _assembled(structure, cargo)
 
     return Begun([transport.recv(flat, src, tag) for flat in cargo.flats], finish)

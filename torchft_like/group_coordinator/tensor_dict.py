@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.messages import Begun, start_broadcast, start_receiving, start_sending
 from torchft_like.group_coordinator.plans import checked_rank, even_sizes
 from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import Transport, as_bytes
+from torchft_like.group_coordinator.transport import HARMLESS, Transport, as_bytes
 from torchft_like.group_coordinator.variable import Gathering
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Slicing(NamedTuple):
 
 # Of each slice in a dict, by name: part, parts, the whole's shape and digest.
 Slices = dict[str, tuple[int, int, list[int], int]]
+# Gives what has come, or raises why that is nothing: the counterparts must hear of it, and not wait.
+Received = Callable[[], tuple[TensorDict, Slices]]
 
 
 def slicing(transport: Transport | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
@@ -84,8 +87,18 @@ def start_sending_dict(
 
 
 def start_receiving_dict(transport: Transport, src: int, tag: int) -> Begun:
-    """Begin to receive, once `src` has begun to send; gives a pair of dict and slices, see `joined`."""
-    return start_receiving(transport, src, tag, TENSOR_DICT)
+    """Begin to receive, once `src` has begun to send; gives a Received, see `joined`."""
+    begun = start_receiving(transport, src, tag, TENSOR_DICT)
+
+    def finish() -> Received:
+        outcome: Future[tuple[TensorDict, Slices]] = Future()
+        try:
+            outcome.set_result(begun.finish())
+        except HARMLESS as refusal:
+            outcome.set_exception(refusal)
+        return outcome.result
+
+    return begun._replace(finish=finish)
 
 
 def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> Handle[TensorDict | None]:
@@ -127,35 +140,41 @@ def handle(transport: Transport, operation: str, begun: Begun, settle: Callable[
     return transport.bound(Handle(f"{operation} over {transport}", finish, settle, watched))
 
 
-def joined(received: tuple[TensorDict, Slices], transport: Transport | None) -> TensorDict:
+def joined(received: Received, transport: Transport | None) -> TensorDict:
     """A dict as it came, with whole tensors for the slices that the ranks of an all-gather group hold.
 
     Raises:
         ValueError: there are slices, and the group is not the one they were made for.
-        CollectiveMismatchError: the slices are not of the same tensors: they were not replicated.
+        CollectiveMismatchError: the slices are not of the same tensors: they were not replicated. Or a
+            sender has refused to send, on all ranks of the group.
     """
-    tensor_dict, slices = received
-    if not slices and (transport is None or transport.world_size == 1):
-        return tensor_dict
     if transport is None:
-        raise ValueError(f"slices of {sorted(slices)} came: pass the all_gather_group to the receiver, too")
-    names = sorted(slices)
+        return _unsliced(*received())
 
-    def prepare() -> tuple[Statement, None]:
-        for name in names:
-            part, parts, _, _ = slices[name]
+    def prepare() -> tuple[Statement, tuple[TensorDict, Slices]]:
+        tensor_dict, slices = received()
+        for name, (part, parts, _, _) in slices.items():
             if (part, parts) != (transport.rank, transport.world_size):
                 raise ValueError(
                     f"slice {part} of {parts} of {name!r} came to rank {transport.rank} of "
                     f"{transport.world_size} of the all_gather_group"
                 )
-        return Statement("recv_tensor_dict", tuple((name, _whole_text(slices[name])) for name in names)), None
+        wholes = tuple((name, _whole_text(slices[name])) for name in sorted(slices))
+        return Statement("recv_tensor_dict", wholes), (tensor_dict, slices)
 
     with transport.guard("recv_tensor_dict"):
-        transport.agree(prepare, "recv_tensor_dict")
-        gathered = {name: _start_joining(transport, tensor_dict[name], slices[name][2]) for name in names}
+        _, (tensor_dict, slices) = transport.agree(prepare, "recv_tensor_dict")
+        gathered = {
+            name: _start_joining(transport, tensor_dict[name], slices[name][2]) for name in sorted(slices)
+        }
         for name, gathering in gathered.items():
             tensor_dict[name] = gathering.land().view(slices[name][2])
+    return tensor_dict
+
+
+def _unsliced(tensor_dict: TensorDict, slices: Slices) -> TensorDict:
+    if slices:
+        raise ValueError(f"slices of {sorted(slices)} came: pass the all_gather_group to the receiver, too")
     return tensor_dict
 
 

@@ -219,6 +219,32 @@ def test_a_change_that_is_withdrawn_is_not_waited_for(crew: Crew) -> None:
     assert crew.sums("ab") == [2, 2]
 
 
+def test_a_change_that_is_withdrawn_when_the_members_have_met_is_not_waited_for(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew.change("ab")
+    membership, say = crew.board.announce("abc"), Ballot.say
+    have_met, is_withdrawn = threading.Barrier(4), threading.Event()
+
+    def say_unless_c(ballot: Ballot, rank: int, text: str) -> None:
+        if rank != membership.rank_of("c"):
+            say(ballot, rank, text)
+        have_met.wait(LIMIT_S)
+        if rank == membership.rank_of("c"):
+            is_withdrawn.wait(LIMIT_S)
+
+    monkeypatch.setattr(Ballot, "say", say_unless_c)
+    changes = crew.begin("abc", membership, timeout=3600, ready=False)
+    have_met.wait(LIMIT_S)
+    crew.board.withdraw(membership, "c does not speak")
+    for name in "ab":
+        assert changes[name].wait_ready(LIMIT_S)
+        with pytest.raises(ChangeRolledBackError, match="withdrawn: c does not speak"):
+            changes[name].complete()
+    is_withdrawn.set()
+    assert crew.sums("ab") == [2, 2]
+
+
 def test_members_that_were_told_different_things_do_not_switch(crew: Crew) -> None:
     crew.change("ab")
     announced = crew.board.announce("abc")

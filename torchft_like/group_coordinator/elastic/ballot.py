@@ -36,7 +36,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
-from torchft_like.errors import FaultToleranceError, ProcessGroupError
+from torchft_like.errors import FaultToleranceError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.group_coordinator.elastic.membership import SWITCH, Verdict
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import StoreAddress
@@ -72,6 +72,7 @@ class Ballot:
         self._voters = voters
         self._timeout = timeout
         self._listening: AbortableStore | None = None
+        self._hearing: AbortableStore | None = None
         self._is_closed = False
         self.verdict: Future[Verdict] = Future()
         self.has_voted = False
@@ -122,20 +123,29 @@ class Ballot:
         self._ask(lambda store: store.set(f"said/{rank}", text))
 
     def hear(self) -> list[str]:
-        """What all voters have said; waits until they have."""
+        """What all voters have said; waits until they have.
+
+        Raises:
+            ProcessGroupAbortedError: the ballot was closed.
+            ProcessGroupError, TimeoutError: the store was lost, or some have not said anything in time.
+        """
         keys = [f"said/{rank}" for rank in range(self._voters)]
 
         def hear(store: AbortableStore) -> list[bytes]:
+            self._hearing = store
+            if self._is_closed:
+                store.abort()
             store.wait(keys)
             return store.multi_get(keys)
 
         return [said.decode(errors="replace") for said in self._ask(hear)]
 
     def close(self) -> None:
-        """Listen no more. From any thread."""
+        """Listen and hear no more. From any thread."""
         self._is_closed = True
-        if self._listening is not None:
-            self._listening.abort()
+        for store in (self._listening, self._hearing):
+            if store is not None:
+                store.abort()
 
     def _listen(self, store: AbortableStore) -> None:
         try:
@@ -162,6 +172,8 @@ class Ballot:
             store.connect()
             try:
                 return question(store)
+            except ProcessGroupAbortedError:
+                raise
             except ProcessGroupError as lost:
                 again = AbortableStore(self._address, timedelta(seconds=RETRY_S))
                 with contextlib.closing(again):

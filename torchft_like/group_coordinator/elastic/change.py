@@ -200,10 +200,11 @@ class Change:
 
     def _meet(self, groups: EpochGroups, rank: int) -> None:
         groups.configure(self.membership.store_address, rank, len(self.membership.members))
+        met = self._watched_barrier(groups)  # before `hear`, which a member that dies now would keep waiting
         self._ballot.say(rank, self.membership.digest)
         if (reason := differing(self.membership, self._ballot.hear())) is not None:
             raise ValueError(reason)
-        groups.cpu.barrier().wait()
+        met.wait()
 
     def _end_meeting(self, verdict: Future[Verdict]) -> None:
         """It was decided, or the store lost, before the members have met: nobody has to wait for that."""
@@ -213,6 +214,7 @@ class Change:
                 groups.abort(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
 
         if self._groups is not None and not self._prepared.is_set():
+            self._ballot.close()
             threading.Thread(target=repeat, args=(self._groups,), name="torchft-change", daemon=True).start()
 
     # -------------------------------------------------------------------------- the decision
@@ -241,26 +243,32 @@ class Change:
         if self._groups is None:
             return
         try:
-            met = self._groups.cpu.barrier()  # here, so that it comes before any call of the new epoch
+            self._watched_barrier(self._groups)  # here, so that it comes before any call of the new epoch
         except ProcessGroupError as error:
             self._ballot.refuse(f"{self._name} has lost the others after it had met them: {error}")
             return
-        threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
         self._ballot.vote(rank)
+
+    def _watched_barrier(self, groups: EpochGroups) -> Work:
+        """Have the change rolled back if a member dies before all have come to it."""
+        met = groups.cpu.barrier()
+        threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
+        return met
 
     def _watch(self, met: Work) -> None:
         try:
             met.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the members cannot meet
-            if not self._ballot.verdict.done() and not self.is_over:
+            is_told = self._ballot.verdict.done() or self.is_over or self._failure is not None
+            if not is_told:
                 self._ballot.try_to_refuse(f"a member died after the others had met: {error}")
 
     def _read(self, deadline: float) -> Verdict:
         verdict = self._ballot.verdict
-        if self._failure is not None and self.rank is not None:
+        if self._failure is not None and not (verdict.done() and verdict.exception() is None):
+            if self.rank is None:
+                raise self._failure  # who leaves cannot reach the store
             return Verdict(False, f"{self._name} could not meet the others: {self._failure}")
-        if self._failure is not None:
-            raise self._failure  # who leaves cannot reach the store
         if not _is_done(verdict, deadline):
             self._ballot.refuse(f"{self._name} has waited for the others in vain")
             if not _is_done(verdict, time.monotonic() + self._timeout.total_seconds()):
