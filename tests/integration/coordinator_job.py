@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER
 from torchft_like.group_coordinator.lane import Lane
+from torchft_like.message_queue import MessageQueue
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupGloo
 
 Here = SimpleNamespace
@@ -137,15 +139,29 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
     here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))  # for a combine to come
 
 
-def use_a_queue(here: Here, rank: int) -> Any:
+def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
     """From now on rank 0 broadcasts objects through a queue; what it broadcasts first."""
-    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster()
+    queue = MessageQueue(2, 2, *geometry, local_reader_ranks=[1, 2]) if geometry and rank == 0 else None
+    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
     return here.coordinator.broadcast_object(["first"])
 
 
 def broadcast_object(here: Here, rank: int) -> str:
     """What comes of one more."""
     return outcome_of(lambda: here.coordinator.broadcast_object(["second"]))
+
+
+def broadcast_more_than_there_is_memory_for(here: Here, rank: int, nbytes: int) -> list[str]:
+    """What comes of an object that no file can hold, and of the next one."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, unlimited[1]))
+    try:
+        too_large = b"x" * nbytes if rank == 0 else None
+        first = outcome_of(lambda: here.coordinator.broadcast_object(too_large))
+        return [first, broadcast_object(here, rank)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def begin(here: Here, rank: int, name: str) -> None:

@@ -205,3 +205,17 @@ def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
     victim.kill()
     assert "ranks [2] do not read" in ranks[0].ask(job.broadcast_object, 0)
     assert "second" in ranks[1].ask(job.broadcast_object, 1)  # it was written before the writer knew
+
+
+def test_an_object_for_which_there_is_no_memory_is_an_error_on_all_and_the_next_one_arrives(
+    store: TCPStore, ranks: Ranks
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    writer, *readers = members.ask(job.broadcast_more_than_there_is_memory_for, 20 << 20)
+    assert writer[0].startswith("QueueMemoryError")
+    for refused, _ in readers:
+        assert refused.startswith("CollectiveMismatchError")
+        assert "a message of 20971" in refused
+    assert [found for _, found in (writer, *readers)] == ["no error: ['second']"] * 3

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.address import LOOPBACK, local_host_towards
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueError
 from torchft_like.group_coordinator.messages import start_broadcast
 from torchft_like.group_coordinator.plans import checked_rank
 from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import Transport
+from torchft_like.group_coordinator.transport import HARMLESS, Transport
 from torchft_like.message_queue import MessageQueue
-from torchft_like.plain_data import PlainDataError, assemble, disassemble
+from torchft_like.plain_data import assemble, disassemble
 from torchft_like.process_group.wrapper import as_timedelta
 
 
@@ -78,7 +78,8 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
     """The writer's object, on every rank.
 
     Raises:
-        PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
+        PlainDataError, QueueMemoryError: the writer's object does not travel, or there is no memory for it;
+            the readers get a CollectiveMismatchError.
         GroupCoordinatorError: a member is gone.
     """
     with transport.guard("broadcast_object"):
@@ -94,12 +95,19 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
     try:
         queue.enqueue((True, obj), _patience_s(transport))
-    except PlainDataError as error:
-        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+    except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
+        _refuse(transport, queue, error)
         raise
     if lost := queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {lost} do not read the message queue any more")
     return obj
+
+
+def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None:
+    try:
+        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+    except QueueError as unsaid:
+        raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
 
 
 def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
