@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -141,9 +142,37 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
 
 def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
     """From now on rank 0 broadcasts objects through a queue; what it broadcasts first."""
-    queue = MessageQueue(2, 2, *geometry, local_reader_ranks=[1, 2]) if geometry and rank == 0 else None
-    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
+    make_a_queue(here, rank, [1, 2], *geometry)
     return here.coordinator.broadcast_object(["first"])
+
+
+def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> None:
+    """Rank 0 makes it by itself, for local readers that it names."""
+    queue = MessageQueue(2, len(local), *geometry, local_reader_ranks=local) if rank == 0 else None
+    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
+
+
+def make_a_queue_in_vain(here: Here, rank: int, local: list[int], fails: str) -> str:
+    """What comes of it when something fails on rank 2."""
+    method = getattr(MessageQueue, fails)
+    if rank == 2:
+        setattr(MessageQueue, fails, no_descriptors)
+    try:
+        return outcome_of(lambda: make_a_queue(here, rank, local))
+    finally:
+        setattr(MessageQueue, fails, method)
+
+
+def no_descriptors(*_: object) -> None:
+    raise OSError(errno.EMFILE, "no descriptors are left")
+
+
+def give_up(here: Here, rank: int, how: str) -> None:
+    """Go on without the others, who are not told."""
+    if how == "destroys":
+        here.coordinator.destroy()
+    else:
+        here.coordinator._transport.break_off("this rank gives up")
 
 
 def broadcast_object(here: Here, rank: int) -> str:
@@ -155,7 +184,7 @@ def broadcast_more_than_there_is_memory_for(here: Here, rank: int, nbytes: int) 
     """What comes of an object that no file can hold, and of the next one."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, unlimited[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
     try:
         too_large = b"x" * nbytes if rank == 0 else None
         first = outcome_of(lambda: here.coordinator.broadcast_object(too_large))

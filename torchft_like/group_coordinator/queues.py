@@ -2,6 +2,8 @@
 
 Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
 others get a socket. Nobody has to say so: the members tell each other where they are.
+
+INVARIANT: a queue ends with its groups. Who waits in one hears of a member's death from whoever breaks off.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueError
+from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.messages import start_broadcast
 from torchft_like.group_coordinator.plans import checked_rank
 from torchft_like.group_coordinator.statements import Statement
@@ -38,11 +41,8 @@ def create_broadcaster(
     with transport.guard(operation):
         places = _places(transport, operation, "writer", writer_rank)
         known = start_broadcast(transport, operation, handle, writer_rank, lambda: ()).land()
-        if queue is None:
-            queue = MessageQueue.create_from_handle(known, transport.rank)
-        if blocking:
-            queue.wait_until_ready(_patience_s(transport))
-    return queue
+        read = _met(transport, operation, queue, [known] if queue is None else [], blocking)
+    return read[0] if queue is None else queue
 
 
 def create_single_reader(
@@ -64,14 +64,40 @@ def create_single_reader(
         places = _places(transport, operation, "reader", reader_rank)
         said, _ = transport.agree(prepare, operation)
         writers = [rank for rank in range(transport.world_size) if rank != reader_rank]
-        queues = []
-        if transport.rank == reader_rank:
-            handles = [assemble(said[rank].payload, []) for rank in writers]
-            queues = [MessageQueue.create_from_handle(handle, reader_rank) for handle in handles]
-        for queue in [*queues, *([made] if made is not None else [])]:
-            if blocking:
-                queue.wait_until_ready(_patience_s(transport))
-    return made, queues
+        handles = [assemble(said[rank].payload, []) for rank in writers] if made is None else []
+        return made, _met(transport, operation, made, handles, blocking)
+
+
+def _met(
+    transport: Transport, operation: str, made: MessageQueue | None, handles: list[object], blocking: bool
+) -> list[MessageQueue]:
+    """The ends to read, once every member has opened its own; if `blocking`, once the writers have let it in.
+
+    A writer lets its readers in aside, and waits in the group, where it hears of one that will not come.
+    """
+    read: list[MessageQueue] = []
+
+    def prepare() -> tuple[Statement, None]:
+        read.extend(MessageQueue.create_from_handle(handle, transport.rank) for handle in handles)
+        for end in read if blocking else ():
+            end.wait_until_ready(_patience_s(transport))
+        return Statement(operation), None
+
+    def let_in() -> None:
+        if made is not None and blocking:
+            made.wait_until_ready(_patience_s(transport))
+
+    try:
+        letting_in = Handle(operation, let_in, lambda _: None)
+        transport.agree(prepare, operation)
+        letting_in.wait()
+    except BaseException:
+        for end in [*read, *([] if made is None else [made])]:
+            end.shutdown()
+        raise
+    for end in [*read, *([] if made is None else [made])]:
+        transport.when_broken_off(end.shutdown)
+    return read
 
 
 def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> Any:
@@ -93,13 +119,14 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 
 
 def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
+    left = queue.left_readers  # who leaves later may have read what is written now
     try:
         queue.enqueue((True, obj), _patience_s(transport))
     except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
         _refuse(transport, queue, error)
         raise
-    if lost := queue.lost_readers:
-        raise GroupCoordinatorError(f"ranks {lost} do not read the message queue any more")
+    if gone := left + queue.lost_readers:
+        raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
 
 

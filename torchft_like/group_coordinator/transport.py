@@ -6,8 +6,8 @@ without gaps.
 
 INVARIANTS
 * Every wait ends: in the group's timeout, its abort, or the death of a peer.
-* A rank that leaves a call half-way, for whatever reason, takes its groups down, so that no peer waits
-  for the other half. What is refused before data moves takes nothing down.
+* A rank that leaves a call half-way, for whatever reason, takes its groups down, and its ends of queues, so
+  that no peer waits for the other half. What is refused before data moves takes nothing down.
 * A group that hides its errors (ErrorSwallowing, Managed) does not hide them here.
 """
 
@@ -73,6 +73,7 @@ class Transport:
             self._lanes[device.type] = Lane(device_group)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
+        self._ending: list[Callable[[], None]] = []
 
     @property
     def waits_on_streams(self) -> bool:
@@ -125,6 +126,12 @@ class Transport:
         """End what is under way, here and at the peers."""
         for lane in (self.cpu, *self._lanes.values()):
             lane.break_off(reason)
+        for end in self._ending:
+            end()
+
+    def when_broken_off(self, end: Callable[[], None]) -> None:
+        """Have `end` called, from any thread and as often as may be, when the groups are taken down."""
+        self._ending.append(end)
 
     def agree(self, prepare: Callable[[], tuple[Statement, T]], operation: str) -> tuple[list[Statement], T]:
         """Hear what all ranks say about a call before data moves; all of them get the same verdict.

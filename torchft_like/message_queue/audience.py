@@ -61,6 +61,7 @@ class Audience:
     def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:
         self.lobby = Lobby(ranks, token)
         self.lost: list[int] = []
+        self.left: list[int] = []
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._members: dict[int, _Member] = {}
@@ -188,6 +189,7 @@ class Audience:
             while data := member.connection.recv(16, socket.MSG_DONTWAIT):
                 if data == LEAVE:
                     self._remove(member)
+                    self.left.append(member.rank)
                     return
             self._evict(member, "its connection ended")
         except BlockingIOError:

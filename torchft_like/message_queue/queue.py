@@ -185,6 +185,11 @@ class MessageQueue:
         """At the writer: the ranks of the readers that died, and that it goes on without."""
         return self._writer().lost_readers()
 
+    @property
+    def left_readers(self) -> list[int]:
+        """At the writer: the ranks of the readers that left by themselves, and that it goes on without."""
+        return self._writer().left_readers()
+
     def shutdown(self) -> None:
         """Close this end; may be repeated, and wakes whoever waits in it.
 

@@ -63,6 +63,7 @@ class RemoteAudience:
     ) -> None:
         self.n_readers = n_readers
         self.lost: list[int] = []
+        self.left: list[int] = []
         self._window = window
         self._token = token
         self._taken = set(local_ranks)
@@ -175,6 +176,7 @@ class RemoteAudience:
                 self._evict(identity, "it has read what was never written")
         elif tag == TAG_LEAVE:
             del self._readers[identity]
+            self.left.append(reader.rank)
 
     def _welcome(self, identity: bytes, hello: bytes) -> None:
         _, token, rank = HELLO.unpack(hello)

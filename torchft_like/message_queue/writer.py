@@ -71,9 +71,14 @@ class Writer(End):
     def lost_readers(self) -> list[int]:
         """The ranks of those who died, in the order in which that was noticed."""
         with self._lock:
-            if not self._is_closing:  # nor was it interrupted while it wrote
-                self._attend()
+            self._attend_if_open()
             return self._local.lost + (self._remote.lost if self._remote else [])
+
+    def left_readers(self) -> list[int]:
+        """The ranks of those who left in peace."""
+        with self._lock:
+            self._attend_if_open()
+            return self._local.left + (self._remote.left if self._remote else [])
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
         """Until every reader has joined."""
@@ -116,6 +121,10 @@ class Writer(End):
         self._local.attend()
         if self._remote:
             self._remote.attend()
+
+    def _attend_if_open(self) -> None:
+        if not self._is_closing:  # nor was it interrupted while it wrote
+            self._attend()
 
     def _all_joined(self) -> bool:
         return not self._local.missing and not (self._remote and self._remote.n_missing)
