@@ -29,7 +29,7 @@ from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING, Geom
 FILES_UNREAD_MAX = 8
 WAKE = b"!"
 LEAVE = b"."
-FILE = struct.Struct("<cQ")  # travels with the descriptor of a message of its own file
+FILE = struct.Struct("<cQQ")  # travels with the descriptor of a message of its own file
 FILE_TAG = b"f"
 
 _logger = logging.getLogger(__name__)
@@ -119,14 +119,14 @@ class Audience:
             if until > member.words[CONSUMED] + self._geometry.slots
         ]
 
-    def send_file(self, descriptor: int, number: int, end: int) -> None:
-        """Hand the file of message `number` to everybody."""
+    def send_file(self, descriptor: int, number: int, attempt: int, end: int) -> None:
+        """Hand the file of message `number` to everybody; there may be an earlier attempt at it."""
         self._files.append(end)
         for member in list(self._members.values()):
             if member.connection is None:
                 continue
             try:
-                note = FILE.pack(FILE_TAG, number)
+                note = FILE.pack(FILE_TAG, number, attempt)
                 send_descriptors(member.connection, note, [descriptor], socket.MSG_DONTWAIT)
             except OSError as error:
                 self._evict(member, f"it takes no file ({error.strerror})")

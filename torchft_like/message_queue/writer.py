@@ -39,6 +39,7 @@ class Writer(End):
         self._is_ready = False
         self._patience = Patience()
         self._sleeps = 0
+        self._attempts = 0  # to send a file: who has one that an interrupt came after must not read it
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
         purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
         self._remote = remote
@@ -144,10 +145,11 @@ class Writer(End):
         number = self._ring.published
         descriptor = file_of(parts, nbytes)
         try:
-            self._local.send_file(descriptor, number, number + slots)
+            self._attempts += 1
+            self._local.send_file(descriptor, number, self._attempts, number + slots)
         finally:
             os.close(descriptor)
-        record = FILE_RECORD.pack(number, len(parts[0]), nbytes)
+        record = FILE_RECORD.pack(number, self._attempts, len(parts[0]), nbytes)
         self._write(IN_FILE, [record], len(record), slots, prepared)
 
     def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int, prepared: Prepared) -> None:

@@ -476,3 +476,21 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)
+
+
+def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    writer, (reader,) = queues.make()
+    before = files()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._end, "_write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.enqueue(b"a" * 100_000, LIMIT_S)
+    assert reader._end._hear()  # type: ignore[union-attr]  # as it does before it sleeps
+    writer.enqueue(b"b" * 100_000, LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == b"b" * 100_000
+    assert not files() - before
