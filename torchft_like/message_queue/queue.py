@@ -13,7 +13,7 @@ from typing import Self
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import End, ReadingEnd
-from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.handle import RANK_MAX, TOKEN_BYTES, QueueHandle, is_rank
 from torchft_like.message_queue.local_reader import LocalReader
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 from torchft_like.message_queue.writer import Writer
@@ -93,6 +93,8 @@ class MessageQueue:
             QueueWriterLostError: the writer is gone.
         """
         known = QueueHandle.from_plain(handle)
+        if not is_rank(rank):
+            raise ValueError(f"{rank!r} is no rank of a reader, which is an int from 0 to {RANK_MAX}")
         reader: ReadingEnd
         if rank in known.local_ranks:
             reader = LocalReader(known, rank)
@@ -223,7 +225,7 @@ def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> t
     if not 0 <= n_local <= n_readers:
         raise ValueError(f"{n_local} of {n_readers} readers cannot be local")
     found = tuple(range(n_local)) if ranks is None else tuple(ranks)
-    if len(found) != n_local or len(set(found)) != n_local or any(rank < 0 for rank in found):
+    if len(found) != n_local or len(set(found)) != n_local or not all(map(is_rank, found)):
         raise ValueError(f"local_reader_ranks={list(found)} are not {n_local} distinct ranks")
     return found
 

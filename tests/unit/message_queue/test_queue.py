@@ -372,6 +372,18 @@ def test_ranks_and_timeouts_that_make_no_sense_are_value_errors(queues: Queues) 
         MessageQueue.create_from_handle(writer.export_handle(), 5)
 
 
+@pytest.mark.parametrize("n_local", [0, 1], ids=["remote", "local"])
+@pytest.mark.parametrize("rank", [-1, "0", None, 0.0, False, 2**31, 2**33], ids=str)
+def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank: object) -> None:
+    with MessageQueue(1, n_local) as writer:
+        before = files()
+        with pytest.raises(ValueError, match="no rank of a reader"):
+            MessageQueue.create_from_handle(writer.export_handle(), rank)  # type: ignore[arg-type]
+        assert not files() - before
+    with pytest.raises(ValueError, match="distinct ranks"):
+        MessageQueue(1, 1, local_reader_ranks=[rank])  # type: ignore[list-item]
+
+
 def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> None:
     before = files()
     with pytest.raises(QueueMemoryError, match="are missing"):
