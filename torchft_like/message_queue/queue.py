@@ -48,7 +48,7 @@ class MessageQueue:
         remote_host: the address of this machine at which remote readers reach it.
 
     Raises:
-        ValueError: the numbers make no sense.
+        ValueError: the numbers make no sense, or `remote_host` is no address of this machine.
         QueueMemoryError: there is not enough memory for the ring; says how much is missing.
     """
 

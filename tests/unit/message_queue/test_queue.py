@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -27,17 +26,6 @@ from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.audience import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
-
-
-def files() -> set[tuple[str, int, int]]:
-    """The open ones. What other tests have left behind may be closed at any time, so only new ones count."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            found.add((name, status.st_dev, status.st_ino))
-    return found
-
 
 VALUES = [
     None,
