@@ -193,6 +193,11 @@ def broadcast_more_than_there_is_memory_for(here: Here, rank: int, nbytes: int) 
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
+def broadcast_a_set(here: Here, rank: int) -> str:
+    """What comes of something that does not travel."""
+    return outcome_of(lambda: here.coordinator.broadcast_object({"a": {1}}))
+
+
 def begin(here: Here, rank: int, name: str) -> None:
     """Call something in another thread; returns when the call has begun a collective."""
     entered, start = threading.Event(), Lane.start

@@ -288,3 +288,15 @@ def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all_and_the_group_g
         assert text.startswith("CollectiveMismatchError")
         assert "rank 2 is no local reader" in text
     assert members.ask(job.use_a_queue) == [["first"]] * 3
+
+
+def test_what_does_not_travel_through_a_queue_is_named_by_its_place_in_the_object(
+    store: TCPStore, ranks: Ranks
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    writer, *readers = members.ask(job.broadcast_a_set)
+    assert writer.startswith('PlainDataError: ["a"] is a set')
+    assert all('broadcast_object: ["a"] is a set' in text for text in readers)
+    assert "second" in members.ask(job.broadcast_object)[2]

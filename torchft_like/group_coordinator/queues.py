@@ -21,7 +21,7 @@ from torchft_like.group_coordinator.plans import checked_rank
 from torchft_like.group_coordinator.statements import Statement
 from torchft_like.group_coordinator.transport import HARMLESS, Transport
 from torchft_like.message_queue import MessageQueue
-from torchft_like.plain_data import assemble, disassemble
+from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
 
 
@@ -121,13 +121,21 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
     left = queue.left_readers  # who leaves later may have read what is written now
     try:
-        queue.enqueue((True, obj), _patience_s(transport))
+        _enqueue(transport, queue, obj)
     except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
         _refuse(transport, queue, error)
         raise
     if gone := left + queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
+
+
+def _enqueue(transport: Transport, queue: MessageQueue, obj: object) -> None:
+    try:
+        queue.enqueue((True, obj), _patience_s(transport))
+    except PlainDataError:
+        dissect(obj)  # names the place in the object, where the error names that in the message
+        raise
 
 
 def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None:
