@@ -180,17 +180,19 @@ def broadcast_object(here: Here, rank: int) -> str:
     return outcome_of(lambda: here.coordinator.broadcast_object(["second"]))
 
 
-def broadcast_more_than_there_is_memory_for(here: Here, rank: int, nbytes: int) -> list[str]:
-    """What comes of an object that no file can hold, and of the next one."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+def broadcast_beyond_a_limit(
+    here: Here, rank: int, nbytes: int, limit: int = resource.RLIMIT_FSIZE
+) -> list[str]:
+    """What comes of an object that no file can hold, or that none can be opened for, and of the next."""
+    unlimited = resource.getrlimit(limit)
     if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+        resource.setrlimit(limit, (3, unlimited[1]))
     try:
         too_large = b"x" * nbytes if rank == 0 else None
         first = outcome_of(lambda: here.coordinator.broadcast_object(too_large))
         return [first, broadcast_object(here, rank)]
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        resource.setrlimit(limit, unlimited)
 
 
 def broadcast_a_set(here: Here, rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -207,14 +208,19 @@ def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
     assert "second" in ranks[1].ask(job.broadcast_object, 1)  # it was written before the writer knew
 
 
-def test_an_object_for_which_there_is_no_memory_is_an_error_on_all_and_the_next_one_arrives(
-    store: TCPStore, ranks: Ranks
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [(resource.RLIMIT_FSIZE, "QueueMemoryError"), (resource.RLIMIT_NOFILE, "QueueDescriptorsError")],
+    ids=["memory", "descriptors"],
+)
+def test_an_object_for_which_there_is_no_room_is_an_error_on_all_and_the_next_one_arrives(
+    store: TCPStore, ranks: Ranks, limit: int, error: str
 ) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3
-    writer, *readers = members.ask(job.broadcast_more_than_there_is_memory_for, 20 << 20)
-    assert writer[0].startswith("QueueMemoryError")
+    writer, *readers = members.ask(job.broadcast_beyond_a_limit, 20 << 20, limit)
+    assert writer[0].startswith(error)
     for refused, _ in readers:
         assert refused.startswith("CollectiveMismatchError")
         assert "a message of 20971" in refused
@@ -228,7 +234,7 @@ def test_readers_that_cannot_be_told_of_an_object_that_does_not_come_are_release
     meet(store, members)
     smallest = 256, 1  # what is told does not fit into this ring either
     assert members.ask(job.use_a_queue, *smallest) == [["first"]] * 3
-    for refused, after in members.ask(job.broadcast_more_than_there_is_memory_for, 5000):
+    for refused, after in members.ask(job.broadcast_beyond_a_limit, 5000):
         assert refused.startswith("GroupCoordinatorError")
         assert after.startswith("GroupCoordinatorError")
         assert "timed out" not in refused + after

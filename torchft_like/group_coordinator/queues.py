@@ -104,8 +104,8 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
     """The writer's object, on every rank.
 
     Raises:
-        PlainDataError, QueueMemoryError: the writer's object does not travel, or there is no memory for it;
-            the readers get a CollectiveMismatchError.
+        PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
+        QueueMemoryError, QueueDescriptorsError: there is no memory for it, or no file; so do they.
         GroupCoordinatorError: a member is gone.
     """
     with transport.guard("broadcast_object"):

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, GatherOptions
 
-from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
+from torchft_like.errors import (
+    CollectiveRefusedError,
+    GroupCoordinatorError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+)
 from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.lane import Flight, Group, Lane
@@ -39,7 +44,14 @@ T = TypeVar("T")
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 # Found before data moves, or after all of it has: nobody waits for the other half of the call.
-HARMLESS = (CollectiveRefusedError, NotImplementedError, QueueMemoryError, ValueError, TypeError)
+HARMLESS = (
+    CollectiveRefusedError,
+    NotImplementedError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+    ValueError,
+    TypeError,
+)
 
 
 class Transport:

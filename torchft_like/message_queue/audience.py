@@ -43,7 +43,11 @@ class _Member:
         self.connection: socket.socket | None = None
         self.rung = 0
         self.descriptor = reserve(PAGE_BYTES, f"the page of reader {rank}")
-        self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+        try:
+            self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+        except OSError:
+            os.close(self.descriptor)
+            raise
         seal_size(self.descriptor)
         self.words = memoryview(self._memory).cast("Q")
 
@@ -65,8 +69,9 @@ class Audience:
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._members: dict[int, _Member] = {}
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = -1
         try:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             for rank in ranks:
                 self._members[rank] = _Member(rank)
         except BaseException:

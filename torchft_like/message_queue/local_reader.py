@@ -71,9 +71,11 @@ class LocalReader(ReadingEnd):
         self._ring: RingReader | None = None
         self._bell = -1
         self._memory: list[mmap.mmap] = []
-        self._connection = call(handle, rank)
-        super().__init__(f"reader {rank} has left the queue")
-        self._events = select.epoll()
+        with contextlib.ExitStack() as undo:
+            self._events = undo.enter_context(select.epoll())
+            self._connection = undo.enter_context(call(handle, rank))
+            super().__init__(f"reader {rank} has left the queue")
+            undo.pop_all()
         self._events.register(self._stop, select.EPOLLIN)
         self._events.register(self._connection, select.EPOLLIN)
 
