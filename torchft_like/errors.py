@@ -266,6 +266,10 @@ class QueueMemoryError(QueueError, MemoryError):
         )
 
 
+class QueueDescriptorsError(QueueError):
+    """This process, or the machine, has no file descriptor left for what was asked; nothing was written."""
+
+
 class CheckpointError(FaultToleranceError):
     """State could not be sent or fetched; another source or a later quorum may succeed."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER
 from torchft_like.group_coordinator.lane import Lane
+from torchft_like.message_queue import MessageQueue
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
@@ -174,15 +177,64 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
     here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))  # for a combine to come
 
 
-def use_a_queue(here: Here, rank: int) -> Any:
+def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
     """From now on rank 0 broadcasts objects through a queue; what it broadcasts first."""
-    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster()
+    make_a_queue(here, rank, [1, 2], *geometry)
     return here.coordinator.broadcast_object(["first"])
+
+
+def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> None:
+    """Rank 0 makes it by itself, for local readers that it names."""
+    queue = MessageQueue(2, len(local), *geometry, local_reader_ranks=local) if rank == 0 else None
+    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
+
+
+def make_a_queue_in_vain(here: Here, rank: int, local: list[int], fails: str) -> str:
+    """What comes of it when something fails on rank 2."""
+    method = getattr(MessageQueue, fails)
+    if rank == 2:
+        setattr(MessageQueue, fails, no_descriptors)
+    try:
+        return outcome_of(lambda: make_a_queue(here, rank, local))
+    finally:
+        setattr(MessageQueue, fails, method)
+
+
+def no_descriptors(*_: object) -> None:
+    raise OSError(errno.EMFILE, "no descriptors are left")
+
+
+def give_up(here: Here, rank: int, how: str) -> None:
+    """Go on without the others, who are not told."""
+    if how == "destroys":
+        here.coordinator.destroy()
+    else:
+        here.coordinator._transport.break_off("this rank gives up")
 
 
 def broadcast_object(here: Here, rank: int) -> str:
     """What comes of one more."""
     return outcome_of(lambda: here.coordinator.broadcast_object(["second"]))
+
+
+def broadcast_beyond_a_limit(
+    here: Here, rank: int, nbytes: int, limit: int = resource.RLIMIT_FSIZE
+) -> list[str]:
+    """What comes of an object that no file can hold, or that none can be opened for, and of the next."""
+    unlimited = resource.getrlimit(limit)
+    if rank == 0:
+        resource.setrlimit(limit, (3, unlimited[1]))
+    try:
+        too_large = b"x" * nbytes if rank == 0 else None
+        first = outcome_of(lambda: here.coordinator.broadcast_object(too_large))
+        return [first, broadcast_object(here, rank)]
+    finally:
+        resource.setrlimit(limit, unlimited)
+
+
+def broadcast_a_set(here: Here, rank: int) -> str:
+    """What comes of something that does not travel."""
+    return outcome_of(lambda: here.coordinator.broadcast_object({"a": {1}}))
 
 
 def begin(here: Here, rank: int, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,3 +273,103 @@ def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
     victim.kill()
     assert "ranks [2] do not read" in ranks[0].ask(job.broadcast_object, 0)
     assert "second" in ranks[1].ask(job.broadcast_object, 1)  # it was written before the writer knew
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [(resource.RLIMIT_FSIZE, "QueueMemoryError"), (resource.RLIMIT_NOFILE, "QueueDescriptorsError")],
+    ids=["memory", "descriptors"],
+)
+def test_an_object_for_which_there_is_no_room_is_an_error_on_all_and_the_next_one_arrives(
+    store: TCPStore, ranks: Ranks, limit: int, error: str
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    writer, *readers = members.ask(job.broadcast_beyond_a_limit, 20 << 20, limit)
+    assert writer[0].startswith(error)
+    for refused, _ in readers:
+        assert refused.startswith("CollectiveMismatchError")
+        assert "a message of 20971" in refused
+    assert [found for _, found in (writer, *readers)] == ["no error: ['second']"] * 3
+
+
+def test_readers_that_cannot_be_told_of_an_object_that_does_not_come_are_released(
+    store: TCPStore, ranks: Ranks
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    smallest = 256, 1  # what is told does not fit into this ring either
+    assert members.ask(job.use_a_queue, *smallest) == [["first"]] * 3
+    for refused, after in members.ask(job.broadcast_beyond_a_limit, 5000):
+        assert refused.startswith("GroupCoordinatorError")
+        assert after.startswith("GroupCoordinatorError")
+        assert "timed out" not in refused + after
+
+
+SHUT_DOWN = "the writer has shut the queue down"
+
+
+@pytest.mark.parametrize("heard_in", ["broadcast_object", "all_reduce"])
+def test_a_reader_that_waits_is_released_when_the_group_ends(
+    store: TCPStore, ranks: Ranks, victim: Rank, heard_in: str
+) -> None:
+    members = Ranks([ranks[0], ranks[1], victim])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    victim.kill()
+    ranks[0].ask(job.begin, 0, heard_in)
+    assert ranks[0].ask(job.end, 0).startswith("GroupCoordinatorError")
+    if heard_in == "broadcast_object":  # it was written before the writer knew
+        ranks[1].ask(job.broadcast_object, 1)
+    text = ranks[1].ask(job.broadcast_object, 1)
+    assert text.startswith("GroupCoordinatorError")
+    assert SHUT_DOWN in text
+
+
+@pytest.mark.parametrize("how", ["destroys", "breaks off"])
+def test_a_reader_that_has_left_is_an_error_for_the_others(store: TCPStore, ranks: Ranks, how: str) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    ranks[1].ask(job.give_up, 1, how)
+    assert "ranks [1] do not read" in ranks[0].ask(job.broadcast_object, 0)
+    assert "second" in ranks[2].ask(job.broadcast_object, 2)
+    assert SHUT_DOWN in ranks[2].ask(job.broadcast_object, 2)
+
+
+@pytest.mark.parametrize("fails", ["create_from_handle", "wait_until_ready"])
+@pytest.mark.parametrize("local", [[1, 2], [1]], ids=["local", "remote"])
+def test_a_queue_that_one_rank_cannot_join_is_an_error_on_all(
+    store: TCPStore, ranks: Ranks, fails: str, local: list[int]
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    for text in members.ask(job.make_a_queue_in_vain, local, fails):
+        assert text.startswith(("CollectiveMismatchError", "GroupCoordinatorError")), text
+        assert "timed out" not in text
+
+
+def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all_and_the_group_goes_on(
+    store: TCPStore, ranks: Ranks
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    writer, reader, stranger = members.ask(job.make_a_queue_in_vain, [1, 5], "dequeue")
+    assert stranger.startswith("ValueError")
+    for text in (writer, reader):
+        assert text.startswith("CollectiveMismatchError")
+        assert "rank 2 is no local reader" in text
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+
+
+def test_what_does_not_travel_through_a_queue_is_named_by_its_place_in_the_object(
+    store: TCPStore, ranks: Ranks
+) -> None:
+    members = Ranks(ranks[:3])
+    meet(store, members)
+    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    writer, *readers = members.ask(job.broadcast_a_set)
+    assert writer.startswith('PlainDataError: ["a"] is a set')
+    assert all('broadcast_object: ["a"] is a set' in text for text in readers)
+    assert "second" in members.ask(job.broadcast_object)[2]

@@ -2,6 +2,8 @@
 
 Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
 others get a socket. Nobody has to say so: the members tell each other where they are.
+
+INVARIANT: a queue ends with its groups. Who waits in one hears of a member's death from whoever breaks off.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.address import LOOPBACK, local_host_towards
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueError
+from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.messages import start_broadcast
 from torchft_like.group_coordinator.plans import checked_rank
 from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import Transport
+from torchft_like.group_coordinator.transport import HARMLESS, Transport
 from torchft_like.message_queue import MessageQueue
-from torchft_like.plain_data import PlainDataError, assemble, disassemble
+from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
 
 
@@ -38,11 +41,8 @@ def create_broadcaster(
     with transport.guard(operation):
         places = _places(transport, operation, "writer", writer_rank)
         known = start_broadcast(transport, operation, handle, writer_rank, lambda: ()).land()
-        if queue is None:
-            queue = MessageQueue.create_from_handle(known, transport.rank)
-        if blocking:
-            queue.wait_until_ready(_patience_s(transport))
-    return queue
+        read = _met(transport, operation, queue, [known] if queue is None else [], blocking)
+    return read[0] if queue is None else queue
 
 
 def create_single_reader(
@@ -64,14 +64,40 @@ def create_single_reader(
         places = _places(transport, operation, "reader", reader_rank)
         said, _ = transport.agree(prepare, operation)
         writers = [rank for rank in range(transport.world_size) if rank != reader_rank]
-        queues = []
-        if transport.rank == reader_rank:
-            handles = [assemble(said[rank].payload, []) for rank in writers]
-            queues = [MessageQueue.create_from_handle(handle, reader_rank) for handle in handles]
-        for queue in [*queues, *([made] if made is not None else [])]:
-            if blocking:
-                queue.wait_until_ready(_patience_s(transport))
-    return made, queues
+        handles = [assemble(said[rank].payload, []) for rank in writers] if made is None else []
+        return made, _met(transport, operation, made, handles, blocking)
+
+
+def _met(
+    transport: Transport, operation: str, made: MessageQueue | None, handles: list[object], blocking: bool
+) -> list[MessageQueue]:
+    """The ends to read, once every member has opened its own; if `blocking`, once the writers have let it in.
+
+    A writer lets its readers in aside, and waits in the group, where it hears of one that will not come.
+    """
+    read: list[MessageQueue] = []
+
+    def prepare() -> tuple[Statement, None]:
+        read.extend(MessageQueue.create_from_handle(handle, transport.rank) for handle in handles)
+        for end in read if blocking else ():
+            end.wait_until_ready(_patience_s(transport))
+        return Statement(operation), None
+
+    def let_in() -> None:
+        if made is not None and blocking:
+            made.wait_until_ready(_patience_s(transport))
+
+    try:
+        letting_in = Handle(operation, let_in, lambda _: None)
+        transport.agree(prepare, operation)
+        letting_in.wait()
+    except BaseException:
+        for end in [*read, *([] if made is None else [made])]:
+            end.shutdown()
+        raise
+    for end in [*read, *([] if made is None else [made])]:
+        transport.when_broken_off(end.shutdown)
+    return read
 
 
 def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> Any:
@@ -79,6 +105,7 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 
     Raises:
         PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
+        QueueMemoryError, QueueDescriptorsError: there is no memory for it, or no file; so do they.
         GroupCoordinatorError: a member is gone.
     """
     with transport.guard("broadcast_object"):
@@ -92,14 +119,30 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 
 
 def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
+    left = queue.left_readers  # who leaves later may have read what is written now
+    try:
+        _enqueue(transport, queue, obj)
+    except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
+        _refuse(transport, queue, error)
+        raise
+    if gone := left + queue.lost_readers:
+        raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
+    return obj
+
+
+def _enqueue(transport: Transport, queue: MessageQueue, obj: object) -> None:
     try:
         queue.enqueue((True, obj), _patience_s(transport))
-    except PlainDataError as error:
-        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+    except PlainDataError:
+        dissect(obj)  # names the place in the object, where the error names that in the message
         raise
-    if lost := queue.lost_readers:
-        raise GroupCoordinatorError(f"ranks {lost} do not read the message queue any more")
-    return obj
+
+
+def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None:
+    try:
+        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+    except QueueError as unsaid:
+        raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
 
 
 def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:

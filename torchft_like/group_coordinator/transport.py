@@ -6,8 +6,8 @@ without gaps.
 
 INVARIANTS
 * Every wait ends: in the group's timeout, its abort, or the death of a peer.
-* A rank that leaves a call half-way, for whatever reason, takes its groups down, so that no peer waits
-  for the other half. What is refused before data moves takes nothing down.
+* A rank that leaves a call half-way, for whatever reason, takes its groups down, and its ends of queues, so
+  that no peer waits for the other half. What is refused before data moves takes nothing down.
 * A group that hides its errors (ErrorSwallowing, Managed) does not hide them here.
 """
 
@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, GatherOptions
 
-from torchft_like.errors import CollectiveRefusedError, GroupCoordinatorError, QueueMemoryError
+from torchft_like.errors import (
+    CollectiveRefusedError,
+    GroupCoordinatorError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+)
 from torchft_like.group_coordinator.arguments import Terms
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.lane import Flight, Group, Lane
@@ -39,7 +44,14 @@ T = TypeVar("T")
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 # Found before data moves, or after all of it has: nobody waits for the other half of the call.
-HARMLESS = (CollectiveRefusedError, NotImplementedError, QueueMemoryError, ValueError, TypeError)
+HARMLESS = (
+    CollectiveRefusedError,
+    NotImplementedError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+    ValueError,
+    TypeError,
+)
 
 
 class Transport:
@@ -73,6 +85,7 @@ class Transport:
             self._lanes[device.type] = Lane(device_group)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
+        self._ending: list[Callable[[], None]] = []
 
     @property
     def waits_on_streams(self) -> bool:
@@ -125,6 +138,12 @@ class Transport:
         """End what is under way, here and at the peers."""
         for lane in (self.cpu, *self._lanes.values()):
             lane.break_off(reason)
+        for end in self._ending:
+            end()
+
+    def when_broken_off(self, end: Callable[[], None]) -> None:
+        """Have `end` called, from any thread and as often as may be, when the groups are taken down."""
+        self._ending.append(end)
 
     def agree(self, prepare: Callable[[], tuple[Statement, T]], operation: str) -> tuple[list[Statement], T]:
         """Hear what all ranks say about a call before data moves; all of them get the same verdict.

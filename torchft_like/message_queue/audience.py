@@ -29,7 +29,7 @@ from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING, Geom
 FILES_UNREAD_MAX = 8
 WAKE = b"!"
 LEAVE = b"."
-FILE = struct.Struct("<cQ")  # travels with the descriptor of a message of its own file
+FILE = struct.Struct("<cQQ")  # travels with the descriptor of a message of its own file
 FILE_TAG = b"f"
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,11 @@ class _Member:
         self.connection: socket.socket | None = None
         self.rung = 0
         self.descriptor = reserve(PAGE_BYTES, f"the page of reader {rank}")
-        self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+        try:
+            self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+        except OSError:
+            os.close(self.descriptor)
+            raise
         seal_size(self.descriptor)
         self.words = memoryview(self._memory).cast("Q")
 
@@ -61,11 +65,13 @@ class Audience:
     def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:
         self.lobby = Lobby(ranks, token)
         self.lost: list[int] = []
+        self.left: list[int] = []
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._members: dict[int, _Member] = {}
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = -1
         try:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             for rank in ranks:
                 self._members[rank] = _Member(rank)
         except BaseException:
@@ -118,14 +124,14 @@ class Audience:
             if until > member.words[CONSUMED] + self._geometry.slots
         ]
 
-    def send_file(self, descriptor: int, number: int, end: int) -> None:
-        """Hand the file of message `number` to everybody."""
+    def send_file(self, descriptor: int, number: int, attempt: int, end: int) -> None:
+        """Hand the file of message `number` to everybody; there may be an earlier attempt at it."""
         self._files.append(end)
         for member in list(self._members.values()):
             if member.connection is None:
                 continue
             try:
-                note = FILE.pack(FILE_TAG, number)
+                note = FILE.pack(FILE_TAG, number, attempt)
                 send_descriptors(member.connection, note, [descriptor], socket.MSG_DONTWAIT)
             except OSError as error:
                 self._evict(member, f"it takes no file ({error.strerror})")
@@ -188,6 +194,7 @@ class Audience:
             while data := member.connection.recv(16, socket.MSG_DONTWAIT):
                 if data == LEAVE:
                     self._remove(member)
+                    self.left.append(member.rank)
                     return
             self._evict(member, "its connection ended")
         except BlockingIOError:

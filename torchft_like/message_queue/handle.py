@@ -6,7 +6,7 @@ Who has the handle can read the queue: it holds the secrets that the writer asks
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 
@@ -16,6 +16,7 @@ TOKEN_BYTES = 32
 SLOTS_MAX = 2**20
 SLOT_BYTES_MAX = 2**40
 READERS_MAX = 4096
+RANK_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class QueueHandle:
         )
 
 
+def is_rank(value: object) -> TypeGuard[int]:
+    """Whether a reader can have it."""
+    return type(value) is int and 0 <= value <= RANK_MAX
+
+
 def _typed(value: dict[str, object], key: str, kind: type[T]) -> T:
     found = value.get(key)
     if type(found) is not kind:
@@ -91,7 +97,7 @@ def _int(value: dict[str, object], key: str, least: int, most: int) -> int:
 
 
 def _ranks(values: list[object]) -> tuple[int, ...]:
-    ranks = tuple(rank for rank in values if type(rank) is int and 0 <= rank < 2**31)
+    ranks = tuple(rank for rank in values if is_rank(rank))
     if len(set(ranks)) != len(values) or len(values) > READERS_MAX:
         raise ValueError("'local_ranks' of a queue's handle are not distinct ranks")
     return ranks

@@ -19,7 +19,7 @@ from torchft_like.message_queue.memory import available_bytes, create, seal_cont
 from torchft_like.message_queue.ring import Bytes, Record, RingReader
 from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
 
-FILE_RECORD = struct.Struct("<QQQ")  # number of the message, bytes of its structure, bytes of all of it
+FILE_RECORD = struct.Struct("<QQQQ")  # number of the message, attempt, bytes of its structure, of all of it
 
 
 def bytes_of(leaf: Leaf) -> Bytes:

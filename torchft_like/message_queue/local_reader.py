@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torchft_like.descriptors import receive_descriptors
 from torchft_like.errors import (
@@ -49,6 +50,13 @@ from torchft_like.message_queue.ring import (
 from torchft_like.patience import Patience
 
 
+class _File(NamedTuple):
+    """Of a message that is longer than the ring."""
+
+    attempt: int
+    descriptor: int
+
+
 class LocalReader(ReadingEnd):
     """See MessageQueue."""
 
@@ -59,13 +67,15 @@ class LocalReader(ReadingEnd):
         self._patience = Patience()
         self._sleeps = 0
         self._rung = 0
-        self._files: dict[int, int] = {}
+        self._files: dict[int, _File] = {}
         self._ring: RingReader | None = None
         self._bell = -1
         self._memory: list[mmap.mmap] = []
-        self._connection = call(handle, rank)
-        super().__init__(f"reader {rank} has left the queue")
-        self._events = select.epoll()
+        with contextlib.ExitStack() as undo:
+            self._events = undo.enter_context(select.epoll())
+            self._connection = undo.enter_context(call(handle, rank))
+            super().__init__(f"reader {rank} has left the queue")
+            undo.pop_all()
         self._events.register(self._stop, select.EPOLLIN)
         self._events.register(self._connection, select.EPOLLIN)
 
@@ -162,32 +172,33 @@ class LocalReader(ReadingEnd):
     def _read_file(self, note: bytes) -> object:
         if len(note) != FILE_RECORD.size:
             raise QueueCorruptError("a message in a file has no record of it")
-        number, structure_bytes, nbytes = FILE_RECORD.unpack(note)
-        fill = reading_file(self._file(number), nbytes)
+        number, attempt, structure_bytes, nbytes = FILE_RECORD.unpack(note)
+        fill = reading_file(self._file(number, attempt), nbytes)
         if structure_bytes > nbytes:
             raise QueueCorruptError("the structure of a message is longer than the message")
         structure = bytearray(structure_bytes)
         fill(memoryview(structure))
         return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
 
-    def _file(self, number: int) -> int:
+    def _file(self, number: int, attempt: int) -> int:
         """The file of a message, which was sent before the message was told of.
 
         It is kept until the slot is free: who is interrupted before that reads the message once more.
         """
-        while number not in self._files and self._hear():
-            pass
+        file = self._files.get(number)
+        while (file is None or file.attempt != attempt) and self._hear():
+            file = self._files.get(number)
         self._close_files(number)
-        if number not in self._files:
+        if file is None or file.attempt != attempt:
             raise QueueCorruptError(
                 "the file of a message did not arrive: is the limit of open files reached?"
             )
-        return self._files[number]
+        return file.descriptor
 
     def _close_files(self, until: float = math.inf) -> None:
         """Those of the messages before that number."""
         for older in [known for known in self._files if known < until]:
-            os.close(self._files.pop(older))
+            os.close(self._files.pop(older).descriptor)
 
     def _free(self, ring: RingReader, record: Record) -> None:
         ring.consumed += record.slots
@@ -251,10 +262,10 @@ class LocalReader(ReadingEnd):
         except OSError:
             data, descriptors = b"", []
         if len(data) == FILE.size and data[:1] == FILE_TAG and len(descriptors) == 1:
-            _, number = FILE.unpack(data)
+            _, number, attempt = FILE.unpack(data)
             if number in self._files:  # the writer was interrupted and began once more
-                os.close(self._files[number])
-            self._files[number] = descriptors[0]
+                os.close(self._files[number].descriptor)
+            self._files[number] = _File(attempt, descriptors[0])
             return True
         for descriptor in descriptors:
             os.close(descriptor)

@@ -8,6 +8,7 @@ who touches it, nor be written to by those who got it to read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,7 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchft_like.errors import QueueError, QueueMemoryError
+from torchft_like.errors import QueueDescriptorsError, QueueError, QueueMemoryError
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module of Python 3.11 lacks it
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -44,11 +45,31 @@ def create(nbytes: int, purpose: str) -> int:
 
     Raises:
         QueueMemoryError: there is none.
+        QueueDescriptorsError: this process can open no more files.
     """
-    available = available_bytes()
-    if nbytes > available:
-        raise QueueMemoryError(purpose, nbytes, available)
-    return os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with descriptors_for(purpose):
+        available = available_bytes()
+        if nbytes > available:
+            raise QueueMemoryError(purpose, nbytes, available)
+        return os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+@contextlib.contextmanager
+def descriptors_for(purpose: str) -> Iterator[None]:
+    """Around what opens files, sockets or events.
+
+    Raises:
+        QueueDescriptorsError: there are too many.
+    """
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):  # of an OSError or a ZMQError
+            raise
+        raise QueueDescriptorsError(
+            f"{purpose} needs a file descriptor, and none is left: close files, or raise the limit of open "
+            "files (ulimit -n)"
+        ) from error
 
 
 def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:

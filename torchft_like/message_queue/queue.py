@@ -13,8 +13,9 @@ from typing import Self
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import End, ReadingEnd
-from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.handle import RANK_MAX, TOKEN_BYTES, QueueHandle, is_rank
 from torchft_like.message_queue.local_reader import LocalReader
+from torchft_like.message_queue.memory import descriptors_for
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 from torchft_like.message_queue.writer import Writer
 
@@ -48,8 +49,9 @@ class MessageQueue:
         remote_host: the address of this machine at which remote readers reach it.
 
     Raises:
-        ValueError: the numbers make no sense.
+        ValueError: the numbers make no sense, or `remote_host` is no address of this machine.
         QueueMemoryError: there is not enough memory for the ring; says how much is missing.
+        QueueDescriptorsError: too many files are open.
     """
 
     def __init__(
@@ -67,16 +69,17 @@ class MessageQueue:
         token = secrets.token_bytes(TOKEN_BYTES)
         n_remote = n_readers - n_local_readers
         remote = None
-        if n_remote:
-            from torchft_like.message_queue.remote_audience import RemoteAudience  # noqa: PLC0415 - zmq
+        with descriptors_for("a message queue"):
+            if n_remote:
+                from torchft_like.message_queue.remote_audience import RemoteAudience  # noqa: PLC0415 - zmq
 
-            remote = RemoteAudience(remote_host, n_remote, max_chunks, token, ranks)
-        try:
-            writer = Writer(geometry, ranks, token, remote)
-        except BaseException:
-            if remote is not None:
-                remote.close(linger=False)
-            raise
+                remote = RemoteAudience(remote_host, n_remote, max_chunks, token, ranks)
+            try:
+                writer = Writer(geometry, ranks, token, remote)
+            except BaseException:
+                if remote is not None:
+                    remote.close(linger=False)
+                raise
         handle = QueueHandle(writer.name, token, geometry, ranks, n_remote, remote.handle if remote else None)
         self._become(writer, handle, None)
 
@@ -91,15 +94,19 @@ class MessageQueue:
         Raises:
             ValueError: the handle is none, or the rank is not one of its readers.
             QueueWriterLostError: the writer is gone.
+            QueueDescriptorsError: too many files are open.
         """
         known = QueueHandle.from_plain(handle)
+        if not is_rank(rank):
+            raise ValueError(f"{rank!r} is no rank of a reader, which is an int from 0 to {RANK_MAX}")
         reader: ReadingEnd
-        if rank in known.local_ranks:
-            reader = LocalReader(known, rank)
-        else:
-            from torchft_like.message_queue.remote_reader import RemoteReader  # noqa: PLC0415 - zmq
+        with descriptors_for(f"reader {rank} of a message queue"):
+            if rank in known.local_ranks:
+                reader = LocalReader(known, rank)
+            else:
+                from torchft_like.message_queue.remote_reader import RemoteReader  # noqa: PLC0415 - zmq
 
-            reader = RemoteReader(known, rank)
+                reader = RemoteReader(known, rank)
         queue = cls.__new__(cls)
         queue._become(reader, known, rank)
         return queue
@@ -147,6 +154,7 @@ class MessageQueue:
             QueueTimeoutError: there was no room; names the readers that are behind. Nothing was written.
             QueueReadersLostError: nobody is left to read it.
             QueueMemoryError: it is longer than the ring, and there is no memory for its file.
+            QueueDescriptorsError: nor a descriptor.
             QueueClosedError: the queue was shut down.
         """
         self._writer().enqueue(obj, *_deadline(timeout))
@@ -185,6 +193,11 @@ class MessageQueue:
         """At the writer: the ranks of the readers that died, and that it goes on without."""
         return self._writer().lost_readers()
 
+    @property
+    def left_readers(self) -> list[int]:
+        """At the writer: the ranks of the readers that left by themselves, and that it goes on without."""
+        return self._writer().left_readers()
+
     def shutdown(self) -> None:
         """Close this end; may be repeated, and wakes whoever waits in it.
 
@@ -218,7 +231,7 @@ def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> t
     if not 0 <= n_local <= n_readers:
         raise ValueError(f"{n_local} of {n_readers} readers cannot be local")
     found = tuple(range(n_local)) if ranks is None else tuple(ranks)
-    if len(found) != n_local or len(set(found)) != n_local or any(rank < 0 for rank in found):
+    if len(found) != n_local or len(set(found)) != n_local or not all(map(is_rank, found)):
         raise ValueError(f"local_reader_ranks={list(found)} are not {n_local} distinct ranks")
     return found
 

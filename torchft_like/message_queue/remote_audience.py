@@ -11,6 +11,7 @@ shared memory, and its memory is bounded.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import struct
@@ -33,6 +34,7 @@ SILENCE_S = 10.0  # after which a connection counts as ended
 LINGER_S = 5.0
 _SMALL_BYTES_MAX = 1024  # of what readers say
 _PROBE_S = 1.0
+_NO_ADDRESS = errno.EINVAL, errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ class RemoteAudience:
         n_readers: how many will join; any rank that is not local.
         window: how many messages a reader may be behind.
         token: what they must know.
+
+    Raises:
+        ValueError: `host` is no address of this machine.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class RemoteAudience:
     ) -> None:
         self.n_readers = n_readers
         self.lost: list[int] = []
+        self.left: list[int] = []
         self._window = window
         self._token = token
         self._taken = set(local_ranks)
@@ -81,9 +87,14 @@ class RemoteAudience:
         self._router.setsockopt(zmq.IPV6, ":" in host)
         try:
             port = self._router.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise
+            if error.errno not in _NO_ADDRESS:
+                raise
+            raise ValueError(
+                f"remote_host={host!r} is no address of this machine ({error}): pass the one at which remote "
+                "readers reach it, or the name of its network interface"
+            ) from error
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.handle = RemoteHandle(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", public)
 
@@ -175,6 +186,7 @@ class RemoteAudience:
                 self._evict(identity, "it has read what was never written")
         elif tag == TAG_LEAVE:
             del self._readers[identity]
+            self.left.append(reader.rank)
 
     def _welcome(self, identity: bytes, hello: bytes) -> None:
         _, token, rank = HELLO.unpack(hello)

@@ -7,6 +7,7 @@ error, never a gap. There is no second connection: when the first ends, so does 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
@@ -61,11 +62,14 @@ class RemoteReader(ReadingEnd):
         self._writer_is_gone = False
         self._has_left = False
         self._number: int | None = None  # of the next message
-        super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
-        self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._monitor = self._dealer.get_monitor_socket(_ENDS)
-        self._connect(handle.remote)
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self._dealer = self._context.socket(zmq.DEALER)
+            self._monitor = self._dealer.get_monitor_socket(_ENDS)
+            self._connect(handle.remote)
+            super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
+            undo.pop_all()
         self._tell(HELLO.pack(TAG_HELLO, handle.token, rank))
         self._events = zmq.Poller()
         for watched in (self._dealer, self._monitor, self._stop):
@@ -93,13 +97,18 @@ class RemoteReader(ReadingEnd):
     def _connect(self, remote: RemoteHandle) -> None:
         public, secret = zmq.curve_keypair()
         configure(self._dealer)
-        self._dealer.setsockopt(zmq.CURVE_SERVERKEY, remote.server_key)
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
         self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
-        self._dealer.connect(remote.address)
+        try:
+            self._dealer.setsockopt(zmq.CURVE_SERVERKEY, remote.server_key)
+            self._dealer.connect(remote.address)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise ValueError(f"the address or the key in a queue's handle is none: {error}") from error
 
     def _join(self, deadline: float, seconds: float) -> None:
         if self._number is not None:

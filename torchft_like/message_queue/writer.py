@@ -39,6 +39,7 @@ class Writer(End):
         self._is_ready = False
         self._patience = Patience()
         self._sleeps = 0
+        self._attempts = 0  # to send a file: who has one that an interrupt came after must not read it
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
         purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
         self._remote = remote
@@ -71,9 +72,14 @@ class Writer(End):
     def lost_readers(self) -> list[int]:
         """The ranks of those who died, in the order in which that was noticed."""
         with self._lock:
-            if not self._is_closing:  # nor was it interrupted while it wrote
-                self._attend()
+            self._attend_if_open()
             return self._local.lost + (self._remote.lost if self._remote else [])
+
+    def left_readers(self) -> list[int]:
+        """The ranks of those who left in peace."""
+        with self._lock:
+            self._attend_if_open()
+            return self._local.left + (self._remote.left if self._remote else [])
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
         """Until every reader has joined."""
@@ -117,6 +123,10 @@ class Writer(End):
         if self._remote:
             self._remote.attend()
 
+    def _attend_if_open(self) -> None:
+        if not self._is_closing:  # nor was it interrupted while it wrote
+            self._attend()
+
     def _all_joined(self) -> bool:
         return not self._local.missing and not (self._remote and self._remote.n_missing)
 
@@ -135,10 +145,11 @@ class Writer(End):
         number = self._ring.published
         descriptor = file_of(parts, nbytes)
         try:
-            self._local.send_file(descriptor, number, number + slots)
+            self._attempts += 1
+            self._local.send_file(descriptor, number, self._attempts, number + slots)
         finally:
             os.close(descriptor)
-        record = FILE_RECORD.pack(number, len(parts[0]), nbytes)
+        record = FILE_RECORD.pack(number, self._attempts, len(parts[0]), nbytes)
         self._write(IN_FILE, [record], len(record), slots, prepared)
 
     def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int, prepared: Prepared) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,3 +59,13 @@ def wait_for(fact: Callable[[], bool]) -> None:
         assert patience < LIMIT_S
         moment.wait(0.005)
         patience += 0.005
+
+
+def files() -> set[tuple[str, int, int]]:
+    """The open ones. What other tests have left behind may be closed at any time, so only new ones count."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            found.add((name, status.st_dev, status.st_ino))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -27,17 +26,6 @@ from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.audience import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
-
-
-def files() -> set[tuple[str, int, int]]:
-    """The open ones. What other tests have left behind may be closed at any time, so only new ones count."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            found.add((name, status.st_dev, status.st_ino))
-    return found
-
 
 VALUES = [
     None,
@@ -372,6 +360,18 @@ def test_ranks_and_timeouts_that_make_no_sense_are_value_errors(queues: Queues) 
         MessageQueue.create_from_handle(writer.export_handle(), 5)
 
 
+@pytest.mark.parametrize("n_local", [0, 1], ids=["remote", "local"])
+@pytest.mark.parametrize("rank", [-1, "0", None, 0.0, False, 2**31, 2**33], ids=str)
+def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank: object) -> None:
+    with MessageQueue(1, n_local) as writer:
+        before = files()
+        with pytest.raises(ValueError, match="no rank of a reader"):
+            MessageQueue.create_from_handle(writer.export_handle(), rank)  # type: ignore[arg-type]
+        assert not files() - before
+    with pytest.raises(ValueError, match="distinct ranks"):
+        MessageQueue(1, 1, local_reader_ranks=[rank])  # type: ignore[list-item]
+
+
 def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> None:
     before = files()
     with pytest.raises(QueueMemoryError, match="are missing"):
@@ -476,3 +476,21 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     assert reader.dequeue(LIMIT_S) == "who knows who has it"
     with pytest.raises(QueueWriterLostError):
         reader.dequeue(LIMIT_S)
+
+
+def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    writer, (reader,) = queues.make()
+    before = files()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._end, "_write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.enqueue(b"a" * 100_000, LIMIT_S)
+    assert reader._end._hear()  # type: ignore[union-attr]  # as it does before it sleeps
+    writer.enqueue(b"b" * 100_000, LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == b"b" * 100_000
+    assert not files() - before

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 
-from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
 from torchft_like.chaos.relay import Relay
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
@@ -164,3 +164,18 @@ def test_the_message_that_those_are_made_of_is_one(queues: Queues) -> None:
     assert disassemble({"t": torch.ones(3)}).structure == STRUCTURE
     writer._end._remote.send([NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF])  # type: ignore[union-attr]
     assert reader.dequeue(LIMIT_S)["t"].tolist() == [0.0] * 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("host", ["no-such-host", "256.1.1.1", "192.0.2.1", "a b", ""])
+def test_a_host_that_is_not_of_this_machine_is_a_value_error(host: str) -> None:
+    with pytest.raises(ValueError, match="no address of this machine"):
+        MessageQueue(1, 0, remote_host=host)
+
+
+@pytest.mark.parametrize("wrong", [{"address": "nowhere"}, {"server_key": b"short"}], ids=str)
+def test_a_handle_with_an_unusable_address_or_key_is_a_value_error(wrong: dict[str, object]) -> None:
+    with MessageQueue(1, 0) as writer:
+        before = files()
+        with pytest.raises(ValueError, match="handle"):
+            MessageQueue.create_from_handle({**writer.export_handle(), **wrong}, 0)
+        assert not files() - before

@@ -1,0 +1,56 @@
+"""What is said where no file descriptor is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable, Iterator
+
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files
+from torchft_like.errors import QueueDescriptorsError
+from torchft_like.message_queue import MessageQueue
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """So many can be opened, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, _, _ in files()) + 64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def shortages(act: Callable[[], object]) -> int:
+    """With how many descriptors left it succeeds; with fewer it says so, and leaves nothing."""
+    for count in range(60):
+        before = files()
+        try:
+            with descriptors_left(count):
+                act()
+        except QueueDescriptorsError as error:
+            said = str(error)
+        else:
+            return count
+        assert "limit of open files" in said
+        assert not files() - before
+    raise AssertionError("it never succeeds")
+
+
+def test_a_shortage_of_descriptors_is_said_and_leaves_nothing(queues: Queues) -> None:
+    assert shortages(lambda: queues.keep(MessageQueue(2, 2))) > 5
+    known = queues.keep(MessageQueue(1, 1)).export_handle()
+    assert shortages(lambda: queues.keep(MessageQueue.create_from_handle(known, 0))) == 3
+    writer, (reader,) = queues.make()
+    assert shortages(lambda: writer.enqueue(b"x" * 100_000, LIMIT_S)) == 1
+    assert reader.dequeue(LIMIT_S) == b"x" * 100_000
