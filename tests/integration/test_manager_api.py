@@ -277,35 +277,38 @@ def test_a_step_must_begin_before_it_is_used(lighthouse: LighthouseServer) -> No
             manager.wait_quorum()
 
 
-def test_a_replica_joins_only_when_its_process_group_is_prepared(lighthouse: LighthouseServer) -> None:
-    """Others would wait for it in `configure`."""
-    prepared = threading.Event()
+def test_nobody_waits_for_a_replica_whose_process_group_is_not_prepared() -> None:
+    preparing, prepared, both_done = threading.Event(), threading.Event(), threading.Barrier(2)
 
     class Slow(ProcessGroupGloo):
         def prepare(self, timeout: timedelta) -> None:
+            preparing.set()
             assert prepared.wait(timeout.total_seconds())
 
-    def step(name: str) -> int:
+    def sizes(name: str) -> list[int]:
+        assert name == "b" or preparing.wait(LIMIT_S)
         pg = Slow(60.0) if name == "b" else ProcessGroupGloo(60.0)
-        manager = Manager(
-            pg,
-            lambda _: None,
-            dict,
-            min_replica_size=2,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-        )
-        with manager:
-            if name == "a":
-                manager.start_quorum(timeout=0.5)
-                with pytest.raises(QuorumTimeoutError):
-                    manager.wait_quorum()
+        found = [0]
+        address = daemon.address()
+        with Manager(
+            pg, lambda _: None, dict, min_replica_size=1, replica_id=name, lighthouse_addr=address
+        ) as manager:
+            while found[-1] < 2:
+                manager.start_quorum()
+                manager.wait_quorum()
+                found.append(manager.replica_world_size())
+                manager.should_commit()
                 prepared.set()
-            manager.start_quorum()
-            manager.wait_quorum()
-            return manager.replica_world_size()
+            both_done.wait(LIMIT_S)
+        return found[1:]
 
-    assert on_both(step) == [2, 2]
+    daemon = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
+    try:
+        alone, late = on_both(sizes)
+    finally:
+        daemon.shutdown()
+    assert alone[0] == 1
+    assert late == [2]
 
 
 def test_collectives_of_a_step_that_was_given_up_never_meet_those_of_another(

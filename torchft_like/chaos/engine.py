@@ -174,7 +174,7 @@ class Engine:
         job.expect_no_end()
         injection = self._inject(target, planned, run)
         whole = self._tend(job, run, lambda: self._is_over(job, injection), WHOLE_S_MAX)
-        outcome = judge(injection, job.log, self._settings.members, time.time())
+        outcome = self._judge(job, injection)
         run.outcomes.append(outcome)
         if not whole:
             run.hangs += [] if outcome.is_hang else [f"{outcome}, but not at the same time"]
@@ -195,19 +195,27 @@ class Engine:
 
     def _inject(self, target: Target, planned: Planned, run: Run) -> Injection:
         time_of = time.time()
+        job, lasts_s = target.job, planned.duration_s
         with inject(target, planned) as injected:
-            lift_at = time_of + planned.duration_s
-            self._tend(target.job, run, lambda: time.time() >= lift_at, planned.duration_s + WHOLE_S_MAX)
-        lifted = time.time() if planned.duration_s else time_of
-        return Injection(
-            planned.number, planned.kind, time_of, lifted, injected.victims, dict(injected.details)
-        )
+
+            def so_far() -> Injection:
+                lifted = time.time() if lasts_s else time_of
+                details = dict(injected.details)
+                return Injection(planned.number, planned.kind, time_of, lifted, injected.victims, details)
+
+            self._tend(job, run, lambda: time.time() >= time_of + lasts_s, lasts_s + WHOLE_S_MAX)
+            if KINDS[planned.kind].is_lifted_when_felt:
+                self._tend(job, run, lambda: self._judge(job, so_far()).felt, FELT_S_MAX)
+        return so_far()
+
+    def _judge(self, job: ChaosJob, injection: Injection) -> Outcome:
+        return judge(injection, job.log, self._settings.members, time.time())
 
     def _is_over(self, job: ChaosJob, injection: Injection) -> bool:
         """Whether it was felt, unless nobody ever will, and all train together again."""
         if not job.is_whole(injection.lifted):
             return False
-        outcome = judge(injection, job.log, self._settings.members, time.time())
+        outcome = self._judge(job, injection)
         may_still_be_felt = time.time() < injection.lifted + FELT_S_MAX
         return outcome.whole_s is not None and (bool(outcome.felt) or not may_still_be_felt)
 

@@ -22,6 +22,7 @@ class Kind:
     Attributes:
         says: what it does.
         duration_s: shortest and longest time until it is lifted.
+        is_lifted_when_felt: it lasts until it was felt, too, as nobody knows when that will be.
         amount: smallest and largest strength; seconds for a delay, a probability for loss.
         needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker",
             "third" (replica group).
@@ -31,6 +32,7 @@ class Kind:
     duration_s: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
     needs: tuple[str, ...] = ()
+    is_lifted_when_felt: bool = False
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -48,7 +50,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "SIGKILL of a replica group; the state that it heals from has a wrong bit", needs=("worker",)
         ),
         "fd-exhaustion": Kind(
-            "no more descriptors for a replica, while another one is killed", (0.3, 1.0), needs=("third",)
+            "no more descriptors for a replica, while another one is killed",
+            (0.3, 1.0),
+            needs=("third",),
+            is_lifted_when_felt=True,
         ),
         "disk-full": Kind("the disk for checkpoints is full", (1.0, 2.0), needs=("disk", "worker")),
         "blackhole": Kind("nothing reaches or leaves a host", (2.0, 4.0), needs=("network",)),

@@ -146,6 +146,7 @@ class Manager:
             config, self._protocol, self._group, self._state, self._transport, self._emit
         )
         self._reducer = Reducer(self._protocol, self._group, self._driver)
+        pg.prepare(timedelta(seconds=config.timeout_s))  # first: whom the lighthouse knows, others wait for
         try:
             self._link, self._store = connect(config, self._driver, heartbeat_interval)
         except BaseException:
@@ -219,10 +220,7 @@ class Manager:
         """
         self._driver.raise_if_over()
         last = self._driver.attempt
-        if last is None:
-            # Whoever has joined is waited for in `configure`.
-            self._group.pg.prepare(timedelta(seconds=self._config.timeout_s))
-        elif last.error is None and not last.is_overdue:
+        if last is not None and last.error is None and not last.is_overdue:
             # Also one that was given up: a second join could miss the quorum that answers the first, and be
             # taken for one of the step after.
             last.wait_ready(self._driver.why_no_quorum)
