@@ -8,11 +8,14 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from torchft_like.chaos import engine
 from torchft_like.chaos.engine import Engine, Run, features
+from torchft_like.chaos.evidence import Injection, Outcome
 from torchft_like.chaos.injectors import Injected, Target, inject
 from torchft_like.chaos.job import ChaosJob, JobSettings, Rank
 from torchft_like.chaos.journal import Journal, JournalTail
@@ -128,3 +131,28 @@ def test_a_job_without_any_backend_to_kill_has_no_victim(tmp_path: Path) -> None
     target = Target(ChaosJob(JobSettings(replicas=2), tmp_path, str(tmp_path)))
     with inject(target, planned) as injected:
         assert injected == Injected((), {"killed": 0})
+
+
+@pytest.mark.parametrize("job", ["trains"], indirect=True)
+def test_descriptors_are_missing_until_somebody_has_missed_one(
+    job: ChaosJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    is_lifted: list[bool] = []
+
+    @contextmanager
+    def injected(target: Target, planned: Planned) -> Iterator[Injected]:
+        yield Injected()
+        is_lifted.append(True)
+
+    def judged(injection: Injection, *_: object) -> Outcome:
+        asked.append(bool(is_lifted))
+        return Outcome(injection, "felt" if len(asked) == 3 else "", None, None, 0.0)
+
+    monkeypatch.setattr(engine, "inject", injected)
+    monkeypatch.setattr(engine, "judge", judged)
+    runner = Engine(job.settings, tmp_path, features(job.settings, network=False), lambda _: None, 0)
+    planned = Planned(number=0, at_s=0, kind="fd-exhaustion", victim=0, duration_s=0.1, amount=0)
+    runner._inject(Target(job), planned, Run(job.settings, length_s=1.0, planned=1))
+    assert asked == [False] * 3
+    assert is_lifted
