@@ -13,7 +13,15 @@ from typing import Self
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import End, ReadingEnd
-from torchft_like.message_queue.handle import RANK_MAX, TOKEN_BYTES, QueueHandle, is_rank
+from torchft_like.message_queue.handle import (
+    RANK_MAX,
+    READERS_MAX,
+    SLOT_BYTES_MAX,
+    SLOTS_MAX,
+    TOKEN_BYTES,
+    QueueHandle,
+    is_rank,
+)
 from torchft_like.message_queue.local_reader import LocalReader
 from torchft_like.message_queue.memory import descriptors_for
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
@@ -228,8 +236,8 @@ class MessageQueue:
 
 
 def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
-    if not 0 <= n_local <= n_readers:
-        raise ValueError(f"{n_local} of {n_readers} readers cannot be local")
+    if not 0 <= n_local <= n_readers <= READERS_MAX:
+        raise ValueError(f"{n_local} of {n_readers} readers cannot be local, of {READERS_MAX} at most")
     found = tuple(range(n_local)) if ranks is None else tuple(ranks)
     if len(found) != n_local or len(set(found)) != n_local or not all(map(is_rank, found)):
         raise ValueError(f"local_reader_ranks={list(found)} are not {n_local} distinct ranks")
@@ -237,10 +245,10 @@ def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> t
 
 
 def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
-    if max_chunk_bytes < SLOT_BYTES_MIN or max_chunks < 1:
+    if not (SLOT_BYTES_MIN <= max_chunk_bytes <= SLOT_BYTES_MAX and 1 <= max_chunks <= SLOTS_MAX):
         raise ValueError(
-            f"max_chunk_bytes={max_chunk_bytes} must be {SLOT_BYTES_MIN} or more, "
-            f"and max_chunks={max_chunks} 1 or more"
+            f"max_chunk_bytes={max_chunk_bytes} must be within [{SLOT_BYTES_MIN}, {SLOT_BYTES_MAX}], "
+            f"and max_chunks={max_chunks} within [1, {SLOTS_MAX}]"
         )
     return Geometry(max_chunks, -(-max_chunk_bytes // _LINE_BYTES) * _LINE_BYTES)
 
