@@ -33,6 +33,7 @@ from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
 HOW_ENDED_S_MAX = 5.0
+LOAD_S_MAX = 60.0
 ENDS_KNOWN_MAX = 64
 
 _BOOTSTRAP = (
@@ -205,7 +206,7 @@ class Nursery:
                 raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
             server.expect(self._takers)  # one that was on its way before may have been refused
             if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
-                server.is_given_up = True
+                server.is_given_up = server.is_late
                 raise SubprocessLostError(
                     f"the fork server of the Baby groups gave no subprocess in time; {server}. If it left "
                     "no message on stderr: is the machine out of memory, processes or file descriptors?"
@@ -243,6 +244,8 @@ class _Server:
         self.why_refused = ""
         self.is_gone = False
         self.is_given_up = False
+        self._has_loaded = False
+        self._late_at = time.monotonic() + LOAD_S_MAX
         self._process, self._control = _start_server()
         threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
 
@@ -254,6 +257,11 @@ class _Server:
         while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
             self.asked += 1
             self._expected += 1
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it hangs, if somebody has waited in vain: loading torch takes its time on a busy machine."""
+        return self._has_loaded or time.monotonic() > self._late_at
 
     def has_spare(self) -> bool:
         return bool(self._spares)
@@ -276,7 +284,9 @@ class _Server:
 
     def __str__(self) -> str:
         code = self._process.poll()
-        return "it runs" if code is None else f"it exited with code {code}"
+        if code is not None:
+            return f"it exited with code {code}"
+        return "it runs" if self._has_loaded else "it has not loaded torch yet, so try again"
 
     def _tell(self, message: tuple[int, ...]) -> bool:
         try:
@@ -306,6 +316,7 @@ class _Server:
         except DescriptorsLostError as error:  # the fork ends, as nobody holds the other end of its channel
             pid, rest, descriptors = 0, [str(error)], []
         with self._changed:
+            self._has_loaded = True
             match kind:
                 case FromServer.FORKED:
                     self._add(pid, *descriptors)

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from torchft_like.errors import SubprocessLostError
@@ -43,6 +44,22 @@ def no_descriptors_for(pid: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_that_takes_its_time_to_load_torch_is_not_given_up(nursery: Nursery) -> None:
+    """Where each try began with a new one, none would ever come to its end on a busy machine."""
+    nursery.start()
+    server = psutil.Process(nursery.pids()["server"])
+    server.suspend()
+    try:
+        with pytest.raises(SubprocessLostError, match="has not loaded torch yet"):
+            nursery.take(Never(), 0.1)
+    finally:
+        server.resume()
+    child = nursery.take(Never(), LIMIT_S)
+    assert nursery.pids()["server"] == server.pid
+    child.kill()
+    child.close()
 
 
 @pytest.mark.parametrize("whose", ["trainer", "server"])
