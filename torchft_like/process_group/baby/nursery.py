@@ -260,7 +260,7 @@ class _Server:
 
     @property
     def is_late(self) -> bool:
-        """Whether it hangs, if somebody has waited in vain: loading torch takes its time on a busy machine."""
+        """Whether it hangs, if somebody has waited in vain: loading torch takes long on a busy machine."""
         return self._has_loaded or time.monotonic() > self._late_at
 
     def has_spare(self) -> bool:
