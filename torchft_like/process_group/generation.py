@@ -309,8 +309,9 @@ class Generation:
     def _dispose(self, backend: Backend) -> None:
         try:
             try:
-                if self.abort_signal.reason is not None:
-                    self.operations.give_up(backend.is_still, self._aborted())
+                was_aborted = self.abort_signal.reason is not None
+                if was_aborted and not self.operations.give_up(backend.is_still, self._aborted()):
+                    _logger.warning("%s was aborted, and did not come to rest: %s", self.membership, backend)
             finally:
                 backend.close()  # or the backend would be destroyed by whoever drops the last reference to it
         except Exception:

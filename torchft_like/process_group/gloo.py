@@ -90,6 +90,12 @@ class _GlooBackend:
             self.close()
             raise
 
+    def __str__(self) -> str:
+        """What keeps it from rest."""
+        connected, rest = self._device.connections(), self._rest
+        silenced = "none silenced" if rest is None else f"some silenced; {GLOO_LOOP[0]}: {rest}"
+        return f"{connected} connections, {silenced}; {GLOO_THREADS[0]}: {self._stillness}"
+
     @property
     def inner(self) -> object:
         """torch's ProcessGroupGloo."""

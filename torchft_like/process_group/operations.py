@@ -110,17 +110,19 @@ class Operations:
             del work  # whoever keeps an error keeps this frame: let that not keep the connections open
             self._count_waiting(-1)
 
-    def give_up(self, is_still: Callable[[], bool], error: Exception) -> None:
+    def give_up(self, is_still: Callable[[], bool], error: Exception) -> bool:
         """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
 
-        Blocks for a moment, and for `LOOKS_S_MAX` where the backend does not seem to come to rest.
+        Blocks for a moment, and for `LOOKS_S_MAX` where the backend does not come to rest; False then.
         """
         deadline = time.monotonic() + LOOKS_S_MAX
-        while self._is_awaited() and time.monotonic() < deadline:
-            if is_still():
-                break
-            time.sleep(LOOK_PAUSE_S)
+        is_safe = False
+        while not is_safe and time.monotonic() < deadline:
+            is_safe = not self._is_awaited() or is_still()
+            if not is_safe:
+                time.sleep(LOOK_PAUSE_S)
         self._fail_all(error)
+        return is_safe
 
     @property
     def given_up(self) -> Exception | None:

@@ -31,6 +31,9 @@ class Stillness:
         self._names = frozenset(names)
         self._last: Mapping[str, _Activity] | None = None
 
+    def __str__(self) -> str:
+        return f"{self._last} at the last look, {_activities(self._names)} now"
+
     def look(self) -> bool:
         """Whether all of them slept from the last look until this one; the first look says no.
 
@@ -51,6 +54,9 @@ class Sleep:
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
         self._before = _activities(self._names)
+
+    def __str__(self) -> str:
+        return f"{self._before} at first, {_activities(self._names)} now"
 
     def has_come(self) -> bool:
         """Whether each has gone to sleep twice, or ended: what it was at is over. No where there was none."""
