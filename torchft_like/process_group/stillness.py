@@ -1,10 +1,15 @@
-"""Whether native threads of this process have run since one last looked."""
+"""Whether native threads of this process have run since one last looked.
+
+To the kernel a thread that Python starts has the name of the one that started it: where a callback on a
+native thread aborts a group, the thread that looks would watch itself. Those of Python do not count.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +77,7 @@ def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:
     """By thread; None where there is no descriptor left to look with."""
     found = {}
     try:
-        for task in os.listdir(_TASKS):
+        for task in set(os.listdir(_TASKS)) - _started_by_python():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                 if _read(task, "comm").strip() in names:
                     found[task] = _activity(_read(task, "status"))
@@ -81,6 +86,11 @@ def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:
             raise
         return None
     return found
+
+
+def _started_by_python() -> set[str]:
+    foreign = threading._DummyThread  # stands for a thread that Python has not started
+    return {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}
 
 
 def _read(task: str, name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -208,6 +210,18 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
 class TestStillness:
     """The name of a thread is the kernel's, so the test names its own through /proc."""
 
+    def test_a_thread_of_python_with_the_name_of_the_one_that_started_it_is_not_watched(self) -> None:
+        name = "still-python"
+
+        def look() -> list[bool]:
+            with open("/proc/thread-self/comm", "w") as comm:
+                comm.write(name)
+            stillness = Stillness([name])
+            return [stillness.look() for _ in range(2)]
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(look).result(LIMIT_S) == [False, True]
+
     def test_a_thread_that_sleeps_is_still_and_one_that_ran_is_not(self) -> None:
         begin, end, name = threading.Semaphore(0), threading.Event(), "still-test"
         beats = threading.Semaphore(0)
@@ -219,8 +233,7 @@ class TestStillness:
             while begin.acquire() and not end.is_set():
                 beats.release()
 
-        thread = threading.Thread(target=run)
-        thread.start()
+        _thread.start_new_thread(run, ())  # unknown to `threading`, as native ones are
         try:
             beats.acquire()
             stillness = Stillness([name])
@@ -232,4 +245,3 @@ class TestStillness:
         finally:
             end.set()
             begin.release()
-            thread.join(LIMIT_S)
