@@ -8,8 +8,9 @@ whole tensor that it was cut from: the receivers compare the digests before they
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,28 +110,46 @@ def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> 
         return joined(received, gathered_by)
 
     if transport.waits_on_streams:
-        with transport.guard("recv_tensor_dict"):
-            return handle(transport, "recv_tensor_dict", start_receiving_dict(transport, src, tag), settle)
+        with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
+            begun = start_receiving_dict(transport, src, tag)
+            return handle(transport, "recv_tensor_dict", begun, settle, gathered_by)
 
     text = f"recv_tensor_dict over {transport}"
-    return transport.bound(Handle(text, lambda: _received(transport, src, tag), settle))
+    return transport.bound(Handle(text, lambda: _received(transport, src, tag, gathered_by), settle))
 
 
 def received(transport: Transport, src: int, gathered_by: Transport | None) -> TensorDict:
     """What `src` sends next."""
-    return joined(_received(transport, src, transport.tag("from", src)), gathered_by)
+    return joined(_received(transport, src, transport.tag("from", src), gathered_by), gathered_by)
 
 
-def _received(transport: Transport, src: int, tag: int) -> Any:
-    with transport.guard("recv_tensor_dict"):
+def _received(transport: Transport, src: int, tag: int, gathered_by: Transport | None) -> Any:
+    with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
         return start_receiving_dict(transport, src, tag).land()
 
 
-def handle(transport: Transport, operation: str, begun: Begun, settle: Callable[[Any], T]) -> Handle[T]:
+@contextlib.contextmanager
+def _missed_by(gathered_by: Transport | None) -> Iterator[None]:
+    """Around the wait for a dict: if none comes, the counterparts do not wait for its slices."""
+    try:
+        yield
+    except BaseException as error:
+        if gathered_by is not None:
+            gathered_by.break_off(f"a dict with slices to gather here did not come: {error!r}")
+        raise
+
+
+def handle(
+    transport: Transport,
+    operation: str,
+    begun: Begun,
+    settle: Callable[[Any], T],
+    gathered_by: Transport | None = None,
+) -> Handle[T]:
     """A handle of a message that is under way."""
 
     def finish() -> object:
-        with transport.guard(operation):
+        with _missed_by(gathered_by), transport.guard(operation):
             return begun.land()
 
     def is_over() -> bool:
