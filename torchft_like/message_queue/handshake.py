@@ -11,6 +11,7 @@ The connection stays: its end tells each side of the other's death.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -165,6 +166,7 @@ def hear_welcome(connection: socket.socket) -> list[int]:
     Raises:
         QueueWriterLostError: the writer is gone.
         QueueError: it does not let this reader in; says why.
+        OSError: this process has no descriptors left for them.
     """
     try:
         data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, SHARED)
@@ -177,7 +179,7 @@ def hear_welcome(connection: socket.socket) -> list[int]:
     if len(descriptors) != SHARED:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise QueueError("the shared memory did not arrive: is the limit of open files reached?")
+        raise OSError(errno.EMFILE, "the shared memory did not arrive")  # the kernel drops what has no place
     return descriptors
 
 

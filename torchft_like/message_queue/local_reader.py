@@ -20,6 +20,7 @@ from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
     QueueCorruptError,
+    QueueError,
     QueueTimeoutError,
     QueueWriterLostError,
 )
@@ -36,7 +37,7 @@ from torchft_like.message_queue.leaves import (
     reading_file,
     reading_ring,
 )
-from torchft_like.message_queue.memory import map_received
+from torchft_like.message_queue.memory import descriptors_for, map_received
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
@@ -130,23 +131,30 @@ class LocalReader(ReadingEnd):
         self._poll(
             deadline, seconds, "the writer did not let this reader in: it has to call wait_until_ready"
         )
-        geometry = self._handle.geometry
-        ring_descriptor, page_descriptor, bell = hear_welcome(self._connection)
+        try:
+            with descriptors_for(f"reader {self._rank}, which has left the message queue,"):
+                self._take_memory()
+        except QueueWriterLostError:
+            raise
+        except QueueError:
+            self._leave()
+            raise
+        self._words = memoryview(self._memory[0]).cast("Q")
+        self._ring = RingReader(memoryview(self._memory[1]), self._handle.geometry)
+        return self._ring
+
+    def _take_memory(self) -> None:
+        ring_descriptor, page_descriptor, self._bell = hear_welcome(self._connection)
         try:
             # Nobody ever takes from the bell's counter, which would be taking it from the other readers:
             # every stroke is an edge.
-            self._events.register(bell, select.EPOLLIN | select.EPOLLET)
-            self._bell = bell
-            page = map_received(page_descriptor, PAGE_BYTES, writable=True)
-            self._memory.append(page)
-            memory = map_received(ring_descriptor, geometry.memory_bytes, writable=False)
-            self._memory.append(memory)
+            self._events.register(self._bell, select.EPOLLIN | select.EPOLLET)
+            self._memory.append(map_received(page_descriptor, PAGE_BYTES, writable=True))
+            ring_bytes = self._handle.geometry.memory_bytes
+            self._memory.append(map_received(ring_descriptor, ring_bytes, writable=False))
         finally:
             os.close(ring_descriptor)
             os.close(page_descriptor)
-        self._words = memoryview(page).cast("Q")
-        self._ring = RingReader(memoryview(memory), geometry)
-        return self._ring
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
         """Until the connection has something to say."""

@@ -7,8 +7,10 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 
+import pytest
+
 from tests.unit.message_queue.queues import LIMIT_S, Queues, files
-from torchft_like.errors import QueueDescriptorsError
+from torchft_like.errors import QueueClosedError, QueueDescriptorsError
 from torchft_like.message_queue import MessageQueue
 
 
@@ -54,3 +56,25 @@ def test_a_shortage_of_descriptors_is_said_and_leaves_nothing(queues: Queues) ->
     writer, (reader,) = queues.make()
     assert shortages(lambda: writer.enqueue(b"x" * 100_000, LIMIT_S)) == 1
     assert reader.dequeue(LIMIT_S) == b"x" * 100_000
+
+
+@pytest.mark.parametrize("join", [MessageQueue.wait_until_ready, MessageQueue.dequeue])
+def test_a_reader_without_descriptors_for_the_memory_leaves_the_queue(
+    queues: Queues, join: Callable[[MessageQueue, float], object]
+) -> None:
+    """It needs three for what it receives, and one for each of two mappings."""
+    needed = 5
+    writer = queues.keep(MessageQueue(needed + 1, needed + 1))
+    readers = [queues.join(writer, rank) for rank in range(needed + 1)]
+    writer.wait_until_ready(LIMIT_S)
+    writer.enqueue("first", LIMIT_S)
+    for left, reader in enumerate(readers[:needed]):
+        with descriptors_left(left), pytest.raises(QueueDescriptorsError, match="limit of open files"):
+            join(reader, LIMIT_S)
+        with pytest.raises(QueueClosedError, match="has left"):
+            reader.dequeue(LIMIT_S)
+    with descriptors_left(needed):
+        join(readers[needed], LIMIT_S)
+    writer.enqueue("second", LIMIT_S)
+    assert writer.readers == [needed]
+    assert readers[needed].dequeue(LIMIT_S) == ("second" if join is MessageQueue.dequeue else "first")
