@@ -3,7 +3,7 @@
 The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
 each rank notes in a store that it has come, and whoever waits in vain reads there who has not. A barrier
 whose time is up stays open: a rank that comes late finds it complete, and the group stays usable. Who
-calls again waits for the same one again, or the ranks would be one off.
+calls again waits for the same one again, or the ranks would be one off; so does who was interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError, StillUnderWayError
+from torchft_like.errors import (
+    CollectiveTimeoutError,
+    GroupCoordinatorError,
+    StaleEpochError,
+    StillUnderWayError,
+)
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.transport import Flight, Transport
 from torchft_like.process_group import create_store_client
@@ -54,17 +59,20 @@ class Barriers:
         if self._roll is None:
             return
         try:
-            barrier, self._pending = self._pending or self._started(self._roll, patience), None
-            barrier.wait(patience.total_seconds())
+            self._pending = self._pending or self._started(self._roll, patience)
+            self._pending.wait(patience.total_seconds())
         except StillUnderWayError:
-            self._pending = barrier
             missing = self._roll.missing()
             waiting = {
                 rank: ("barrier",) for rank in range(self._transport.world_size) if rank not in missing
             }
             raise CollectiveTimeoutError(patience.total_seconds(), missing, waiting) from None
+        except StaleEpochError:
+            raise
         except GroupCoordinatorError as error:
+            self._pending = None
             raise GroupCoordinatorError(f"{error}; {_absent(self._roll.missing())}") from error.__cause__
+        self._pending = None
 
     def _started(self, roll: _Roll, patience: timedelta) -> Handle[None]:
         """The next barrier."""

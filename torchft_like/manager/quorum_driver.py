@@ -142,11 +142,12 @@ class QuorumDriver:
     # ------------------------------------------------- told on the coordination loop
 
     def quorum(self, result: QuorumResult) -> None:
-        attempt = self.attempt
-        if attempt is None or attempt.is_agreed or self.fatal is not None:
-            return  # an answer to a join that was given up
-        plan = self._group.agree(result, attempt.allow_heal)
-        attempt.agree(result)
+        with self._group.lock:  # no other attempt begins meanwhile, or its peers would wait in a quorum
+            attempt = self.attempt  # that only the protocol has heard of
+            if attempt is None or attempt.is_agreed or self.fatal is not None:
+                return  # an answer to a join that was given up
+            plan = self._group.agree(result, attempt.allow_heal)
+            attempt.agree(result)
         if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
@@ -160,8 +161,10 @@ class QuorumDriver:
             self._worker.submit(lambda: self._prepare(attempt, result, plan), attempt.fail)
 
     def verdict(self, verdict: Verdict) -> None:
-        if self.attempt is not None and verdict.step == self._protocol.step:
-            self.attempt.decide(verdict)
+        """Of the current attempt; one on an attempt that was given up comes before the next one's quorum."""
+        attempt = self.attempt
+        if attempt is not None and attempt.is_agreed and verdict.step == self._protocol.step:
+            attempt.decide(verdict)
 
     def step_lost(self, quorum_id: int) -> None:
         error = StepLostError(

@@ -231,3 +231,15 @@ def test_a_rank_that_was_told_of_an_error_waits_for_nobody(driver: QuorumDriver)
     attempt.agree(quorum(5, a=3, b=3))
     attempt.fail(RuntimeError("over"))
     assert driver.waits_for() is None
+
+
+def test_a_verdict_on_an_attempt_that_was_given_up_is_none_on_the_next_one(
+    driver: QuorumDriver, protocol: StepProtocol
+) -> None:
+    begun(driver).agree(quorum(5, a=3, b=3))
+    again = begun(driver)  # `should_commit` was left by an exception, after the vote
+    driver.verdict(Verdict(protocol.step, True))
+    again.agree(quorum(6, a=3, b=3))
+    assert again.wait_decided(0) is None
+    driver.verdict(Verdict(protocol.step, False))
+    assert again.wait_decided(0) == Verdict(protocol.step, False)

@@ -2,7 +2,8 @@
 
 Who is a member, and when that changes, the Manager decides between two steps; a replica that dies is left
 out of the next quorum. The coordinator follows: it asks for the quorum when it is called, and has the
-members of that one. What it raises loses the step, as in `torchft_like.gang.managed`.
+members of that one. What it raises loses the step, as in `torchft_like.gang.managed`: also what it refuses,
+for the other members have refused it, too. A wait whose time is up raises, and loses nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from torchft_like.errors import GroupCoordinatorError
+from torchft_like.errors import GroupCoordinatorError, StillUnderWayError
 from torchft_like.group_coordinator.elastic.coordinator import EpochCoordinator
 from torchft_like.group_coordinator.elastic.epoch import Epoch
 from torchft_like.group_coordinator.membership import Place
@@ -127,7 +128,9 @@ class _ManagedEpoch(Epoch):
         try:
             with super().telling(what):
                 yield
-        except GroupCoordinatorError as error:
+        except StillUnderWayError:  # it goes on
+            raise
+        except Exception as error:
             self._look()
             if self.ended is not None:
                 raise self.stale(what) from error
