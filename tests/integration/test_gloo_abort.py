@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +22,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from torchft_like.errors import ProcessGroupAbortedError
-from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
+from torchft_like.process_group import ProcessGroupGloo, gloo
 
 from .gloo_member import LIMIT_S, run_member, run_store, serve_store
 
@@ -239,6 +240,30 @@ def test_an_abort_ends_a_configure_with_a_peer_that_stopped_in_the_middle_of_it(
     for future in blocked:
         with pytest.raises(ProcessGroupAbortedError):
             future.result(LIMIT_S)
+    scene.assert_survivors_go_on()
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_configure_whose_peer_dies_in_the_middle_of_it_ends_by_itself(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, attempt: int
+) -> None:
+    """The peer's address is in the store, and nobody is there.
+
+    Their addresses say who connects. If it is the survivor, it is refused; if not, it waits, and Gloo would
+    let it wait for the timeout again and again.
+    """
+    monkeypatch.setattr(gloo, "CONFIGURE_GRACE_S", 0.2)
+    survivor = scene.survivors[0]
+    survivor.set_timeout(timedelta(seconds=1))
+    scene.victim.ask("stop_once_published")
+    prefix = scene.fresh_prefix()
+    scene.victim.tell(f"configure {prefix} 1 2")
+    scene.victim.wait_stopped()
+    scene.victim.kill()
+    configuring = scene.aside(survivor.configure, prefix, 0, 2)
+    with pytest.raises(ProcessGroupNotConfiguredError, match="not all peers were connected|refused"):
+        configuring.result(LIMIT_S)
+    survivor.set_timeout(timedelta(seconds=LIMIT_S))
     scene.assert_survivors_go_on()
 
 

@@ -37,6 +37,8 @@ from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork, Taker
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
+# How much later than its own limits a `configure` is given up, whatever it does.
+CONFIGURE_GRACE_S = 5.0
 _NO_NAMES: Mapping[str, Any] = {}
 
 _logger = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ Gloo joins CPUs over TCP and cannot be interrupted by itself. What blocks, and w
 
 * a wait for the store: `AbortableStore`, whose socket is ours;
 * a wait for a peer's data: `GlooDevice.cut` shuts the group's connections down;
-* a wait for a peer to connect: `GlooDevice.knock` connects in its place, then `cut`.
+* a wait for a peer to connect: `GlooDevice.knock` connects in its place, then `cut`. An abort ends it so, and
+  in the end the group's timeout.
 
 The store is needed only while the group is made. A group of one rank asks no store at all.
 """
@@ -23,9 +24,10 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from lighthouse.address import LOOPBACK, local_host_towards
+from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.exchange import ExchangeStore
-from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.operations import LOOK_PAUSE_S
@@ -82,7 +84,7 @@ class _GlooBackend:
         self._rest: Sleep | None = None  # of Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
-            with _broken_off(self._device, membership.world_size, abort):
+            with _broken_off(self._device, membership, abort):
                 self._gloo: TorchGloo | None = _make_gloo(store, self._device, membership)
             self._device.hand_over()
             self._shell: TorchProcessGroup | None = _shell_around(self._gloo, membership)
@@ -183,17 +185,22 @@ def _shell_around(gloo: TorchGloo, membership: Membership) -> TorchProcessGroup:
 
 
 @contextlib.contextmanager
-def _broken_off(device: GlooDevice, world_size: int, abort: AbortSignal) -> Iterator[None]:
+def _broken_off(device: GlooDevice, membership: Membership, abort: AbortSignal) -> Iterator[None]:
     """While Gloo connects in the block, an abort breaks every connection until it gives up.
 
-    Once is not enough: Gloo tries again, and goes on to the next peer.
+    Once is not enough: Gloo tries again, and goes on to the next peer. Nor does it give up in the group's
+    timeout, which it takes for each attempt.
+
+    Raises:
+        TimeoutError: the timeout is over.
     """
-    done = threading.Event()
+    done, is_late = threading.Event(), threading.Event()
+    limit_s = membership.timeout.total_seconds() + CONFIGURE_GRACE_S
 
     def sweep() -> None:
         pause = SWEEP_SECONDS_FIRST
         while not done.is_set():
-            device.knock(world_size)
+            device.knock(membership.world_size)
             device.cut()
             done.wait(pause)
             pause = min(2 * pause, SWEEP_SECONDS_MAX)
@@ -201,8 +208,19 @@ def _broken_off(device: GlooDevice, world_size: int, abort: AbortSignal) -> Iter
     def start() -> None:
         threading.Thread(target=sweep, name="torchft-gloo-abort", daemon=True).start()
 
+    def give_up() -> None:
+        is_late.set()
+        start()
+
+    failure: RuntimeError | None = None
     try:
-        with abort.ends(start):
+        with abort.ends(start), context_timeout(give_up, timedelta(seconds=limit_s)):
             yield
+    except RuntimeError as error:
+        if not is_late.is_set():
+            raise
+        failure = error
     finally:
         done.set()
+    if is_late.is_set():  # also if Gloo took a knock for the peer
+        raise TimeoutError(f"not all peers were connected after {limit_s:g} s") from failure

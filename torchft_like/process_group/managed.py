@@ -159,6 +159,12 @@ class ManagedProcessGroup(SwallowingGroup):
         if members != participants:
             error = f"{collective.name} needs all {members} members of the group; {participants} participate"
             self._manager.report_error(ProcessGroupError(error))
+        elif healing := self._manager.healing_ranks():  # in the first step, where all are participants
+            error = (
+                f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs in "
+                "this step: pass the Manager use_async_quorum=False, or init_sync=False"
+            )
+            self._manager.report_error(ProcessGroupError(error))
 
     def _check_root(self, call: Call) -> None:
         root = next((option.rootRank for option in call.options if hasattr(option, "rootRank")), 0)

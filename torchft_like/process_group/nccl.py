@@ -44,15 +44,13 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver
-from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
 from torchft_like.process_group.nccl_work import NcclWork
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 POLL_S = 0.002
-# How much later than its own limits a `configure` is given up, whatever it does.
-GRACE_S = 5.0
 # Read by torch in the constructor of a group: (torch's own default, what these groups are made with).
 _CONSTRUCTOR_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "1"),
@@ -89,7 +87,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure."""
         self._device = torch.device("cuda", torch.cuda.current_device())
-        limit_s = self._timeout.total_seconds() + GRACE_S
+        limit_s = self._timeout.total_seconds() + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
         def give_up() -> None:

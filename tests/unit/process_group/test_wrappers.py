@@ -277,6 +277,16 @@ def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name:
     assert isinstance(manager.error, ProcessGroupError)
 
 
+@pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
+def test_what_needs_every_member_is_skipped_while_one_gets_its_first_state(name: str) -> None:
+    inner = ProcessGroupDummy(0, 1)
+    manager = FakeManager(inner)
+    manager.healing = frozenset({0})  # in the first step they count as participants
+    getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
+    assert inner.calls[name] == 0
+    assert "init_sync=False" in str(manager.error)
+
+
 def test_a_managed_group_is_configured_by_its_manager_only() -> None:
     with pytest.raises(ProcessGroupError, match="Manager"):
         ManagedProcessGroup(FakeManager(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
