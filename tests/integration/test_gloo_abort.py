@@ -261,7 +261,7 @@ def test_a_configure_whose_peer_dies_in_the_middle_of_it_ends_by_itself(
     scene.victim.wait_stopped()
     scene.victim.kill()
     configuring = scene.aside(survivor.configure, prefix, 0, 2)
-    with pytest.raises(ProcessGroupNotConfiguredError, match="not all peers were connected|refused"):
+    with pytest.raises(ProcessGroupNotConfiguredError, match=r"not all peers were connected|refused"):
         configuring.result(LIMIT_S)
     survivor.set_timeout(timedelta(seconds=LIMIT_S))
     scene.assert_survivors_go_on()

@@ -26,6 +26,7 @@ from torchft_like import (
     ShutdownError,
 )
 from torchft_like.digest import state_digest
+from torchft_like.manager import connection
 
 pytestmark = pytest.mark.integration
 
@@ -339,3 +340,37 @@ def test_collectives_of_a_step_that_was_given_up_never_meet_those_of_another(
             return committed
 
     assert on_both(train) == [{11.0}, {11.0}]
+
+
+def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object) -> None:
+        raise RuntimeError("the store is gone")
+
+    lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=600_000)
+    try:
+        with monkeypatch.context() as fault:
+            fault.setattr(connection, "publish_manager", lose)  # the lighthouse knows the replica by then
+            with pytest.raises(RuntimeError, match="the store is gone"):
+                make_manager(lighthouse, "a", nn.Linear(1, 1))
+        with make_manager(lighthouse, "b", nn.Linear(1, 1), quorum_timeout=LIMIT_S / 2) as manager:
+            manager.start_quorum()
+            manager.wait_quorum()
+            assert manager.replica_world_size() == 1
+    finally:
+        lighthouse.shutdown()
+
+
+def test_a_manager_that_is_interrupted_while_its_group_is_prepared_leaves_no_thread(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    make_manager(lighthouse, "a", nn.Linear(1, 1)).shutdown()  # what a process has once
+    before = set(threading.enumerate())
+    monkeypatch.setattr(ProcessGroupGloo, "prepare", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_manager(lighthouse, "b", nn.Linear(1, 1))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), thread.name

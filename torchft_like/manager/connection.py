@@ -38,5 +38,9 @@ def connect(
         heartbeat_interval=heartbeat_interval,
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
     )
-    publish_manager(store, config, server.address())
-    return server.attach_local_rank(config.group_rank, listener), store
+    try:
+        publish_manager(store, config, server.address())
+        return server.attach_local_rank(config.group_rank, listener), store
+    except BaseException:
+        server.close()  # the lighthouse knows it already, and would wait for it
+        raise

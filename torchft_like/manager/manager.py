@@ -146,8 +146,9 @@ class Manager:
             config, self._protocol, self._group, self._state, self._transport, self._emit
         )
         self._reducer = Reducer(self._protocol, self._group, self._driver)
-        pg.prepare(timedelta(seconds=config.timeout_s))  # first: whom the lighthouse knows, others wait for
         try:
+            # First: whom the lighthouse knows, others wait for.
+            pg.prepare(timedelta(seconds=config.timeout_s))
             self._link, self._store = connect(config, self._driver, heartbeat_interval)
         except BaseException:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
@@ -383,7 +384,10 @@ class Manager:
         return self._protocol.participating_rank
 
     def num_participants(self) -> int:
-        """Replica groups whose gradients count in the current step; waits for the quorum."""
+        """Replica groups whose gradients count in the current step; waits for the quorum.
+
+        In the very first step these are all members, though all but one add zeros (`init_sync`).
+        """
         if self._driver.attempt is None:
             return 0
         self.wait_quorum()

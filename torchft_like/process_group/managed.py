@@ -161,8 +161,8 @@ class ManagedProcessGroup(SwallowingGroup):
             self._manager.report_error(ProcessGroupError(error))
         elif healing := self._manager.healing_ranks():  # in the first step, where all are participants
             error = (
-                f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs in "
-                "this step: pass the Manager use_async_quorum=False, or init_sync=False"
+                f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs "
+                "in this step: pass the Manager use_async_quorum=False, or init_sync=False"
             )
             self._manager.report_error(ProcessGroupError(error))
 

@@ -62,9 +62,9 @@ class Operations:
 
     def add(self, work: Operation) -> None:
         """From now on somebody who holds `work` may come and wait for it."""
+        if len(self._issued) >= self._issued_max:
+            self._forget_those_done()  # before: one that the backend does not have yet would pass for done
         self._issued.append(weakref.ref(work))  # no lock: every operation comes here, and this is one step
-        if len(self._issued) > self._issued_max:
-            self._forget_those_done()
 
     def follow(self, backend_future: Future[Any], explain: Explain = lambda _: None) -> Future[Any]:
         """A future that completes as the backend's does, or when the operation is given up.

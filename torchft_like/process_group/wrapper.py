@@ -57,6 +57,11 @@ class ProcessGroupWrapper(ProcessGroup):
         self.parent.configure(store_addr, rank, world_size, **about)
         self._refresh_registration()
 
+    def prepare(self, timeout: timedelta) -> None:
+        """See ProcessGroup.prepare."""
+        if self._pg is not None:
+            self._pg.prepare(timeout)
+
     def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
         """See ProcessGroup.abort."""
         self.parent.abort(reason, quorum_id=quorum_id)

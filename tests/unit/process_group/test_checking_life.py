@@ -342,3 +342,9 @@ def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     else:
         assert -6 in codes  # SIGABRT: nothing in Python could catch it
         assert any("terminate called" in member.output for member in members)
+
+
+def test_silence_is_noticed_while_a_caller_is_blocked_sending(party: Party, pair: list[ProcessGroup]) -> None:
+    backend = pair[0]._generation._backend  # type: ignore[attr-defined]
+    with backend._lock:  # as the caller has it
+        assert party.aside(backend.is_overdue).result(LIMIT_S) is False

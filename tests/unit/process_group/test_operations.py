@@ -14,7 +14,7 @@ from torch.distributed import Work
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.operations import Operations
+from torchft_like.process_group.operations import ISSUED_MIN, Operations
 from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.swallowing import SwallowingWork
 from torchft_like.process_group.work import GroupWork
@@ -245,3 +245,19 @@ class TestStillness:
         finally:
             end.set()
             begin.release()
+
+
+class NotBegunWork:
+    """The backend has it in a moment: until then there is nothing to wait for."""
+
+    is_done = True
+
+
+def test_an_operation_that_the_backend_gets_in_a_moment_is_not_forgotten() -> None:
+    operations, works = Operations(), [NotBegunWork() for _ in range(ISSUED_MIN + 1)]
+    for work in works:
+        operations.add(work)
+    works[-1].is_done = False
+    looks = iter([False, True])
+    operations.give_up(lambda: next(looks), ABORTED)
+    assert next(looks, None) is None, "it was looked whether the backend is done with it"

@@ -189,5 +189,10 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         return CudaLender(self._device)
 
     def _warm_up(self) -> Message | None:
-        device = None if self._device is None else self._device.index
+        if self._device is not None:
+            device = self._device.index
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device()
+        else:
+            return None  # a guess would make a context on another rank's device
         return (ToChild.WARM_UP.value, UNASKED, dict(os.environ), device)

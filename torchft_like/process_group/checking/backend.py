@@ -153,8 +153,9 @@ class CheckedBackend:
 
     def is_overdue(self) -> bool:
         """Whether the referee has let a deadline pass."""
-        with self._lock:
-            oldest = next((p for p in self._pending.values() if p.deadline_s < math.inf), None)
+        # Not under the lock: a caller may be blocked sending.
+        pending = list(self._pending.values())
+        oldest = next((p for p in pending if p.deadline_s < math.inf), None)
         return oldest is not None and time.monotonic() > oldest.deadline_s + SILENCE_S_MAX
 
     def end(self, why: End) -> None:

@@ -9,6 +9,8 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +25,12 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
     SubprocessLostError,
 )
-from torchft_like.process_group import ProcessGroup, ProcessGroupBabyGloo
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+)
 from torchft_like.process_group.baby import backend, requests
 from torchft_like.process_group.baby.backend import RemoteBackend
 from torchft_like.process_group.baby.child import WATCHED_MAX
@@ -461,3 +468,14 @@ def test_preparing_a_group_takes_no_longer_than_it_may() -> None:
     group = baby()
     group.prepare(timedelta(microseconds=1))
     assert "spare" not in nursery.pids(), "torch is loaded in no time"
+
+
+def test_a_spare_is_not_told_of_a_device_that_nobody_has_chosen() -> None:
+    group: Any = SimpleNamespace(_device=None)  # a real one wants NCCL
+    assert ProcessGroupBabyNCCL._warm_up(group) is None
+
+
+def test_preparing_a_group_prepares_the_one_that_it_wraps() -> None:
+    nursery.stop()
+    ErrorSwallowingProcessGroupWrapper(baby()).prepare(timedelta(seconds=LIMIT_S))
+    assert "spare" in nursery.pids()
