@@ -112,7 +112,7 @@ class GroupCoordinator(Communicating):
         transport = self._over(group, metadata_group)
         with transport.guard("broadcast_tensor_dict"):
             begun = dicts.start_broadcasting(transport, tensor_dict, src)
-        return dicts.handle(transport, "broadcast_tensor_dict", begun, lambda found: found)
+        return dicts.handle(transport, "broadcast_tensor_dict", begun)
 
     def send_tensor_dict(
         self,
@@ -152,7 +152,7 @@ class GroupCoordinator(Communicating):
         sliced = dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
         with transport.guard("send_tensor_dict"):
             begun = dicts.start_sending_dict(transport, tensor_dict, to, sliced)
-        return dicts.handle(transport, "send_tensor_dict", begun, lambda _: None)
+        return dicts.handle(transport, "send_tensor_dict", begun)
 
     def recv_tensor_dict(
         self,

@@ -39,6 +39,10 @@ class Begun(NamedTuple):
             flight.land()
         return self.finish()
 
+    def is_over(self) -> bool:
+        """Whether its tensors have come, or are gone, or never will be."""
+        return all(flight.work.is_completed() for flight in self.flights)
+
 
 # ------------------------------------------------------------------------------ one to all
 

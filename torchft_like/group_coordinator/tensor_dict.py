@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torchft_like.group_coordinator.statements import Statement
 from torchft_like.group_coordinator.transport import HARMLESS, Transport, as_bytes
 from torchft_like.group_coordinator.variable import Gathering
 
-T = TypeVar("T")
 TENSOR_DICT = "tensor dict"
 TensorDict = dict[str, Any]
 
@@ -87,21 +86,6 @@ def start_sending_dict(
     return start_sending(transport, dst, TENSOR_DICT, prepare)
 
 
-def start_receiving_dict(transport: Transport, src: int, tag: int) -> Begun:
-    """Begin to receive, once `src` has begun to send; gives a Received, see `joined`."""
-    begun = start_receiving(transport, src, tag, TENSOR_DICT)
-
-    def finish() -> Received:
-        outcome: Future[tuple[TensorDict, Slices]] = Future()
-        try:
-            outcome.set_result(begun.finish())
-        except HARMLESS as refusal:
-            outcome.set_exception(refusal)
-        return outcome.result
-
-    return begun._replace(finish=finish)
-
-
 def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> Handle[TensorDict | None]:
     """Begin to receive. On a CPU nothing is waited for: the sender may begin when it likes."""
     tag = transport.tag("from", src)
@@ -109,54 +93,64 @@ def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> 
     def settle(received: Any) -> TensorDict | None:
         return joined(received, gathered_by)
 
-    if transport.waits_on_streams:
-        with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
-            begun = start_receiving_dict(transport, src, tag)
-            return handle(transport, "recv_tensor_dict", begun, settle, gathered_by)
-
     text = f"recv_tensor_dict over {transport}"
-    return transport.bound(Handle(text, lambda: _received(transport, src, tag, gathered_by), settle))
+    if not transport.waits_on_streams:
+        return transport.bound(Handle(text, lambda: _received(transport, src, tag), settle))
+
+    with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
+        begun = start_receiving(transport, src, tag, TENSOR_DICT)
+    finish = _landing(transport, "recv_tensor_dict", begun)
+    return transport.bound(Handle(text, lambda: _outcome(finish), settle, begun.is_over))
 
 
 def received(transport: Transport, src: int, gathered_by: Transport | None) -> TensorDict:
     """What `src` sends next."""
-    return joined(_received(transport, src, transport.tag("from", src), gathered_by), gathered_by)
+    return joined(_received(transport, src, transport.tag("from", src)), gathered_by)
 
 
-def _received(transport: Transport, src: int, tag: int, gathered_by: Transport | None) -> Any:
-    with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
-        return start_receiving_dict(transport, src, tag).land()
+def handle(transport: Transport, operation: str, begun: Begun) -> Handle[Any]:
+    """A handle of a message that is under way to all, or from here to one."""
+    watched = begun.is_over if transport.waits_on_streams else None
+    finish = _landing(transport, operation, begun)
+    return transport.bound(Handle(f"{operation} over {transport}", finish, lambda landed: landed, watched))
+
+
+def _landing(transport: Transport, operation: str, begun: Begun) -> Callable[[], Any]:
+    def land() -> object:
+        with transport.guard(operation):
+            return begun.land()
+
+    return land
+
+
+def _received(transport: Transport, src: int, tag: int) -> Received:
+    def receive() -> Any:
+        with transport.guard("recv_tensor_dict"):
+            return start_receiving(transport, src, tag, TENSOR_DICT).land()
+
+    return _outcome(receive)
+
+
+def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
+    outcome: Future[tuple[TensorDict, Slices]] = Future()
+    try:
+        outcome.set_result(receive())
+    except BaseException as error:  # noqa: BLE001 - it is raised where the counterparts can hear of it
+        outcome.set_exception(error)
+    return outcome.result
 
 
 @contextlib.contextmanager
 def _missed_by(gathered_by: Transport | None) -> Iterator[None]:
-    """Around the wait for a dict: if none comes, the counterparts do not wait for its slices."""
+    """Around what a dict should come from: if none comes, the counterparts do not wait for its slices."""
     try:
         yield
+    except HARMLESS:  # the counterparts hear of it where slices are joined
+        raise
     except BaseException as error:
         if gathered_by is not None:
             gathered_by.break_off(f"a dict with slices to gather here did not come: {error!r}")
         raise
-
-
-def handle(
-    transport: Transport,
-    operation: str,
-    begun: Begun,
-    settle: Callable[[Any], T],
-    gathered_by: Transport | None = None,
-) -> Handle[T]:
-    """A handle of a message that is under way."""
-
-    def finish() -> object:
-        with _missed_by(gathered_by), transport.guard(operation):
-            return begun.land()
-
-    def is_over() -> bool:
-        return all(flight.work.is_completed() for flight in begun.flights)
-
-    watched = is_over if transport.waits_on_streams else None
-    return transport.bound(Handle(f"{operation} over {transport}", finish, settle, watched))
 
 
 def joined(received: Received, transport: Transport | None) -> TensorDict:
@@ -169,6 +163,8 @@ def joined(received: Received, transport: Transport | None) -> TensorDict:
     """
     if transport is None:
         return _unsliced(*received())
+    with _missed_by(transport), contextlib.suppress(*HARMLESS):
+        received()
 
     def prepare() -> tuple[Statement, tuple[TensorDict, Slices]]:
         tensor_dict, slices = received()
@@ -178,7 +174,7 @@ def joined(received: Received, transport: Transport | None) -> TensorDict:
                     f"slice {part} of {parts} of {name!r} came to rank {transport.rank} of "
                     f"{transport.world_size} of the all_gather_group"
                 )
-        wholes = tuple((name, _whole_text(slices[name])) for name in sorted(slices))
+        wholes = tuple((name, _whole_text(tensor_dict[name], slices[name])) for name in sorted(slices))
         return Statement("recv_tensor_dict", wholes), (tensor_dict, slices)
 
     with transport.guard("recv_tensor_dict"):
@@ -210,9 +206,9 @@ def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
     return cut, slices
 
 
-def _whole_text(known: tuple[int, int, list[int], int]) -> str:
+def _whole_text(part: Tensor, known: tuple[int, int, list[int], int]) -> str:
     _, _, shape, digest = known
-    return f"{shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
+    return f"{part.dtype} {shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _start_joining(transport: Transport, part: Tensor, shape: list[int]) -> Gathering:
