@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import GroupCoordinatorError, StaleEpochError
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    GroupCoordinatorError,
+    StaleEpochError,
+    StillUnderWayError,
+)
 from torchft_like.group_coordinator import ManagedCoordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -117,3 +124,42 @@ def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for
         coordinator._manager.lost = None  # type: ignore[attr-defined] # it is a Quorum
     party.together(coordinators, lambda _, c: c.refresh())  # type: ignore[arg-type]
     assert party.together(coordinators, gather) == [3, 3, 3]  # type: ignore[arg-type]
+
+
+def test_a_wait_whose_time_is_up_does_not_lose_the_step(party: Party, groups: list[ProcessGroup]) -> None:
+    party.configure(groups[:2])
+    sender, receiver = coordinators = over(groups[:2])
+    handle = receiver.irecv_tensor_dict(0)
+    with pytest.raises(StillUnderWayError):
+        handle.wait(0.05)
+    sender.send_tensor_dict({"a": torch.ones(1)}, 1)
+    assert handle.wait(LIMIT_S) == {"a": torch.ones(1)}
+    assert [coordinator._manager.errored() for coordinator in coordinators] == [None, None]
+
+
+def test_what_one_rank_refuses_loses_the_step_of_all(party: Party, groups: list[ProcessGroup]) -> None:
+    party.configure(groups[:2])
+    coordinators = over(groups[:2])
+
+    def gather(rank: int, coordinator: ManagedCoordinator) -> Exception:
+        sizes = [9, 9] if rank else None
+        with pytest.raises((ValueError, CollectiveMismatchError)) as caught:
+            coordinator.all_gatherv(torch.ones(2, 3), sizes=sizes)
+        return caught.value
+
+    refused = party.together(coordinators, gather)  # type: ignore[arg-type]
+    assert [coordinator._manager.errored() for coordinator in coordinators] == refused
+    assert isinstance(refused[0], CollectiveMismatchError)
+
+
+def test_a_barrier_of_an_earlier_quorum_says_that_it_is_stale(
+    party: Party, groups: list[ProcessGroup]
+) -> None:
+    party.configure(groups[:2])
+    waiting = over(groups[:2])[0]
+    barrier = party.aside(waiting.barrier)
+    while not (waiting._barriers and waiting._barriers._pending):
+        threading.Event().wait(0.005)
+    party.configure(groups[:2])
+    with pytest.raises(StaleEpochError):
+        barrier.result(LIMIT_S)

@@ -1,4 +1,4 @@
-"""What leaves a coordinator as usable as before: a barrier that is waited for in vain, a refusal to send."""
+"""What leaves a coordinator as usable as before: a barrier that nobody came to, a refusal to send."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PlainDataError
+from torchft_like.group_coordinator import Handle
 from torchft_like.process_group import ProcessGroupGloo
 
 __all__ = ["party", "store"]
@@ -26,6 +27,22 @@ def test_a_barrier_that_was_waited_for_in_vain_is_the_one_that_is_waited_for_aga
     with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
         early.barrier(0.05)  # another one
     party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+
+
+def test_a_barrier_that_was_interrupted_is_the_one_that_is_waited_for_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    interrupted, other = coordinators = over(party.meet(2, gloo))
+    with monkeypatch.context() as fault:
+        fault.setattr(Handle, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.barrier()
+    other.barrier()
+    interrupted.barrier()
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
 
 
 def test_a_refusal_that_nobody_has_received_within_the_timeout_leaves_the_group_alone(party: Party) -> None:
