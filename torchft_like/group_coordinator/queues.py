@@ -93,10 +93,10 @@ def _met(
         letting_in.wait()
     except BaseException:
         for end in [*read, *([] if made is None else [made])]:
-            end.shutdown()
+            end.shutdown(timeout=0)
         raise
     for end in [*read, *([] if made is None else [made])]:
-        transport.when_broken_off(end.shutdown)
+        transport.when_broken_off(functools.partial(end.shutdown, timeout=0))
     return read
 
 

@@ -110,7 +110,7 @@ class LocalReader(ReadingEnd):
             self._connection.send(LEAVE, socket.MSG_DONTWAIT)
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
         self._connection.close()
         self._events.close()
         os.close(self._stop)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.message_queue.end import End, ReadingEnd
+from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
 from torchft_like.message_queue.handle import (
     RANK_MAX,
     READERS_MAX,
@@ -86,7 +86,7 @@ class MessageQueue:
                 writer = Writer(geometry, ranks, token, remote)
             except BaseException:
                 if remote is not None:
-                    remote.close(linger=False)
+                    remote.close()
                 raise
         handle = QueueHandle(writer.name, token, geometry, ranks, n_remote, remote.handle if remote else None)
         self._become(writer, handle, None)
@@ -208,14 +208,19 @@ class MessageQueue:
         """At the writer: the ranks of the readers that left by themselves, and that it goes on without."""
         return self._writer().left_readers()
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float = LINGER_S) -> None:
         """Close this end; may be repeated, and wakes whoever waits in it.
 
-        A writer's readers still read what was written, and then get QueueClosedError. It waits up to five
-        seconds for remote readers to have read it; local ones need no waiting for.
+        A writer's readers still read what was written, and then get QueueClosedError. Local ones need no
+        waiting for. Remote ones that have not read all when the time is over may get QueueWriterLostError
+        instead, and before the end of what was written.
+
+        Args:
+            timeout: seconds for which a writer waits for remote readers to have read what was written, and up
+                to one more where their connections take nothing. Those that have read it are not waited for.
         """
         self._finalizer.detach()
-        self._end.shutdown()
+        self._end.shutdown(timeout)
 
     def __enter__(self) -> Self:
         return self

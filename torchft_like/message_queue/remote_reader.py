@@ -99,7 +99,6 @@ class RemoteReader(ReadingEnd):
         configure(self._dealer)
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
         self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
         try:
@@ -165,7 +164,8 @@ class RemoteReader(ReadingEnd):
             self._has_left = True
             self._tell(TAG_LEAVE)
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
+        self._writer_is_gone |= has_event(self._monitor)
         self._dealer.disable_monitor()
         self._monitor.close(0)
         self._dealer.close(0 if self._writer_is_gone else _LEAVE_MS_MAX)

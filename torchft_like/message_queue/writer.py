@@ -112,10 +112,10 @@ class Writer(End):
         self._remote = None
         self._release()
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
         self._local.close()  # first: who waits need not wait for a farewell to remote readers
         if self._remote:
-            self._remote.close()
+            self._remote.close(patience_s)
         self._undo.close()
 
     def _attend(self) -> None:
