@@ -146,7 +146,8 @@ class MessageQueue:
             QueueTimeoutError: somebody has not come; says who.
             QueueWriterLostError, QueueClosedError: the writer is gone.
             QueueError: the writer refuses this reader; says why.
-            QueueDescriptorsError: too many files are open. The reader has left the queue.
+            QueueDescriptorsError, QueueMemoryError: too many files are open, or there is no room to map the
+                ring. The reader has left the queue.
         """
         deadline, seconds = _deadline(timeout)
         self._end.wait_until_ready(deadline, seconds)
@@ -180,7 +181,7 @@ class MessageQueue:
                 reader has left.
             QueueWriterLostError: after the last message, the writer having died.
             QueueCorruptError: what is there was not written by a writer. The reader has left the queue.
-            QueueDescriptorsError: as from `wait_until_ready`, if that was not called.
+            QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
         if isinstance(self._end, Writer):
             raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")

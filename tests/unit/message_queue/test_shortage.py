@@ -1,16 +1,18 @@
-"""What is said where no file descriptor is left."""
+"""What is said where no file descriptor, or no memory, is left."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.unit.message_queue.queues import LIMIT_S, Queues, files
-from torchft_like.errors import QueueClosedError, QueueDescriptorsError
+from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
 
 
@@ -31,6 +33,18 @@ def descriptors_left(count: int) -> Iterator[None]:
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def memory_left(nbytes: int) -> Iterator[None]:
+    """So much can still be mapped, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def shortages(act: Callable[[], object]) -> int:
@@ -78,3 +92,38 @@ def test_a_reader_without_descriptors_for_the_memory_leaves_the_queue(
     writer.enqueue("second", LIMIT_S)
     assert writer.readers == [needed]
     assert readers[needed].dequeue(LIMIT_S) == ("second" if join is MessageQueue.dequeue else "first")
+
+
+def test_a_reader_without_memory_for_the_ring_leaves_the_queue(queues: Queues) -> None:
+    writer = queues.keep(MessageQueue(1, 1, 1024 * 1024, 64))
+    reader = queues.join(writer, 0)
+    writer.wait_until_ready(LIMIT_S)
+    with memory_left(16 * 1024 * 1024), pytest.raises(QueueMemoryError, match="mapping the writer's memory"):
+        reader.wait_until_ready(LIMIT_S)
+    _has_left(writer, reader)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [(OSError(errno.ENOSPC, "no watches"), QueueError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["the system", "Ctrl-C"],
+)
+def test_a_reader_whom_something_keeps_from_the_memory_leaves_the_queue(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch, failure: BaseException, told: type[BaseException]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    writer = queues.keep(MessageQueue(1, 1))
+    reader = queues.join(writer, 0)
+    writer.wait_until_ready(LIMIT_S)
+    monkeypatch.setattr("torchft_like.message_queue.local_reader.map_received", fail)
+    with pytest.raises(told):
+        reader.wait_until_ready(LIMIT_S)
+    _has_left(writer, reader)
+
+
+def _has_left(writer: MessageQueue, reader: MessageQueue) -> None:
+    with pytest.raises(QueueClosedError, match="has left"):
+        reader.dequeue(LIMIT_S)
+    assert writer.left_readers == [0]
