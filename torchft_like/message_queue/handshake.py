@@ -25,6 +25,7 @@ from typing import NamedTuple
 from torchft_like.descriptors import receive_descriptors, send_descriptors
 from torchft_like.errors import QueueError, QueueWriterLostError
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.memory import is_for_want_of_descriptors
 
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
@@ -45,11 +46,16 @@ class Arrival(NamedTuple):
 
 
 class Lobby:
-    """The writer's door. Nothing in it waits."""
+    """The writer's door. Nothing in it waits.
+
+    Attributes:
+        shortage: what kept the last `admit` from opening to who stands there: no descriptor is left.
+    """
 
     def __init__(self, ranks: Sequence[int], token: bytes) -> None:
         self.name = f"torchft-queue-{secrets.token_hex(16)}"
         self.expected = set(ranks)
+        self.shortage: OSError | None = None
         self._token = token
         self._ranks = frozenset(ranks)
         self._callers: dict[int, tuple[socket.socket, float]] = {}
@@ -65,6 +71,7 @@ class Lobby:
 
     def admit(self) -> Iterator[Arrival]:
         """Those who are let in now."""
+        self.shortage = None
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -85,8 +92,10 @@ class Lobby:
         while len(self._callers) < CALLERS_MAX:
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # nobody more, or gone again already
-                return
+            except OSError as error:
+                if is_for_want_of_descriptors(error):
+                    self.shortage = error
+                return  # else nobody more, or gone again already
             if _user_of(caller) != os.getuid():
                 caller.close()
                 continue

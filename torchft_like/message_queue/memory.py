@@ -64,12 +64,17 @@ def descriptors_for(purpose: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):  # of an OSError or a ZMQError
+        if not is_for_want_of_descriptors(error):
             raise
         raise QueueDescriptorsError(
             f"{purpose} needs a file descriptor, and none is left: close files, or raise the limit of open "
             "files (ulimit -n)"
         ) from error
+
+
+def is_for_want_of_descriptors(error: Exception) -> bool:
+    """Whether an OSError, or a ZMQError, means that no more files can be opened."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:

@@ -147,7 +147,7 @@ class MessageQueue:
             QueueWriterLostError, QueueClosedError: the writer is gone.
             QueueError: the writer refuses this reader; says why.
             QueueDescriptorsError, QueueMemoryError: too many files are open, or there is no room to map the
-                ring. The reader has left the queue.
+                ring. A reader has left the queue; a writer can call again, and those who came are there.
         """
         deadline, seconds = _deadline(timeout)
         self._end.wait_until_ready(deadline, seconds)
@@ -164,7 +164,8 @@ class MessageQueue:
             QueueTimeoutError: there was no room; names the readers that are behind. Nothing was written.
             QueueReadersLostError: nobody is left to read it.
             QueueMemoryError: it is longer than the ring, and there is no memory for its file.
-            QueueDescriptorsError: nor a descriptor.
+            QueueDescriptorsError: nor a descriptor; or the call had to wait, and there is none for a reader
+                that has come. Nothing was written.
             QueueClosedError: the queue was shut down.
         """
         self._writer().enqueue(obj, *_deadline(timeout))

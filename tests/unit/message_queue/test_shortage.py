@@ -127,3 +127,19 @@ def _has_left(writer: MessageQueue, reader: MessageQueue) -> None:
     with pytest.raises(QueueClosedError, match="has left"):
         reader.dequeue(LIMIT_S)
     assert writer.left_readers == [0]
+
+
+def test_a_writer_without_descriptors_for_its_readers_says_so_and_lets_them_in_later(queues: Queues) -> None:
+    writer = queues.keep(MessageQueue(2, 2, 4096, 4))
+    readers = [queues.join(writer, rank) for rank in range(2)]
+    with descriptors_left(0):
+        with pytest.raises(QueueDescriptorsError, match="limit of open files"):
+            writer.wait_until_ready(LIMIT_S)
+        assert writer.readers == []
+        for number in range(4):
+            writer.enqueue(number, LIMIT_S)
+        with pytest.raises(QueueDescriptorsError, match="limit of open files"):
+            writer.enqueue("no room before they have come", LIMIT_S)
+    writer.wait_until_ready(LIMIT_S)
+    for reader in readers:
+        assert [reader.dequeue(LIMIT_S) for _ in range(4)] == [0, 1, 2, 3]
