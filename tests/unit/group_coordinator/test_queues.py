@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
+from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
+from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import QueueClosedError
+from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueClosedError
 from torchft_like.group_coordinator import GroupCoordinator, queues
+from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.remote_audience import RemoteAudience
 
 __all__ = ["party", "store"]
@@ -26,8 +29,10 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "_places", apart)
 
 
-def together(party: Party, act: Callable[[int, GroupCoordinator], object], size: int = 2) -> list[object]:
-    return party.together(over(party.meet(size, gloo)), act)  # type: ignore[arg-type]
+def together(
+    party: Party, coordinators: list[GroupCoordinator], act: Callable[[int, GroupCoordinator], MessageQueue]
+) -> list[MessageQueue]:
+    return party.together(coordinators, act)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("far")
@@ -41,7 +46,7 @@ def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch
 
     monkeypatch.setattr(RemoteAudience, "close", heard)
     coordinators = over(party.meet(2, gloo))
-    writer, reader = party.together(coordinators, lambda _, c: c.create_mq_broadcaster())  # type: ignore[arg-type]
+    writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
     writer.enqueue("nobody reads this", LIMIT_S)
     coordinators[0]._current().break_off("a test")
     assert patience == [0]
@@ -52,3 +57,59 @@ def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch
         reader.dequeue(LIMIT_S)
     for coordinator in coordinators:
         coordinator.destroy()
+
+
+def test_a_queue_that_was_handed_over_outlives_a_refusal(party: Party) -> None:
+    given = MessageQueue(1, 1, local_reader_ranks=[7])
+    coordinators = over(party.meet(2, gloo))
+    found = errors(party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, None if rank else given))
+    assert [type(error) for error in found] == [CollectiveMismatchError, ValueError]
+    with MessageQueue.create_from_handle(given.export_handle(), 7) as reader:
+        given.wait_until_ready(LIMIT_S)
+        given.enqueue("still the caller's", LIMIT_S)
+        assert reader.dequeue(LIMIT_S) == "still the caller's"
+    given.shutdown()
+
+
+def test_a_queue_that_was_handed_over_outlives_the_groups(party: Party) -> None:
+    given = MessageQueue(1, 1, local_reader_ranks=[1])
+    coordinators = over(party.meet(2, gloo))
+    _, read = together(
+        party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, None if rank else given)
+    )
+    coordinators[0]._current().break_off("a test")
+    given.enqueue("still the caller's", LIMIT_S)
+    assert read.dequeue(LIMIT_S) == "still the caller's"
+    coordinators[1]._current().break_off("a test")
+    with pytest.raises(QueueClosedError):
+        read.dequeue(LIMIT_S)  # the coordinator has made this end
+    given.shutdown()
+
+
+def test_who_wants_to_join_a_queue_that_was_handed_over_hears_that_the_groups_are_gone(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second reader knocks when the first, and so the writer's call, has failed."""
+    given = MessageQueue(2, 2, local_reader_ranks=[1, 2])
+    coordinators = over(party.meet(3, gloo))
+    writer_has_failed = threading.Event()
+    join = MessageQueue.create_from_handle
+
+    def knock(handle: object, rank: int) -> MessageQueue:
+        if rank == 1:
+            coordinators[1]._current().break_off("a test")
+            raise GroupCoordinatorError("a test")
+        assert writer_has_failed.wait(LIMIT_S)
+        return join(handle, rank)
+
+    def create(rank: int, coordinator: GroupCoordinator) -> None:
+        try:
+            coordinator.create_mq_broadcaster(0, None if rank else given)
+        finally:
+            if rank == 0:
+                writer_has_failed.set()
+
+    monkeypatch.setattr(MessageQueue, "create_from_handle", knock)
+    assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
+    wait_for(lambda: given.left_readers == [2])
+    given.shutdown()
