@@ -143,14 +143,13 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 
     Raises:
         PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
-        QueueMemoryError, QueueDescriptorsError: there is no memory for it, or no file; so do they.
-        GroupCoordinatorError: a member is gone.
+        QueueMemoryError, QueueDescriptorsError: the writer has no memory for it, or no file; so do they.
+        GroupCoordinatorError: a member is gone, or this reader has no memory for it.
     """
     with transport.guard("broadcast_object"):
         if queue.is_writer:
             return _written(transport, queue, obj)
-        heard: Any = queue.dequeue(_patience_s(transport))
-        is_object, value = heard
+        is_object, value = _read(transport, queue)
         if not is_object:
             raise CollectiveMismatchError("arguments", {0: str(value), transport.rank: "broadcast_object"})
         return value
@@ -166,6 +165,13 @@ def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
     if gone := left + queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
+
+
+def _read(transport: Transport, queue: MessageQueue) -> Any:
+    try:
+        return queue.dequeue(_patience_s(transport))
+    except HARMLESS as error:  # the others go on: this rank would take the object for the next one
+        raise GroupCoordinatorError(f"the object that came could not be read: {error}") from error
 
 
 def _enqueue(transport: Transport, queue: MessageQueue, obj: object) -> None:

@@ -182,6 +182,7 @@ class MessageQueue:
                 reader has left.
             QueueWriterLostError: after the last message, the writer having died.
             QueueCorruptError: what is there was not written by a writer. The reader has left the queue.
+            QueueMemoryError: there is no room for a copy of it. It can still be read.
             QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
         if isinstance(self._end, Writer):

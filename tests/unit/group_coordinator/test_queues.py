@@ -10,7 +10,12 @@ import pytest
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueClosedError
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    GroupCoordinatorError,
+    QueueClosedError,
+    QueueMemoryError,
+)
 from torchft_like.group_coordinator import GroupCoordinator, queues
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.remote_audience import RemoteAudience
@@ -113,3 +118,27 @@ def test_who_wants_to_join_a_queue_that_was_handed_over_hears_that_the_groups_ar
     assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
     wait_for(lambda: given.left_readers == [2])
     given.shutdown()
+
+
+def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next_one(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinators = over(party.meet(2, gloo))
+    ends = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+
+    def broadcast(rank: int, coordinator: GroupCoordinator) -> object:
+        return queues.broadcast_object(coordinator._current(), ends[rank], "large")
+
+    def fail(*_: object) -> object:
+        raise QueueMemoryError("a copy of the message", 2, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MessageQueue, "dequeue", fail)
+        assert broadcast(0, coordinators[0]) == "large"
+        with pytest.raises(GroupCoordinatorError, match="could not be read") as caught:
+            broadcast(1, coordinators[1])
+        assert isinstance(caught.value.__cause__, QueueMemoryError)
+    with pytest.raises(GroupCoordinatorError):
+        broadcast(1, coordinators[1])
+    wait_for(lambda: ends[0].left_readers == [1])
+    ends[0].shutdown()

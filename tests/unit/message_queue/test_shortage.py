@@ -9,9 +9,12 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.unit.message_queue.queues import LIMIT_S, Queues, files
+from tests.unit.message_queue.test_queue import same
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
 
@@ -143,3 +146,34 @@ def test_a_writer_without_descriptors_for_its_readers_says_so_and_lets_them_in_l
     writer.wait_until_ready(LIMIT_S)
     for reader in readers:
         assert [reader.dequeue(LIMIT_S) for _ in range(4)] == [0, 1, 2, 3]
+
+
+LARGE_BYTES = 72 * 1024 * 1024  # more than the C library finds in what it has reserved for threads
+
+
+@pytest.mark.parametrize("where", ["in the ring", "in a file", "from another machine"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(LARGE_BYTES // 8),
+        lambda: np.arange(LARGE_BYTES // 8),
+        lambda: b"x" * LARGE_BYTES,
+    ],
+    ids=["tensor", "array", "bytes"],
+)
+def test_a_message_for_which_the_reader_has_no_memory_can_be_read_later(
+    queues: Queues, where: str, make: Callable[[], object]
+) -> None:
+    remote = [0] if where == "from another machine" else []
+    writer, (reader,) = queues.make(
+        chunk_bytes=1024 * 1024, chunks=80 if where == "in the ring" else 8, remote=remote
+    )
+    large = make()
+    writer.enqueue(large, LIMIT_S)
+    writer.enqueue("next", LIMIT_S)
+    if remote:
+        assert reader._end._dealer.poll(int(LIMIT_S) * 1000)  # type: ignore[union-attr]
+    with memory_left(LARGE_BYTES // 3), pytest.raises(QueueMemoryError, match="a copy of the message"):
+        reader.dequeue(LIMIT_S)
+    assert same(reader.dequeue(LIMIT_S), large)
+    assert reader.dequeue(LIMIT_S) == "next"
