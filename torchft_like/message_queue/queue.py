@@ -102,6 +102,7 @@ class MessageQueue:
         Raises:
             ValueError: the handle is none, or the rank is not one of its readers.
             QueueWriterLostError: the writer is gone.
+            QueueTimeoutError: others crowd its door, and it does not look: try again.
             QueueDescriptorsError: too many files are open.
         """
         known = QueueHandle.from_plain(handle)
