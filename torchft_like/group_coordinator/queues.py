@@ -20,6 +20,7 @@ from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
+    NotSupportedError,
     QueueDescriptorsError,
     QueueError,
     QueueTimeoutError,
@@ -191,9 +192,9 @@ def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None
 
 def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
     near = [rank for rank in readers if places[rank] == places[writer]]
-    return MessageQueue(
-        len(readers), len(near), local_reader_ranks=near, remote_host=_host_towards_the_others(transport)
-    )
+    elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
+    host = _host_towards(elsewhere, transport)
+    return MessageQueue(len(readers), len(near), local_reader_ranks=near, remote_host=host)
 
 
 def _places(transport: Transport, operation: str, end: str, rank: int) -> list[bytes]:
@@ -214,10 +215,26 @@ def _place() -> bytes:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()
 
 
-def _host_towards_the_others(transport: Transport) -> str:
-    """The address of this machine at which the others reach it: that from which it reaches their store."""
-    store = transport.cpu.store_address()
-    return LOOPBACK if store is None else local_host_towards(store.server.host, store.server.port)
+def _machine(place: bytes) -> bytes:
+    """A place without its user: what the loopback interface is common to."""
+    return place.rpartition(b"/")[0]
+
+
+def _host_towards(elsewhere: list[int], transport: Transport) -> str:
+    """The address of this machine at which the others reach it: that from which it reaches their store.
+
+    Raises:
+        NotSupportedError: some are elsewhere, and the group has no store that says how they are reached.
+    """
+    if (store := transport.cpu.store_address()) is not None:
+        return local_host_towards(store.server.host, store.server.port)
+    if elsewhere:
+        raise NotSupportedError(
+            f"ranks {elsewhere} are on other machines, or in other network namespaces, and a group of "
+            "torch's own does not tell how they reach this one: pass a group of ours, or a MessageQueue "
+            "with a remote_host"
+        )
+    return LOOPBACK
 
 
 def _patience_s(transport: Transport) -> float:

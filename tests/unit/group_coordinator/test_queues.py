@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.message_queue.queues import wait_for
@@ -142,3 +145,41 @@ def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next
         broadcast(1, coordinators[1])
     wait_for(lambda: ends[0].left_readers == [1])
     ends[0].shutdown()
+
+
+def over_torchs_own(party: Party, store: TCPStore) -> list[GroupCoordinator]:
+    def make(rank: int, _: object) -> GroupCoordinator:
+        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        group = TorchGloo(PrefixStore("bare", client), rank, 2, timedelta(seconds=LIMIT_S))
+        return GroupCoordinator.from_groups(group, store=PrefixStore("roll", client))
+
+    return party.together([None, None], make)  # type: ignore[list-item]
+
+
+def test_a_group_that_does_not_tell_where_it_met_carries_no_queue_to_another_machine(
+    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "_places", lambda *_: [b"here/net/0", b"there/net/0"])
+    coordinators = over_torchs_own(party, store)
+    for create in (
+        GroupCoordinator.create_mq_broadcaster,
+        GroupCoordinator.create_single_reader_mq_broadcasters,
+    ):
+        found = errors(party, coordinators, lambda _, c, create=create: create(c))  # type: ignore[misc]
+        assert sorted(type(error).__name__ for error in found) == [
+            "CollectiveMismatchError",
+            "NotSupportedError",
+        ]
+        assert all("other machines" in str(error) for error in found)
+
+
+def test_a_group_that_does_not_tell_where_it_met_carries_a_queue_to_another_user(
+    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queues, "_places", lambda *_: [b"here/net/0", b"here/net/1"])
+    coordinators = over_torchs_own(party, store)
+    writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    writer.enqueue("through the loopback interface", LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "through the loopback interface"
+    for coordinator in coordinators:
+        coordinator.destroy()
