@@ -145,7 +145,7 @@ class RemoteReader(ReadingEnd):
         if number != self._number:
             raise QueueCorruptError(f"message {number} came where {self._number} was due")
         if tag == TAG_CLOSED:
-            self._leave()
+            self._is_closing = self._has_left = True  # the writer hears nothing any more
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         if tag != TAG_DATA or len(parts) < 2:
             raise QueueCorruptError("what came is no message")
