@@ -246,7 +246,7 @@ class QueueTimeoutError(QueueError, TimeoutError):
 
 
 class QueueMemoryError(QueueError, MemoryError):
-    """The machine, or this control group, has not enough memory free.
+    """The machine, this control group, or this process under its limits, has not enough memory free.
 
     Attributes:
         needed, available: bytes.
@@ -260,9 +260,10 @@ class QueueMemoryError(QueueError, MemoryError):
 
     def __str__(self) -> str:
         missing = max(self.needed - self.available, 0)
+        lack = f"{missing} are missing" if missing else "this process may not take them (ulimit -v)"
         return (
-            f"{self.purpose} needs {self.needed} bytes of shared memory and {self.available} are available: "
-            f"{missing} are missing. Free some, raise the limit, ask for less (max_chunks, max_chunk_bytes)"
+            f"{self.purpose} needs {self.needed} bytes of memory and {self.available} are available: {lack}. "
+            "Free some, raise the limit, ask for less (max_chunks, max_chunk_bytes)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -62,6 +62,14 @@ def tensor_terms(tensor: Tensor, open_dim: int | None = None) -> Terms:
     """What the ranks must agree on about a tensor; `open_dim` is for each rank to choose."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return ("dtype", dtype), ("shape", shape_text(tensor.shape, open_dim))
+
+
+def lane_terms(tensors: Sequence[Tensor], lanes: Collection[str]) -> Terms:
+    """By the kind of device, which process group takes each tensor: ranks in different ones wait in vain."""
+    if len(lanes) == 1:
+        return ()
+    kinds = ", ".join(tensor.device.type if tensor.device.type in lanes else "cpu" for tensor in tensors)
+    return (("device", kinds),)
 
 
 def tensors_terms(tensors: Sequence[Tensor], dim: int, open_dim: int | None) -> Terms:

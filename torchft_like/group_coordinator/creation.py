@@ -10,6 +10,7 @@ names for torch's own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Sequence
@@ -93,14 +94,17 @@ def make_groups(wish: Wish) -> Made:
         agreement.say(Statement("GroupCoordinator").refused(error))
         raise
     agreement.reach(statement)
-    try:
-        cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
-        device_group = cpu_group
-        if backend != CPU_BACKEND:
-            wanted = wish.use_device_communicator
-            device_group = _made(groups, backend, timeout, f"{name}/device") if wanted else None
-    except RuntimeError as error:
-        raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
+    with contextlib.ExitStack() as undo:
+        try:
+            cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
+            undo.callback(destroy_group, cpu_group)
+            device_group = cpu_group
+            if backend != CPU_BACKEND:
+                wanted = wish.use_device_communicator
+                device_group = _made(groups, backend, timeout, f"{name}/device") if wanted else None
+        except RuntimeError as error:
+            raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
+        undo.pop_all()
     ranks = next(ranks for ranks in groups if rank in ranks)
     return Made(name, ranks, device, cpu_group, device_group)
 

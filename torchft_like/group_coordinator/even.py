@@ -24,7 +24,7 @@ def all_reduce(transport: Transport, input_: Tensor) -> Tensor:
         return addable(transport.carried(checked_tensor(input_)))
 
     with transport.guard("all_reduce"):
-        ready = transport.agree_if_checking(prepare, "all_reduce", lambda _: tensor_terms(input_))
+        ready = transport.agree_if_checking(prepare, "all_reduce", lambda _: _terms(transport, input_))
         total = ready.clone()
         if transport.world_size > 1 and total.numel():
             transport.allreduce(total).land()
@@ -38,7 +38,7 @@ def all_gather(transport: Transport, input_: Tensor, dim: int) -> Tensor:
         return checked_dim(dim, checked_tensor(input_).dim())
 
     with transport.guard("all_gather"):
-        at = transport.agree_if_checking(prepare, "all_gather", lambda at: _terms(input_, dim=at))
+        at = transport.agree_if_checking(prepare, "all_gather", lambda at: _terms(transport, input_, dim=at))
         if transport.world_size == 1:
             return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
@@ -61,7 +61,9 @@ def reduce_scatter(transport: Transport, input_: Tensor, dim: int) -> Tensor:
         return at
 
     with transport.guard("reduce_scatter"):
-        at = transport.agree_if_checking(prepare, "reduce_scatter", lambda at: _terms(input_, dim=at))
+        at = transport.agree_if_checking(
+            prepare, "reduce_scatter", lambda at: _terms(transport, input_, dim=at)
+        )
         rows = input_.shape[at] // transport.world_size
         return reduce_scatter_by_rows(transport, [input_], at, (rows,) * transport.world_size)[0]
 
@@ -74,7 +76,9 @@ def gather(transport: Transport, input_: Tensor, dst: int, dim: int) -> Tensor |
         return checked_dim(dim, checked_tensor(input_).dim())
 
     with transport.guard("gather"):
-        at = transport.agree_if_checking(prepare, "gather", lambda at: _terms(input_, dst=dst, dim=at))
+        at = transport.agree_if_checking(
+            prepare, "gather", lambda at: _terms(transport, input_, dst=dst, dim=at)
+        )
         if transport.world_size == 1:
             return input_.detach().clone(memory_format=torch.contiguous_format)
         mine = transport.carried(input_)
@@ -93,7 +97,7 @@ def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
         return checked_tensor(input_) if is_source else checked_target(input_)
 
     with transport.guard("broadcast"):
-        transport.agree_if_checking(prepare, "broadcast", lambda _: _terms(input_, src=src))
+        transport.agree_if_checking(prepare, "broadcast", lambda _: _terms(transport, input_, src=src))
         if transport.world_size > 1 and input_.numel():
             moved = transport.carried(input_)
             transport.broadcast(as_bytes(moved), src).land()
@@ -103,8 +107,9 @@ def broadcast(transport: Transport, input_: Tensor, src: int) -> Tensor:
         return input_
 
 
-def _terms(tensor: Tensor, **more: int) -> Terms:
-    return *tensor_terms(tensor), *((name, str(number)) for name, number in more.items())
+def _terms(transport: Transport, tensor: Tensor, **more: int) -> Terms:
+    numbers = ((name, str(number)) for name, number in more.items())
+    return *tensor_terms(tensor), *transport.lane_terms([tensor]), *numbers
 
 
 def _joined_along(parts: Tensor, dim: int) -> Tensor:

@@ -3,18 +3,28 @@
 Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
 others get a socket. Nobody has to say so: the members tell each other where they are.
 
-INVARIANT: a queue ends with its groups. Who waits in one hears of a member's death from whoever breaks off.
+INVARIANT: the ends that are made here end with their groups. Who waits in one hears of a member's death from
+whoever breaks off.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from lighthouse.address import LOOPBACK, local_host_towards
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError, QueueError
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    GroupCoordinatorError,
+    NotSupportedError,
+    QueueDescriptorsError,
+    QueueError,
+    QueueTimeoutError,
+)
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.messages import start_broadcast
 from torchft_like.group_coordinator.plans import checked_rank
@@ -23,6 +33,8 @@ from torchft_like.group_coordinator.transport import HARMLESS, Transport
 from torchft_like.message_queue import MessageQueue
 from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
+
+_LOOK_S = 0.01
 
 
 def create_broadcaster(
@@ -41,7 +53,8 @@ def create_broadcaster(
     with transport.guard(operation):
         places = _places(transport, operation, "writer", writer_rank)
         known = start_broadcast(transport, operation, handle, writer_rank, lambda: ()).land()
-        read = _met(transport, operation, queue, [known] if queue is None else [], blocking)
+        handles = [known] if queue is None else []
+        read = _met(transport, operation, queue, handles, blocking, is_own=external is None)
     return read[0] if queue is None else queue
 
 
@@ -69,13 +82,20 @@ def create_single_reader(
 
 
 def _met(
-    transport: Transport, operation: str, made: MessageQueue | None, handles: list[object], blocking: bool
+    transport: Transport,
+    operation: str,
+    written: MessageQueue | None,
+    handles: list[object],
+    blocking: bool,
+    *,
+    is_own: bool = True,
 ) -> list[MessageQueue]:
     """The ends to read, once every member has opened its own; if `blocking`, once the writers have let it in.
 
     A writer lets its readers in aside, and waits in the group, where it hears of one that will not come.
     """
     read: list[MessageQueue] = []
+    nobody_knocks = threading.Event()
 
     def prepare() -> tuple[Statement, None]:
         read.extend(MessageQueue.create_from_handle(handle, transport.rank) for handle in handles)
@@ -84,20 +104,39 @@ def _met(
         return Statement(operation), None
 
     def let_in() -> None:
-        if made is not None and blocking:
-            made.wait_until_ready(_patience_s(transport))
+        if written is not None and blocking:
+            _let_in(written, _patience_s(transport), nobody_knocks)
+
+    def own() -> list[MessageQueue]:
+        return [*read, written] if written is not None and is_own else read
 
     try:
         letting_in = Handle(operation, let_in, lambda _: None)
         transport.agree(prepare, operation)
         letting_in.wait()
-    except BaseException:
-        for end in [*read, *([] if made is None else [made])]:
-            end.shutdown()
+    except BaseException as error:
+        if isinstance(error, HARMLESS):  # all have said their part
+            nobody_knocks.set()
+        for end in own():
+            end.shutdown(timeout=0)
         raise
-    for end in [*read, *([] if made is None else [made])]:
-        transport.when_broken_off(end.shutdown)
+    for end in own():
+        transport.when_broken_off(functools.partial(end.shutdown, timeout=0))
     return read
+
+
+def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event) -> None:
+    """Let all readers in, and leave the queue to its owner in between.
+
+    Goes on when the groups are broken off: a reader that is let in hears of that in its group.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return queue.wait_until_ready(0)
+        except (QueueTimeoutError, QueueDescriptorsError):
+            if time.monotonic() > deadline or nobody_knocks.wait(_LOOK_S):
+                raise
 
 
 def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> Any:
@@ -105,14 +144,13 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
 
     Raises:
         PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
-        QueueMemoryError, QueueDescriptorsError: there is no memory for it, or no file; so do they.
-        GroupCoordinatorError: a member is gone.
+        QueueMemoryError, QueueDescriptorsError: the writer has no memory for it, or no file; so do they.
+        GroupCoordinatorError: a member is gone, or this reader has no memory for it.
     """
     with transport.guard("broadcast_object"):
         if queue.is_writer:
             return _written(transport, queue, obj)
-        heard: Any = queue.dequeue(_patience_s(transport))
-        is_object, value = heard
+        is_object, value = _read(transport, queue)
         if not is_object:
             raise CollectiveMismatchError("arguments", {0: str(value), transport.rank: "broadcast_object"})
         return value
@@ -128,6 +166,13 @@ def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
     if gone := left + queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
+
+
+def _read(transport: Transport, queue: MessageQueue) -> Any:
+    try:
+        return queue.dequeue(_patience_s(transport))
+    except HARMLESS as error:  # the others go on: this rank would take the object for the next one
+        raise GroupCoordinatorError(f"the object that came could not be read: {error}") from error
 
 
 def _enqueue(transport: Transport, queue: MessageQueue, obj: object) -> None:
@@ -147,9 +192,9 @@ def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None
 
 def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
     near = [rank for rank in readers if places[rank] == places[writer]]
-    return MessageQueue(
-        len(readers), len(near), local_reader_ranks=near, remote_host=_host_towards_the_others(transport)
-    )
+    elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
+    host = _host_towards(elsewhere, transport)
+    return MessageQueue(len(readers), len(near), local_reader_ranks=near, remote_host=host)
 
 
 def _places(transport: Transport, operation: str, end: str, rank: int) -> list[bytes]:
@@ -170,10 +215,26 @@ def _place() -> bytes:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()
 
 
-def _host_towards_the_others(transport: Transport) -> str:
-    """The address of this machine at which the others reach it: that from which it reaches their store."""
-    store = transport.cpu.store_address()
-    return LOOPBACK if store is None else local_host_towards(store.server.host, store.server.port)
+def _machine(place: bytes) -> bytes:
+    """A place without its user: what the loopback interface is common to."""
+    return place.rpartition(b"/")[0]
+
+
+def _host_towards(elsewhere: list[int], transport: Transport) -> str:
+    """The address of this machine at which the others reach it: that from which it reaches their store.
+
+    Raises:
+        NotSupportedError: some are elsewhere, and the group has no store that says how they are reached.
+    """
+    if (store := transport.cpu.store_address()) is not None:
+        return local_host_towards(store.server.host, store.server.port)
+    if elsewhere:
+        raise NotSupportedError(
+            f"ranks {elsewhere} are on other machines, or in other network namespaces, and a group of "
+            "torch's own does not tell how they reach this one: pass a group of ours, or a MessageQueue "
+            "with a remote_host"
+        )
+    return LOOPBACK
 
 
 def _patience_s(transport: Transport) -> float:

@@ -5,7 +5,8 @@ Pure: statements in, a disagreement out. A statement has terms, which must be th
 small object). A rank that cannot take part says why instead: the others hear it, and none of them waits
 for data that will not come.
 
-What is too long for its place is cut, and a digest of the whole stands for the rest.
+What is too long for its place is cut, and a digest of the whole stands for the rest. Whether the terms are
+depends on them alone: they must be the same on every rank still, whatever else it has to say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import string
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
 
@@ -24,9 +26,12 @@ _HEAD = struct.Struct("<HH")
 ROOM_BYTES = STATEMENT_BYTES - _HEAD.size
 PAYLOAD_BYTES_MAX = 1024
 _COUNTS_MAX = 8
+_COUNT_CHARACTERS_MAX = 20  # with a comma
+_CALL_BYTES_MAX = ROOM_BYTES - PAYLOAD_BYTES_MAX - _COUNTS_MAX * _COUNT_CHARACTERS_MAX
 _TERM_CHARACTERS_MAX = 80
 _TEXT_CHARACTERS_MAX = 240
 _PLAIN = frozenset(string.printable) - frozenset("\t\n\r\x0b\x0c")
+_Terms: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Statement:
     """
 
     operation: str
-    terms: tuple[tuple[str, str], ...] = ()
+    terms: _Terms = ()
     counts: tuple[int, ...] = ()
     payload: bytes = b""
     refusal: str | None = None
@@ -66,9 +71,10 @@ def encode(statement: Statement) -> bytes:
     """`STATEMENT_BYTES` bytes."""
     if len(statement.counts) > _COUNTS_MAX or len(statement.payload) > PAYLOAD_BYTES_MAX:
         raise ValueError(f"too much for a statement: {statement}")
-    text = _text(statement)
-    if len(text) + len(statement.payload) > ROOM_BYTES:
-        text = _text(_shortened(statement))
+    text = _text(replace(statement, terms=_fitting_terms(statement.operation, statement.terms)))
+    if statement.refusal is not None and len(text) + len(statement.payload) > ROOM_BYTES:
+        refusal = _cut(statement.refusal, _TEXT_CHARACTERS_MAX)
+        text = _text(replace(statement, terms=_as_one(statement.terms), refusal=refusal))
     return (_HEAD.pack(len(text), len(statement.payload)) + text + statement.payload).ljust(
         STATEMENT_BYTES, b"\0"
     )
@@ -139,19 +145,26 @@ def _text(statement: Statement) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-def _shortened(statement: Statement) -> Statement:
-    """Its long values cut, or, where there are many, all of them as one; it differs where the whole does."""
-    refusal = None if statement.refusal is None else _cut(statement.refusal, _TEXT_CHARACTERS_MAX)
-    terms = tuple((aspect, _fitting(value)) for aspect, value in statement.terms)
-    short = replace(statement, terms=terms, refusal=refusal)
-    if len(_text(short)) + len(short.payload) <= ROOM_BYTES:
-        return short
-    whole = ", ".join(f"{aspect} {value}" for aspect, value in statement.terms)
-    return replace(short, terms=(("arguments", _fitting(whole)),))
+def _fitting_terms(operation: str, terms: _Terms) -> _Terms:
+    """The terms, their long values cut, or, where there are many, all of them as one."""
+    if _is_short(operation, terms):
+        return terms
+    cut = tuple((aspect, _fitting(value)) for aspect, value in terms)
+    return cut if _is_short(operation, cut) else _as_one(terms)
+
+
+def _is_short(operation: str, terms: _Terms) -> bool:
+    """Whether there is room for it beside all that a rank may have to say of its own."""
+    return len(_text(Statement(operation, terms))) <= _CALL_BYTES_MAX
+
+
+def _as_one(terms: _Terms) -> _Terms:
+    whole = ", ".join(f"{aspect} {value}" for aspect, value in terms)
+    return (("arguments", _fitting(whole)),)
 
 
 def _fitting(value: str) -> str:
-    if len(value) <= _TERM_CHARACTERS_MAX:
+    if len(value) <= _TERM_CHARACTERS_MAX and _PLAIN.issuperset(value):
         return value
     digest = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:16]
     return f"{_cut(value, _TERM_CHARACTERS_MAX)} #{digest}"

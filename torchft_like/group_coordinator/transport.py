@@ -30,7 +30,7 @@ from torchft_like.errors import (
     QueueDescriptorsError,
     QueueMemoryError,
 )
-from torchft_like.group_coordinator.arguments import Terms
+from torchft_like.group_coordinator.arguments import Terms, lane_terms
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.group_coordinator.lane import Flight, Group, Lane
 from torchft_like.group_coordinator.options import CoordinatorOptions
@@ -211,6 +211,10 @@ class Transport:
     def delivered(self, tensor: Tensor, device_type: str) -> Tensor:
         """What has arrived for tensors of a kind of device, where they shall be."""
         return tensor.to(self.device) if device_type == self.device.type else tensor
+
+    def lane_terms(self, tensors: Sequence[Tensor]) -> Terms:
+        """What the ranks must agree on about where they move tensors."""
+        return lane_terms(tensors, self._lanes)
 
     def allreduce(self, tensor: Tensor) -> Flight:
         """Sum, in place."""

@@ -46,8 +46,8 @@ def all_gatherv(
                 f"this rank's tensor has {rows} rows, and sizes gives it {known[transport.rank]}"
             )
         sizes_text = "exchanged" if known is None else str(list(known))
-        terms = (*tensors_terms(tensors, at, open_dim=at), ("sizes", sizes_text), *more)
-        return Statement(operation, terms, (rows,)), at
+        terms = *tensors_terms(tensors, at, open_dim=at), *transport.lane_terms(tensors)
+        return Statement(operation, (*terms, ("sizes", sizes_text), *more), (rows,)), at
 
     with transport.guard(operation):
         said, at = transport.agree(prepare, operation)
@@ -79,8 +79,8 @@ def reduce_scatterv(
         for tensor in tensors:
             addable(tensor.narrow(at, 0, 0))  # which refuses what cannot be added
         shares = _shares(choose_sizes(), tensors[0].shape[at], transport.world_size)
-        terms = (*tensors_terms(tensors, at, open_dim=None), ("sizes", str(list(shares))), *more)
-        return Statement(operation, terms), (at, shares)
+        terms = *tensors_terms(tensors, at, open_dim=None), *transport.lane_terms(tensors)
+        return Statement(operation, (*terms, ("sizes", str(list(shares))), *more)), (at, shares)
 
     with transport.guard(operation):
         _, (at, shares) = transport.agree(prepare, operation)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from torchft_like.errors import QueueClosedError
 
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
+LINGER_S = 5.0
 
 
 class End(ABC):
@@ -34,8 +35,12 @@ class End(ABC):
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
         """Until this end, and for a writer all others, have joined."""
 
-    def shutdown(self) -> None:
-        """Say goodbye and let go of everything; from any thread, and as often as one likes."""
+    def shutdown(self, patience_s: float = LINGER_S) -> None:
+        """Say goodbye and let go of everything; from any thread, and as often as one likes.
+
+        Args:
+            patience_s: with those on other machines who have not read all.
+        """
         with self._ending:
             if self._is_closed:
                 return
@@ -44,7 +49,7 @@ class End(ABC):
             with self._lock:
                 self._is_closed = True
                 self._say_goodbye()
-                self._release()
+                self._release(patience_s)
 
     def forget(self) -> None:
         """In a fork: let go of what was inherited, and say nothing, for all of it is the parent's."""
@@ -58,7 +63,7 @@ class End(ABC):
         """To the other side."""
 
     @abstractmethod
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
         """Give everything back."""
 
     def _abandon(self) -> None:

@@ -23,17 +23,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchft_like.descriptors import receive_descriptors, send_descriptors
-from torchft_like.errors import QueueError, QueueWriterLostError
+from torchft_like.errors import QueueError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.memory import is_for_want_of_descriptors
 
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
+KNOCK_S_MAX = 5.0
 SHARED = 3  # descriptors that a reader gets: the ring, its page, the bell
 
 _HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
 _MAGIC = b"tfq1"
 _WELCOME, _REFUSED = b"+", b"-"
 _CREDENTIALS = struct.Struct("iII")
+_TIME = struct.Struct("@ll")  # seconds, microseconds
 _REFUSAL_BYTES_MAX = 512
 
 
@@ -45,18 +48,23 @@ class Arrival(NamedTuple):
 
 
 class Lobby:
-    """The writer's door. Nothing in it waits."""
+    """The writer's door. Nothing in it waits.
+
+    Attributes:
+        shortage: what kept the last `admit` from opening to who stands there: no descriptor is left.
+    """
 
     def __init__(self, ranks: Sequence[int], token: bytes) -> None:
         self.name = f"torchft-queue-{secrets.token_hex(16)}"
         self.expected = set(ranks)
+        self.shortage: OSError | None = None
         self._token = token
         self._ranks = frozenset(ranks)
         self._callers: dict[int, tuple[socket.socket, float]] = {}
         self._events = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self.name}")
-        self._listener.listen(CALLERS_MAX)
+        self._listener.listen(max(CALLERS_MAX, len(ranks)))  # all may come before the writer looks
         self._events.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
@@ -65,6 +73,7 @@ class Lobby:
 
     def admit(self) -> Iterator[Arrival]:
         """Those who are let in now."""
+        self.shortage = None
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -85,8 +94,10 @@ class Lobby:
         while len(self._callers) < CALLERS_MAX:
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # nobody more, or gone again already
-                return
+            except OSError as error:
+                if is_for_want_of_descriptors(error):
+                    self.shortage = error
+                return  # else nobody more, or gone again already
             if _user_of(caller) != os.getuid():
                 caller.close()
                 continue
@@ -141,14 +152,21 @@ def call(handle: QueueHandle, rank: int) -> socket.socket:
 
     Raises:
         QueueWriterLostError: there is no writer.
+        QueueTimeoutError: so many stand there that there was no place for a while.
         QueueError: somebody else sits behind that door.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(KNOCK_S_MAX), 0))
     try:
         connection.connect(f"\0{handle.name}")
         if _user_of(connection) != os.getuid():
             raise QueueError("another user's process has the writer's name")
         connection.send(_HELLO.pack(_MAGIC, handle.token, rank))
+    except BlockingIOError:
+        connection.close()
+        raise QueueTimeoutError(
+            KNOCK_S_MAX, "the writer's door is crowded: it has to call wait_until_ready"
+        ) from None
     except OSError as error:
         connection.close()
         raise QueueWriterLostError(

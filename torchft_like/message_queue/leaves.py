@@ -76,7 +76,10 @@ class Source:
         if not (nbytes := spec.nbytes):
             return torch.empty(spec.shape, dtype=spec.dtype)
         self._claim(nbytes)
-        raw = torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            raw = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:  # what torch raises where others raise MemoryError
+            raise MemoryError(str(error)) from error
         self._fill(raw.numpy().data)
         return raw.view(spec.dtype).view(spec.shape)
 
@@ -118,8 +121,13 @@ def assembled(structure: bytes, source: Source) -> object:
 
     Raises:
         PlainDataError, QueueCorruptError: it is none.
+        QueueMemoryError: there is no room for a copy of it.
     """
-    value = assemble_from(structure, source)
+    nbytes = len(structure) + source.left
+    try:
+        value = assemble_from(structure, source)
+    except MemoryError as error:
+        raise QueueMemoryError("a copy of the message", nbytes, available_bytes()) from error
     if source.left:
         raise QueueCorruptError(f"{source.left} bytes of a message belong to nothing")
     return value

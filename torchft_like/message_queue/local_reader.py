@@ -110,7 +110,7 @@ class LocalReader(ReadingEnd):
             self._connection.send(LEAVE, socket.MSG_DONTWAIT)
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
         self._connection.close()
         self._events.close()
         os.close(self._stop)
@@ -134,13 +134,18 @@ class LocalReader(ReadingEnd):
         try:
             with descriptors_for(f"reader {self._rank}, which has left the message queue,"):
                 self._take_memory()
+            self._words = memoryview(self._memory[0]).cast("Q")
+            self._ring = RingReader(memoryview(self._memory[1]), self._handle.geometry)
         except QueueWriterLostError:
             raise
-        except QueueError:
+        except OSError as error:
+            self._leave()
+            raise QueueError(
+                f"reader {self._rank} could not join, and has left the queue: {error}"
+            ) from error
+        except BaseException:  # Ctrl-C, too: there is no second welcome
             self._leave()
             raise
-        self._words = memoryview(self._memory[0]).cast("Q")
-        self._ring = RingReader(memoryview(self._memory[1]), self._handle.geometry)
         return self._ring
 
     def _take_memory(self) -> None:

@@ -64,12 +64,17 @@ def descriptors_for(purpose: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):  # of an OSError or a ZMQError
+        if not is_for_want_of_descriptors(error):
             raise
         raise QueueDescriptorsError(
             f"{purpose} needs a file descriptor, and none is left: close files, or raise the limit of open "
             "files (ulimit -n)"
         ) from error
+
+
+def is_for_want_of_descriptors(error: Exception) -> bool:
+    """Whether an OSError, or a ZMQError, means that no more files can be opened."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -102,13 +107,19 @@ def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
 
     Raises:
         QueueError: it is not of this size, or could change its size later, which would kill this process.
+        QueueMemoryError: this process has no room for it.
     """
     if os.fstat(descriptor).st_size != nbytes:
         raise QueueError(f"the writer's memory is not {nbytes} bytes: do all run the same version?")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
         raise QueueError("the writer's memory could shrink while it is read: do all run the same version?")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return mmap.mmap(descriptor, nbytes, prot=protection)
+    try:
+        return mmap.mmap(descriptor, nbytes, prot=protection)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise QueueMemoryError("mapping the writer's memory", nbytes, available_bytes()) from error
 
 
 def available_bytes() -> int:

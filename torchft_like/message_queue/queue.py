@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.message_queue.end import End, ReadingEnd
+from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
 from torchft_like.message_queue.handle import (
     RANK_MAX,
     READERS_MAX,
@@ -86,7 +86,7 @@ class MessageQueue:
                 writer = Writer(geometry, ranks, token, remote)
             except BaseException:
                 if remote is not None:
-                    remote.close(linger=False)
+                    remote.close()
                 raise
         handle = QueueHandle(writer.name, token, geometry, ranks, n_remote, remote.handle if remote else None)
         self._become(writer, handle, None)
@@ -102,6 +102,7 @@ class MessageQueue:
         Raises:
             ValueError: the handle is none, or the rank is not one of its readers.
             QueueWriterLostError: the writer is gone.
+            QueueTimeoutError: others crowd its door, and it does not look: try again.
             QueueDescriptorsError: too many files are open.
         """
         known = QueueHandle.from_plain(handle)
@@ -146,7 +147,8 @@ class MessageQueue:
             QueueTimeoutError: somebody has not come; says who.
             QueueWriterLostError, QueueClosedError: the writer is gone.
             QueueError: the writer refuses this reader; says why.
-            QueueDescriptorsError: too many files are open. The reader has left the queue.
+            QueueDescriptorsError, QueueMemoryError: too many files are open, or there is no room to map the
+                ring. A reader has left the queue; a writer can call again, and those who came are there.
         """
         deadline, seconds = _deadline(timeout)
         self._end.wait_until_ready(deadline, seconds)
@@ -163,7 +165,8 @@ class MessageQueue:
             QueueTimeoutError: there was no room; names the readers that are behind. Nothing was written.
             QueueReadersLostError: nobody is left to read it.
             QueueMemoryError: it is longer than the ring, and there is no memory for its file.
-            QueueDescriptorsError: nor a descriptor.
+            QueueDescriptorsError: nor a descriptor; or the call had to wait, and there is none for a reader
+                that has come. Nothing was written.
             QueueClosedError: the queue was shut down.
         """
         self._writer().enqueue(obj, *_deadline(timeout))
@@ -180,7 +183,8 @@ class MessageQueue:
                 reader has left.
             QueueWriterLostError: after the last message, the writer having died.
             QueueCorruptError: what is there was not written by a writer. The reader has left the queue.
-            QueueDescriptorsError: as from `wait_until_ready`, if that was not called.
+            QueueMemoryError: there is no room for a copy of it. It can still be read.
+            QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
         if isinstance(self._end, Writer):
             raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
@@ -208,14 +212,19 @@ class MessageQueue:
         """At the writer: the ranks of the readers that left by themselves, and that it goes on without."""
         return self._writer().left_readers()
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float = LINGER_S) -> None:
         """Close this end; may be repeated, and wakes whoever waits in it.
 
-        A writer's readers still read what was written, and then get QueueClosedError. It waits up to five
-        seconds for remote readers to have read it; local ones need no waiting for.
+        A writer's readers still read what was written, and then get QueueClosedError. Local ones need no
+        waiting for. Remote ones that have not read all when the time is over may get QueueWriterLostError
+        instead, and before the end of what was written.
+
+        Args:
+            timeout: seconds for which a writer waits for remote readers to have read what was written, and up
+                to one more where their connections take nothing. Those that have read it are not waited for.
         """
         self._finalizer.detach()
-        self._end.shutdown()
+        self._end.shutdown(timeout)
 
     def __enter__(self) -> Self:
         return self

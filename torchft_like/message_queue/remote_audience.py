@@ -31,9 +31,10 @@ TAG_HELLO, TAG_WELCOME, TAG_REFUSED, TAG_DATA, TAG_READ, TAG_CLOSED, TAG_LEAVE, 
 )  # fmt: skip
 
 SILENCE_S = 10.0  # after which a connection counts as ended
-LINGER_S = 5.0
 _SMALL_BYTES_MAX = 1024  # of what readers say
 _PROBE_S = 1.0
+_FAREWELL_MS_MAX = 1000
+_NEVER_MS = 2**30  # twelve days
 _NO_ADDRESS = errno.EINVAL, errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 
 _logger = logging.getLogger(__name__)
@@ -150,27 +151,29 @@ class RemoteAudience:
         for identity in list(self._readers):
             self._tell(identity, message)
 
-    def close(self, *, linger: bool = True) -> None:
-        """Tell everybody that this was all, and wait a little until they have read it."""
-        if linger:
-            self._say_goodbye()
-        self._router.disable_monitor()
-        self._monitor.close(0)
-        self._router.close(0)
-        self._context.term()
-
-    def _say_goodbye(self) -> None:
-        # What a reader has said and nobody heard would make the system throw away, at the end of the
-        # connection, what is still on its way to the reader: so wait until it has all.
-        deadline = time.monotonic() + LINGER_S
+    def close(self, patience_s: float = 0.0) -> None:
+        """Tell everybody that this was all, and wait for so long until they have read what was sent."""
         for identity in list(self._readers):
             self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
+        self._await_the_last(time.monotonic() + patience_s)
+        self._router.disable_monitor()
+        self._monitor.close(0)
+        self._router.close(_FAREWELL_MS_MAX)  # until the system has what readers were told
+        self._context.term()
+
+    def _await_the_last(self, deadline: float) -> None:
+        # What a reader has said and nobody heard would make the system throw away, at the end of the
+        # connection, what is still on its way to the reader. Who has read all says nothing more, and the
+        # goodbye, which is short, is on its way at once: such a reader need not hear it now.
         self.attend()
-        while self._readers and (left := deadline - time.monotonic()) > 0:
+        while self._behind() and (left := deadline - time.monotonic()) > 0:
             self._router.poll(int(min(left, 0.1) * 1000) + 1)
             self.attend()
-        for reader in self._readers.values():
-            _logger.warning("remote reader %d had not read all when the queue was shut down", reader.rank)
+        for rank in self._behind():
+            _logger.warning("remote reader %d had not read all when the queue was shut down", rank)
+
+    def _behind(self) -> list[int]:
+        return [reader.rank for reader in self._readers.values() if reader.read < self._sent]
 
     def _hear(self, identity: bytes, body: bytes) -> None:
         reader = self._readers.get(identity)
@@ -219,6 +222,8 @@ def configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
+    # There is no second connection. To say so with -1 would throw away what came before the first one ended.
+    socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S * 1000 / 4))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(SILENCE_S * 1000))

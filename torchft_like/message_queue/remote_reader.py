@@ -62,6 +62,7 @@ class RemoteReader(ReadingEnd):
         self._writer_is_gone = False
         self._has_left = False
         self._number: int | None = None  # of the next message
+        self._came: list[zmq.Frame] = []  # of that message, until it was read
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, 0)
@@ -87,9 +88,9 @@ class RemoteReader(ReadingEnd):
             self._require_open()
             if self._number is None:
                 self._join(deadline, seconds)
-            parts = self._receive(deadline, seconds, "the writer wrote nothing")
+            self._came = self._came or self._receive(deadline, seconds, "the writer wrote nothing")
             try:
-                return self._read(parts)
+                return self._read(self._came)
             except (PlainDataError, QueueCorruptError) as error:
                 self._leave()
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
@@ -99,7 +100,6 @@ class RemoteReader(ReadingEnd):
         configure(self._dealer)
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
         self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
         try:
@@ -114,17 +114,18 @@ class RemoteReader(ReadingEnd):
         if self._number is not None:
             return
         what = "the writer did not let this reader in: it has to call wait_until_ready"
-        (answer,) = self._receive(deadline, seconds, what)
+        answer = self._receive(deadline, seconds, what)[0].bytes
         if answer[:1] == TAG_REFUSED:
             raise QueueError(f"the writer refuses this reader: {answer[1:].decode(errors='replace')}")
         if answer[:1] != TAG_WELCOME or len(answer) != NUMBERED.size:
             raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
         self._number = NUMBERED.unpack(answer)[1]
 
-    def _receive(self, deadline: float, seconds: float, what: str) -> list[bytes]:
+    def _receive(self, deadline: float, seconds: float, what: str) -> list[zmq.Frame]:
         while True:
-            try:
-                if (parts := self._dealer.recv_multipart(zmq.NOBLOCK)) != [TAG_PROBE]:
+            try:  # a copy of the parts might find no memory when some of them were taken
+                parts = self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)
+                if parts[0].bytes != TAG_PROBE:
                     return parts
                 continue
             except zmq.Again:
@@ -137,20 +138,20 @@ class RemoteReader(ReadingEnd):
             self._writer_is_gone |= has_event(self._monitor)
             self._require_open()
 
-    def _read(self, parts: list[bytes]) -> object:
+    def _read(self, parts: list[zmq.Frame]) -> object:
         if len(parts[0]) != NUMBERED.size:
             raise QueueCorruptError("a message has no number")
-        tag, number = NUMBERED.unpack(parts[0])
+        tag, number = NUMBERED.unpack(parts[0].bytes)
         if number != self._number:
             raise QueueCorruptError(f"message {number} came where {self._number} was due")
         if tag == TAG_CLOSED:
-            self._leave()
+            self._is_closing = self._has_left = True  # the writer hears nothing any more
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         if tag != TAG_DATA or len(parts) < 2:
             raise QueueCorruptError("what came is no message")
         leaves = parts[2:]
-        value = assembled(parts[1], Source(sum(map(len, leaves)), _Parts(leaves).fill))
-        self._number = number + 1
+        value = assembled(parts[1].bytes, Source(sum(map(len, leaves)), _Parts(leaves).fill))
+        self._number, self._came = number + 1, []
         self._tell(NUMBERED.pack(TAG_READ, self._number))
         return value
 
@@ -165,7 +166,8 @@ class RemoteReader(ReadingEnd):
             self._has_left = True
             self._tell(TAG_LEAVE)
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
+        self._writer_is_gone |= has_event(self._monitor)
         self._dealer.disable_monitor()
         self._monitor.close(0)
         self._dealer.close(0 if self._writer_is_gone else _LEAVE_MS_MAX)
@@ -179,8 +181,8 @@ class RemoteReader(ReadingEnd):
 class _Parts:
     """Leaves that came one by one."""
 
-    def __init__(self, leaves: list[bytes]) -> None:
-        self._leaves = iter(leaves)
+    def __init__(self, leaves: list[zmq.Frame]) -> None:
+        self._leaves = iter([leaf.buffer for leaf in leaves])
 
     def fill(self, memory: memoryview) -> None:
         leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty one is never asked for

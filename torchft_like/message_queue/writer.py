@@ -19,7 +19,7 @@ from torchft_like.message_queue.audience import Audience
 from torchft_like.message_queue.end import RECHECK_S, End
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
-from torchft_like.message_queue.memory import map_to_write, reserve, seal
+from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
 from torchft_like.message_queue.ring import CLOSED, IN_FILE, INLINE, SLEEPING, Bytes, Geometry, RingWriter
 from torchft_like.patience import Patience
 from torchft_like.plain_data import dissect
@@ -112,10 +112,10 @@ class Writer(End):
         self._remote = None
         self._release()
 
-    def _release(self) -> None:
+    def _release(self, patience_s: float = 0.0) -> None:
         self._local.close()  # first: who waits need not wait for a farewell to remote readers
         if self._remote:
-            self._remote.close()
+            self._remote.close(patience_s)
         self._undo.close()
 
     def _attend(self) -> None:
@@ -202,12 +202,19 @@ class Writer(End):
         started = time.monotonic()
         if not self._patience.watch(reached, deadline):
             while not reached():
+                self._require_door()
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, *describe())
                 self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._attend()
                 self._require_open()
         self._patience.learn(time.monotonic() - started)
+
+    def _require_door(self) -> None:
+        """Raise if who stands there cannot be let in: to wait for that would be no sleep."""
+        if (shortage := self._local.lobby.shortage) is not None:
+            with descriptors_for("a reader that wants to join the message queue"):
+                raise shortage
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
         events = select.poll()

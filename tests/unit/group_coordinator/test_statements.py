@@ -57,6 +57,16 @@ def test_what_is_long_is_cut_and_differs_where_the_whole_does() -> None:
     check({0: one, 1: one})
 
 
+@pytest.mark.parametrize("length", [10, 80, 400, 900, 1500])
+@pytest.mark.parametrize("character", ["v", "ü", "\U0001f600"], ids=ascii)
+def test_the_same_terms_agree_whatever_else_a_rank_says(character: str, length: int) -> None:
+    terms = (("sizes", character * length), ("shape", "[*, 4]"))
+    full = (2**62 - 1,) * 8, b"p" * PAYLOAD_BYTES_MAX
+    said = [encode(Statement("all_gatherv", terms, *own)) for own in (((), b""), full)]
+    assert [len(data) for data in said] == [STATEMENT_BYTES] * 2
+    check(dict(enumerate(map(decode, said))))
+
+
 @pytest.mark.parametrize("character", ["ü", "\0", '"', "\n", "\ud800", "\\"])
 def test_a_long_reason_is_cut(character: str) -> None:
     data = encode(HERE.refused(ValueError(character * 5000)))

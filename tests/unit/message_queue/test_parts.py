@@ -9,11 +9,12 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from torchft_like.errors import QueueError, QueueMemoryError, QueueWriterLostError
+from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue import memory
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.handshake import (
@@ -206,6 +207,40 @@ def test_callers_who_say_nothing_keep_nobody_out_for_long(
     (arrival,) = list(lobby.admit())
     assert arrival.rank == 0
     for end in (*silent, honest, arrival.connection):
+        end.close()
+
+
+def test_all_readers_can_knock_before_the_writer_looks() -> None:
+    ranks = range(CALLERS_MAX + 10)
+    door = Lobby(ranks, TOKEN)
+    known = QueueHandle(door.name, TOKEN, Geometry(1, 256), tuple(ranks), 0, None)
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(lambda: [call(known, rank) for rank in ranks])
+        try:
+            callers = calling.result(60)
+            arrived = [arrival for _ in range(2) for arrival in door.admit()]
+        finally:
+            door.close()
+    assert [arrival.rank for arrival in arrived] == [*ranks]
+    for end in (*callers, *(arrival.connection for arrival in arrived)):
+        end.close()
+
+
+def test_a_crowd_at_the_door_is_a_timeout(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_like.message_queue.handshake.KNOCK_S_MAX", 1.0)
+    crowd = [call(_known(lobby), 0) for _ in range(CALLERS_MAX + 1)]  # one more than the system's row
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(call, _known(lobby), 3)
+        try:
+            with pytest.raises(QueueTimeoutError, match="door is crowded"):
+                calling.result(60)
+            arrived = [arrival for _ in range(2) for arrival in lobby.admit()]
+            honest = call(_known(lobby), 3)
+            arrived += lobby.admit()
+        finally:
+            lobby.close()
+    assert [arrival.rank for arrival in arrived] == [0, 3]
+    for end in (*crowd, honest, *(arrival.connection for arrival in arrived)):
         end.close()
 
 

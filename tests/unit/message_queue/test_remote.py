@@ -179,3 +179,34 @@ def test_a_handle_with_an_unusable_address_or_key_is_a_value_error(wrong: dict[s
         with pytest.raises(ValueError, match="handle"):
             MessageQueue.create_from_handle({**writer.export_handle(), **wrong}, 0)
         assert not files() - before
+
+
+def test_a_reader_that_has_read_all_holds_no_writer_up_and_finds_its_goodbye(
+    queues: Queues, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (reader,) = queues.make(remote=[0])
+    writer.enqueue("all", LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "all"
+    queues.run(writer.shutdown, 10 * LIMIT_S).result(LIMIT_S)  # the reader looks elsewhere all the time
+    assert _connection_has_ended(reader)
+    assert not caplog.records
+    with pytest.raises(QueueClosedError, match="everything was read"):
+        reader.dequeue(LIMIT_S)
+
+
+def test_what_came_before_the_connection_ended_can_be_read(
+    queues: Queues, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (reader,) = queues.make(remote=[0])
+    for number in range(3):
+        writer.enqueue(number, LIMIT_S)
+    writer.shutdown(timeout=0)
+    assert "remote reader 0 had not read all" in caplog.text
+    assert _connection_has_ended(reader)
+    assert [reader.dequeue(LIMIT_S) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(QueueClosedError, match="everything was read"):
+        reader.dequeue(LIMIT_S)
+
+
+def _connection_has_ended(reader: MessageQueue) -> bool:
+    return bool(reader._end._monitor.poll(int(LIMIT_S) * 1000))  # type: ignore[union-attr]
