@@ -17,7 +17,7 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \
 		tests/unit tests/simulation tests/conformance tests/stress/test_fuzz_*.py
-	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
 		tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)

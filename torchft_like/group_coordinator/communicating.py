@@ -164,7 +164,8 @@ class Communicating(Members):
 
         Args:
             external_writer_handle: on the writer, a queue that it has made already for these readers. It
-                stays the caller's: whatever fails, and `destroy`, leave it alone.
+                stays the caller's: a refusal and `destroy` leave it alone. It ends with the groups, as who
+                reads it would wait in vain.
             blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
         """
         queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)

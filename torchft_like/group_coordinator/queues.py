@@ -3,8 +3,8 @@
 Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
 others get a socket. Nobody has to say so: the members tell each other where they are.
 
-INVARIANT: the ends that are made here end with their groups. Who waits in one hears of a member's death from
-whoever breaks off.
+INVARIANT: a queue that all have joined ends with its groups, one that was handed over, too. Who waits in one
+hears of a member's death from whoever breaks off.
 """
 
 from __future__ import annotations
@@ -107,9 +107,6 @@ def _met(
         if written is not None and blocking:
             _let_in(written, _patience_s(transport), nobody_knocks)
 
-    def own() -> list[MessageQueue]:
-        return [*read, written] if written is not None and is_own else read
-
     try:
         letting_in = Handle(operation, let_in, lambda _: None)
         transport.agree(prepare, operation)
@@ -117,10 +114,10 @@ def _met(
     except BaseException as error:
         if isinstance(error, HARMLESS):  # all have said their part
             nobody_knocks.set()
-        for end in own():
+        for end in [*read, written] if written is not None and is_own else read:
             end.shutdown(timeout=0)
         raise
-    for end in own():
+    for end in read if written is None else [*read, written]:
         transport.when_broken_off(functools.partial(end.shutdown, timeout=0))
     return read
 
