@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -146,10 +147,12 @@ def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next
 
 
 def over_torchs_own(party: Party, store: TCPStore) -> list[GroupCoordinator]:
+    place = uuid.uuid4().hex  # in the store, which serves all tests of this module
+
     def make(rank: int, _: object) -> GroupCoordinator:
         client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        group = TorchGloo(PrefixStore("bare", client), rank, 2, timedelta(seconds=LIMIT_S))
-        return GroupCoordinator.from_groups(group, store=PrefixStore("roll", client))
+        group = TorchGloo(PrefixStore(f"bare/{place}", client), rank, 2, timedelta(seconds=LIMIT_S))
+        return GroupCoordinator.from_groups(group, store=PrefixStore(f"roll/{place}", client))
 
     return party.together([None, None], make)  # type: ignore[list-item]
 
