@@ -14,11 +14,15 @@ help:  ## this list
 demo: $(READY)  ## three replica groups train, one is killed, one is stopped; about 2 minutes
 	$(BIN)/python examples/demo.py
 
+# Trainers notice when a process is slow, so the tests that start some run one by one. These start none.
+SIDE_BY_SIDE := $(addprefix tests/integration/test_,$(addsuffix .py,\
+	gang group_coordinator http_transport message_queue swallowed_faults))
+
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \
-		tests/unit tests/simulation tests/conformance tests/stress/test_fuzz_*.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
-		tests/integration tests/interop tests/chaos tests/stress
+		tests/unit tests/simulation tests/conformance tests/stress/test_fuzz_*.py $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
+		$(addprefix --ignore ,$(SIDE_BY_SIDE)) tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu
