@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -245,8 +246,20 @@ def test_a_change_that_is_withdrawn_when_the_members_have_met_is_not_waited_for(
     assert crew.sums("ab") == [2, 2]
 
 
-def test_members_that_were_told_different_things_do_not_switch(crew: Crew) -> None:
+@pytest.mark.parametrize("slow_s", [0.0, 0.3])
+def test_members_that_were_told_different_things_do_not_switch(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, slow_s: float
+) -> None:
+    """Nobody takes it for a death, however long the one who has found it out first takes to say it."""
+    refuse = Ballot.refuse
+
+    def slow_refusal(ballot: Ballot, reason: str) -> None:
+        if "could not meet" in reason:
+            time.sleep(slow_s)
+        refuse(ballot, reason)
+
     crew.change("ab")
+    monkeypatch.setattr(Ballot, "refuse", slow_refusal)
     announced = crew.board.announce("abc")
     other = Membership(announced.epoch, announced.store_address, ("a", "b", "d"))
     changes = {

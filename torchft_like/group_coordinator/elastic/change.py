@@ -166,15 +166,7 @@ class Change:
             return
         if self._ballot.has_voted:
             raise ChangeInDoubtError(f"{self._name} has voted for epoch {self.membership.epoch} already")
-        # Certain already, as this vote is missing: it is for the others, so a lost store is not waited for.
-        telling = threading.Thread(
-            target=self._ballot.try_to_refuse,
-            args=(f"{self._name}: {reason}",),
-            name="torchft-change-refuse",
-            daemon=True,
-        )
-        telling.start()
-        telling.join(TELLING_S)
+        self._tell(f"{self._name}: {reason}")
         self._give_up(reason)
 
     def abandon(self, reason: str) -> None:
@@ -192,10 +184,9 @@ class Change:
                 self._meet(self._groups, self.rank)
         except Exception as error:  # noqa: BLE001 - `complete` raises it
             self._failure = error
-            if self._groups is not None:
+            self._tell(f"{self._name} could not meet the others: {error}")
+            if self._groups is not None:  # after the reason, or the others would take it for a death
                 self._groups.abort(f"epoch {self.membership.epoch} could not be prepared")
-            self._prepared.set()
-            self._ballot.try_to_refuse(f"{self._name} could not meet the others: {error}")
         self._prepared.set()
 
     def _meet(self, groups: EpochGroups, rank: int) -> None:
@@ -274,6 +265,14 @@ class Change:
             if not _is_done(verdict, time.monotonic() + self._timeout.total_seconds()):
                 raise TimeoutError("the store did not say what was decided")
         return verdict.result()
+
+    def _tell(self, reason: str) -> None:
+        """Refuse. This vote is missing, so it is certain already: a silent store is not waited for."""
+        telling = threading.Thread(
+            target=self._ballot.try_to_refuse, args=(reason,), name="torchft-change-refuse", daemon=True
+        )
+        telling.start()
+        telling.join(TELLING_S)
 
     def _give_up(self, reason: str) -> None:
         self.is_over = True
