@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.warm import WarmProcess
 from torchft_like.chaos.processes import is_in_session, wait_ended
@@ -29,6 +30,16 @@ ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
 os.environ.setdefault("TORCHFT_CHECK_COLLECTIVES", "1")
 _PDEATHSIG = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _first_square_root() -> None:
+    """Of a process: were two threads to take it at once, one of them could get it wrong by 1 in 14,000.
+
+    Torch does that by itself, in 1 or 2 of 4,000 fresh processes with two threads on two busy cores (2.13, x86). Threads
+    that stand for replicas would diverge in their first step with Adam.
+    """
+    torch.ones(3).sqrt()
 
 
 class RunningProcess:
