@@ -74,6 +74,7 @@ class ShardedState:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        _let_go_of_gathered(model)
         self._parameters = dict(model.named_parameters())
         self._model = model
         self._buffer_names = [name for name, _ in model.named_buffers()]
@@ -103,6 +104,7 @@ class ShardedState:
             CheckpointFormatError: that model had other parameters, or was sharded otherwise.
         """
         self._check(state["model"])
+        _let_go_of_gathered(self._model)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 _shard(tensor).copy_(state["model"][name])
@@ -129,6 +131,13 @@ class ShardedState:
                 f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to load: "
                 "every replica group must shard the same model over as many ranks"
             )
+
+
+def _let_go_of_gathered(model: nn.Module) -> None:
+    """Parameters that FSDP gathered for an evaluation stay in place, and would be those of the next step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _by_index(optimizer: Optimizer) -> list[Tensor]:

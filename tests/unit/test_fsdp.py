@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -95,6 +95,42 @@ def test_a_fresh_model_takes_over_the_shards_and_the_optimizer() -> None:
         assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
     net(torch.ones(5, 4)).sum().backward()
     optimizer.step()
+
+
+def alone(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    """Sharded over this rank only: what it gathers is all there is, so its outputs are right."""
+    net, mesh = Net(seed), DeviceMesh("cpu", [dist.get_rank()])
+    fully_shard(net.inner, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def evaluate(net: Net) -> Tensor:
+    """FSDP leaves what the root has gathered in place afterwards, for a backward pass that does not come."""
+    with torch.no_grad():
+        return net(torch.ones(5, 4))  # type: ignore[no-any-return]
+
+
+def test_who_heals_after_an_evaluation_does_not_go_on_with_the_parameters_that_were_gathered_for_it() -> None:
+    source_net, source_optimizer = alone(seed=1)
+    net, optimizer = alone(seed=2)
+    healed = ShardedState(net, optimizer)
+    before = evaluate(net)
+    healed.load_state_dict(ShardedState(source_net, source_optimizer).state_dict())
+    after, expected = evaluate(net), evaluate(source_net)
+    assert torch.equal(after, expected)
+    assert not torch.equal(before, expected)
+
+
+def test_a_state_that_is_made_after_an_evaluation_is_that_of_the_shards() -> None:
+    net, optimizer = alone(seed=1)
+    evaluate(net)
+    state = ShardedState(net, optimizer)
+    net(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    weight = net.outer.weight
+    assert isinstance(weight, DTensor)
+    assert torch.equal(state.state_dict()["model"]["outer.weight"], weight.to_local())
 
 
 def test_the_state_is_the_ranks_own_shards_in_types_that_travel() -> None:
