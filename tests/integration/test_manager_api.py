@@ -252,6 +252,27 @@ def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: Ligh
     assert on_both(wrap) == [7, 7]
 
 
+def test_a_wrapped_future_that_fails_before_the_quorum_is_known_spoils_the_step(
+    lighthouse: LighthouseServer,
+) -> None:
+    has_failed = threading.Event()
+
+    def wrap(name: str) -> bool:
+        with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
+            if name == "b":
+                assert has_failed.wait(LIMIT_S)
+            manager.start_quorum()
+            if name == "a":
+                broken: torch.futures.Future[int] = torch.futures.Future()
+                wrapped = manager.wrap_future(broken, 7)
+                broken.set_exception(RuntimeError("broken"))  # type: ignore[arg-type] # as torch declares it
+                assert wrapped.wait() == 7
+                has_failed.set()
+            return manager.should_commit()
+
+    assert on_both(wrap)[0] is False
+
+
 def test_a_quorum_that_cannot_be_had_is_a_typed_error_and_the_next_attempt_is_open(
     lighthouse: LighthouseServer,
 ) -> None:

@@ -316,13 +316,13 @@ class Manager:
     ) -> torch.futures.Future[T]:
         """A future that gives `default`, and spoils the step, where `fut` fails or is not done in time."""
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        quorum_id = self._protocol.quorum_id
+        attempt = self._driver.attempt
 
         def settle(done: torch.futures.Future[T]) -> T:
             try:
                 return done.value()
             except Exception as error:  # noqa: BLE001 - the caller's future may carry anything
-                self._group.fail(quorum_id, error)
+                self._driver.spoil(attempt, error)
                 return default
 
         return future_timeout(fut, timedelta(seconds=bound_s)).then(settle)
