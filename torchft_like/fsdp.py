@@ -42,15 +42,22 @@ def average_over_replicas(manager: Averaging, model: nn.Module) -> None:
         model: after all calls of `fully_shard`.
 
     Raises:
-        ValueError: there is no FSDP module in it.
+        ValueError: a parameter that is trained is in no FSDP module, or ignored by it: nothing would
+            average its gradient, and the replicas would come apart.
     """
 
     def average(gradients: Tensor) -> None:
         manager.allreduce(gradients).wait()
 
+    _let_go_of_gathered(model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
-        raise ValueError("no module of the model is sharded: call fully_shard first")
+    reduced = {id(p) for module in sharded for p in module.parameters() if isinstance(p, DTensor)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reduced:
+            raise ValueError(
+                f"FSDP does not reduce the gradient of {name}: call fully_shard first, on the model itself "
+                "too, without ignored_params"
+            )
     for module in sharded:
         module.set_all_reduce_hook(average)
 

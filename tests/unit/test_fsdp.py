@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -222,6 +222,37 @@ def test_the_hook_averages_the_shards_of_every_fsdp_module_once() -> None:
     assert all(isinstance(g, DTensor) and torch.all(g.to_local() == 7.0) for g in gradients)
 
 
-def test_a_hook_on_a_model_without_shards_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="fully_shard"):
-        average_over_replicas(Sevens(), Net(seed=1))
+def not_sharded() -> Net:
+    return Net(seed=1)
+
+
+def sharded_in_part() -> Net:
+    net = Net(seed=1)
+    fully_shard(net.outer, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    return net
+
+
+def sharded_but_for_a_layer() -> Net:
+    net = Net(seed=1)
+    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD_SIZE,)), ignored_params=set(net.inner.parameters()))
+    return net
+
+
+@pytest.mark.parametrize("make", [not_sharded, sharded_in_part, sharded_but_for_a_layer])
+def test_a_gradient_that_no_hook_would_average_is_a_value_error(make: Callable[[], Net]) -> None:
+    with pytest.raises(ValueError, match=r"inner\.weight.*fully_shard"):
+        average_over_replicas(Sevens(), make())
+
+
+def test_a_frozen_parameter_need_not_be_sharded() -> None:
+    net = sharded_but_for_a_layer()
+    net.inner.requires_grad_(False)
+    average_over_replicas(Sevens(), net)
+
+
+def test_the_hook_can_be_set_after_an_evaluation() -> None:
+    net, manager = alone(seed=1)[0], Sevens()
+    evaluate(net)
+    average_over_replicas(manager, net)
+    net(torch.ones(5, 4)).sum().backward()
+    assert sum(manager.numels) == sum(parameter.numel() for parameter in net.parameters())
