@@ -256,3 +256,33 @@ def test_the_hook_can_be_set_after_an_evaluation() -> None:
     average_over_replicas(manager, net)
     net(torch.ones(5, 4)).sum().backward()
     assert sum(manager.numels) == sum(parameter.numel() for parameter in net.parameters())
+
+
+def break_off_a_backward_pass(net: Net) -> None:
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("broken off")
+
+    hook = net.inner.register_forward_hook(lambda _, __, hidden: hidden.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="broken off"):
+        net(torch.ones(5, 4)).sum().backward()
+    hook.remove()
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_after_a_backward_pass_that_was_broken_off_fsdp_must_be_reset_or_reduces_nothing(
+    is_reset: bool,
+) -> None:
+    """As docs/sharded-training.md says, until a newer torch does without."""
+    net, manager = alone(seed=1)[0], Sevens()
+    average_over_replicas(manager, net)
+    break_off_a_backward_pass(net)
+    reduced = []
+    for _ in range(2):
+        if is_reset:
+            net.reset_iter_state()  # type: ignore[operator] # fully_shard has made it an FSDPModule
+        manager.numels.clear()
+        net(torch.ones(5, 4)).sum().backward()
+        reduced.append(sum(manager.numels))
+    own = sum(parameter.numel() for parameter in net.parameters())
+    assert (reduced == [own, own]) is is_reset
+    assert (reduced[-1] == 0) is not is_reset
