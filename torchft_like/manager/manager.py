@@ -477,11 +477,15 @@ class Manager:
         state, attempt.pending_state = attempt.pending_state, None
         if state is None:
             return
-        self._state.load(state.user)
-        with self._group.lock:
-            self._protocol.heal(state.counters)
-            if not self._rules.use_async_quorum:
-                self._protocol.take_part()
+        try:
+            self._state.load(state.user)
+            with self._group.lock:
+                self._protocol.heal(state.counters)
+                if not self._rules.use_async_quorum:
+                    self._protocol.take_part()
+        except BaseException:  # a part of the state may be the peer's by now
+            self.disown_state()
+            raise
 
     def _emit(self, kind: str, **fields: Any) -> None:
         fields.setdefault("quorum_id", self._protocol.quorum_id)
