@@ -11,7 +11,7 @@ group: a rank's state is its own shards, never the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -108,9 +108,10 @@ class ShardedState:
         """Take over what `state_dict` gave on the same rank of another replica group.
 
         Raises:
-            CheckpointFormatError: that model had other parameters, or was sharded otherwise.
+            CheckpointFormatError: that model, or optimizer, had other parameters, or was sharded otherwise.
         """
         self._check(state["model"])
+        self._check_groups(state["optimizer"]["param_groups"])
         _let_go_of_gathered(self._model)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
@@ -137,6 +138,14 @@ class ShardedState:
             raise CheckpointFormatError(
                 f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to load: "
                 "every replica group must shard the same model over as many ranks"
+            )
+
+    def _check_groups(self, theirs: Sequence[Mapping[str, Any]]) -> None:
+        own, other = ([len(g["params"]) for g in groups] for groups in (self._optimizer.param_groups, theirs))
+        if own != other:
+            raise CheckpointFormatError(
+                f"the optimizer's groups have {own} parameters here and {other} in the state to load: every "
+                "replica group must give its optimizer the same ones"
             )
 
 

@@ -191,6 +191,16 @@ def test_the_state_of_another_model_is_refused_before_anything_is_loaded() -> No
     assert state_digest(own.state_dict()) == before
 
 
+def test_the_state_of_an_optimizer_of_more_parameters_is_refused_before_anything_is_loaded() -> None:
+    net, optimizer = trained(seed=1)
+    other_net = sharded(seed=2)
+    own = ShardedState(other_net, torch.optim.AdamW(other_net.inner.parameters()))
+    before = state_digest(own.state_dict())
+    with pytest.raises(CheckpointFormatError, match=r"\[2\] parameters here and \[4\] in the state to load"):
+        own.load_state_dict(ShardedState(net, optimizer).state_dict())
+    assert state_digest(own.state_dict()) == before
+
+
 def test_an_optimizer_that_shards_otherwise_is_told_apart() -> None:
     net, optimizer = trained(seed=1)
     parameter = next(net.parameters())
