@@ -11,7 +11,7 @@ group: a rank's state is its own shards, never the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,15 +42,22 @@ def average_over_replicas(manager: Averaging, model: nn.Module) -> None:
         model: after all calls of `fully_shard`.
 
     Raises:
-        ValueError: there is no FSDP module in it.
+        ValueError: a parameter that is trained is in no FSDP module, or ignored by it: nothing would
+            average its gradient, and the replicas would come apart.
     """
 
     def average(gradients: Tensor) -> None:
         manager.allreduce(gradients).wait()
 
+    _let_go_of_gathered(model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
-        raise ValueError("no module of the model is sharded: call fully_shard first")
+    reduced = {id(p) for module in sharded for p in module.parameters() if isinstance(p, DTensor)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reduced:
+            raise ValueError(
+                f"FSDP does not reduce the gradient of {name}: call fully_shard first, on the model itself "
+                "too, without ignored_params"
+            )
     for module in sharded:
         module.set_all_reduce_hook(average)
 
@@ -74,6 +81,7 @@ class ShardedState:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        _let_go_of_gathered(model)
         self._parameters = dict(model.named_parameters())
         self._model = model
         self._buffer_names = [name for name, _ in model.named_buffers()]
@@ -100,9 +108,11 @@ class ShardedState:
         """Take over what `state_dict` gave on the same rank of another replica group.
 
         Raises:
-            CheckpointFormatError: that model had other parameters, or was sharded otherwise.
+            CheckpointFormatError: that model, or optimizer, had other parameters, or was sharded otherwise.
         """
         self._check(state["model"])
+        self._check_groups(state["optimizer"]["param_groups"])
+        _let_go_of_gathered(self._model)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 _shard(tensor).copy_(state["model"][name])
@@ -129,6 +139,21 @@ class ShardedState:
                 f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to load: "
                 "every replica group must shard the same model over as many ranks"
             )
+
+    def _check_groups(self, theirs: Sequence[Mapping[str, Any]]) -> None:
+        own, other = ([len(g["params"]) for g in groups] for groups in (self._optimizer.param_groups, theirs))
+        if own != other:
+            raise CheckpointFormatError(
+                f"the optimizer's groups have {own} parameters here and {other} in the state to load: every "
+                "replica group must give its optimizer the same ones"
+            )
+
+
+def _let_go_of_gathered(model: nn.Module) -> None:
+    """Parameters that FSDP gathered for an evaluation stay in place, and would be those of the next step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _by_index(optimizer: Optimizer) -> list[Tensor]:

@@ -30,20 +30,22 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """End the step: update the parameters if it was committed.
 
-        If the optimizer raises, the parameters may be changed in part: a script that goes on nevertheless
-        takes over a peer's state in its next step.
+        If the optimizer raises, or is not called because of a Ctrl-C, a committed step may not be in the
+        parameters, or in part: a script that goes on nevertheless takes over a peer's state in its next one.
 
         Raises:
             ValueError: a closure was given; it would evaluate the model outside of the step.
         """
         if closure is not None:
             raise ValueError("OptimizerWrapper.step takes no closure: evaluate the model before it")
-        if self.manager.should_commit():
-            try:
+        before = self.manager.current_step()
+        try:
+            if self.manager.should_commit():
                 self.optim.step()
-            except BaseException:
+        except BaseException:
+            if self.manager.current_step() != before:
                 self.manager.disown_state()
-                raise
+            raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped optimizer's."""

@@ -10,10 +10,11 @@ script: through the Manager they agree on the step after which they leave.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
@@ -64,15 +65,12 @@ def stop_on_signals(manager: Stoppable | None = None) -> Iterator[Stop]:
     A replica that leaves between two steps costs the others nothing. With a `manager`, a SIGTERM to
     one rank makes all ranks of its replica group leave, after the same step; and Ctrl-C also ends a
     collective that waits for its peers. Main thread only; what was installed before is put back at
-    the end.
+    the end, and in processes that are forked meanwhile.
     """
     stop = Stop(manager)
     previous = signal.signal(signal.SIGTERM, stop.on_signal)
-    try:
-        with _released_by_interrupt(manager):
-            yield stop
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with _put_back(lambda: signal.signal(signal.SIGTERM, previous)), _released_by_interrupt(manager):
+        yield stop
 
 
 @contextmanager
@@ -85,12 +83,12 @@ def _released_by_interrupt(manager: Stoppable | None) -> Iterator[None]:
     thread = threading.Thread(
         target=_release_on_interrupt, args=(read_end, manager), name="torchft-signals", daemon=True
     )
-    previous = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
     thread.start()
     try:
-        yield
+        previous = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+        with _put_back(lambda: signal.set_wakeup_fd(previous)):
+            yield
     finally:
-        signal.set_wakeup_fd(previous)
         write_end.close()
         thread.join()
         read_end.close()
@@ -100,3 +98,28 @@ def _release_on_interrupt(read_end: socket.socket, manager: Stoppable) -> None:
     while number := read_end.recv(1):
         if number[0] == signal.SIGINT:
             manager.interrupt(ShutdownError("interrupted from the keyboard"))
+
+
+# What puts back what was installed before, the innermost last.
+_to_put_back: list[Callable[[], object]] = []
+
+
+@contextmanager
+def _put_back(what: Callable[[], object]) -> Iterator[None]:
+    """At the end of the block, and in each process that is forked within it."""
+    _to_put_back.append(what)
+    try:
+        yield
+    finally:
+        if what in _to_put_back:
+            _to_put_back.remove(what)
+            what()
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork, of a data loader for example: what it is asked to do, by its parent even, it shall do."""
+    while _to_put_back:
+        _to_put_back.pop()()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

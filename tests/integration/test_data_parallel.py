@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lighthouse.events import Event
 from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
@@ -183,6 +184,40 @@ def test_a_script_that_catches_an_error_of_the_optimizer_heals(lighthouse: Light
             try:
                 optimizer.step()
             except ArithmeticError:
+                caught += 1
+        return state_digest(replica.model.state_dict()), caught
+
+    (one, felt), (other, not_felt) = on_both(lighthouse, lambda: nn.Linear(3, 3), train)
+    assert (felt, not_felt) == (1, 0)
+    assert one == other
+
+
+def test_a_script_that_is_interrupted_between_the_commit_and_the_optimizer_heals(
+    lighthouse: LighthouseServer,
+) -> None:
+    """In a notebook, say, where the cell is then run again."""
+
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+
+        def interrupt(event: Event) -> None:
+            if (replica.name, event.kind, event.step, event.fields.get("committed")) == (
+                "a",
+                "commit",
+                2,
+                True,
+            ):
+                raise KeyboardInterrupt
+
+        replica.manager.events.subscribe(interrupt)
+        caught = 0
+        while replica.manager.current_step() < 4:
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
                 caught += 1
         return state_digest(replica.model.state_dict()), caught
 

@@ -40,3 +40,50 @@ def test_a_fork_that_ends_breaks_nothing(processes: Processes, group: str) -> No
     trainer = processes.start(sys.executable, "-W", "ignore", "-c", PROGRAM.format(group=group))
     trainer.wait_for_output(r"sums after the fork \[6\.0, 6\.0\]")
     assert trainer.wait() == 0
+
+
+SIGNALS_PROGRAM = """
+import os, signal
+from torchft_like import stop_on_signals
+
+class Manager:
+    stop_agreed, told = False, []
+
+    def interrupt(self, e):
+        self.told.append("interrupt")
+
+    def request_stop(self):
+        self.told.append("stop")
+
+def fork():
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writable, b"!")
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            os._exit(5)
+    os.read(readable, 1)
+    return pid
+
+manager = Manager()
+with stop_on_signals(manager), stop_on_signals(manager):
+    for number, how in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 5)):
+        pid = fork()
+        os.kill(pid, number)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == how
+    forked = os.fork()
+if forked == 0:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 7
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+print("told:", manager.told, flush=True)
+"""
+
+
+def test_a_fork_obeys_its_signals_and_its_trainer_hears_nothing_of_them(processes: Processes) -> None:
+    trainer = processes.start(sys.executable, "-W", "ignore", "-c", SIGNALS_PROGRAM)
+    trainer.wait_for_output(r"told: \[\]")
+    assert trainer.wait() == 0

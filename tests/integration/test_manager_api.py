@@ -54,6 +54,10 @@ def make_manager(lighthouse: LighthouseServer, name: str, model: nn.Module, **se
     )
 
 
+def ignore(_: object) -> None:
+    """A state that is not looked at."""
+
+
 def on_both(work: Callable[[str], T]) -> list[T]:
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(work, ["a", "b"]))
@@ -239,6 +243,38 @@ def test_ranks_of_different_groups_that_give_up_before_they_meet_leave_nobody_wa
     assert all(v[0] is False and v[-2:] == [True, True] for v in votes)
 
 
+def test_a_replica_that_loaded_a_part_of_a_state_does_not_pass_for_one_of_its_old_version(
+    lighthouse: LighthouseServer,
+) -> None:
+    """Whoever is of that version, and whole, is ahead of it: it heals from them if its source is gone."""
+
+    is_over = threading.Event()
+
+    def load_in_part(_: object) -> None:
+        raise RuntimeError("loaded in part")
+
+    def train(name: str) -> tuple[dict[str, int], dict[str, int]]:
+        model = nn.Linear(1, 1)
+        with make_manager(lighthouse, name, model, init_sync=False) as manager:
+            manager.register_state_dict_fn("more", load_in_part if name == "b" else ignore, dict)
+            manager.start_quorum()
+            assert manager.should_commit()
+            before = manager.state_dict()
+            if name == "a":
+                manager.load_state_dict({**before, "step": 5})
+            manager.start_quorum()
+            if name == "b":
+                with pytest.raises(RuntimeError, match="loaded in part"):
+                    manager.should_commit()
+                is_over.set()
+            assert is_over.wait(LIMIT_S)
+            return before, manager.state_dict()
+
+    before, after = on_both(train)[1]
+    assert before["commit_quorum_id"] > 0
+    assert after == {**before, "commit_quorum_id": 0}
+
+
 def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: LighthouseServer) -> None:
     def wrap(name: str) -> int:
         with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
@@ -250,6 +286,27 @@ def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: Ligh
             return value
 
     assert on_both(wrap) == [7, 7]
+
+
+def test_a_wrapped_future_that_fails_before_the_quorum_is_known_spoils_the_step(
+    lighthouse: LighthouseServer,
+) -> None:
+    has_failed = threading.Event()
+
+    def wrap(name: str) -> bool:
+        with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
+            if name == "b":
+                assert has_failed.wait(LIMIT_S)
+            manager.start_quorum()
+            if name == "a":
+                broken: torch.futures.Future[int] = torch.futures.Future()
+                wrapped = manager.wrap_future(broken, 7)
+                broken.set_exception(RuntimeError("broken"))  # type: ignore[arg-type] # as torch declares it
+                assert wrapped.wait() == 7
+                has_failed.set()
+            return manager.should_commit()
+
+    assert on_both(wrap)[0] is False
 
 
 def test_a_quorum_that_cannot_be_had_is_a_typed_error_and_the_next_attempt_is_open(

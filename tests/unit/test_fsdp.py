@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -97,6 +97,42 @@ def test_a_fresh_model_takes_over_the_shards_and_the_optimizer() -> None:
     optimizer.step()
 
 
+def alone(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    """Sharded over this rank only: what it gathers is all there is, so its outputs are right."""
+    net, mesh = Net(seed), DeviceMesh("cpu", [dist.get_rank()])
+    fully_shard(net.inner, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def evaluate(net: Net) -> Tensor:
+    """FSDP leaves what the root has gathered in place afterwards, for a backward pass that does not come."""
+    with torch.no_grad():
+        return net(torch.ones(5, 4))  # type: ignore[no-any-return]
+
+
+def test_who_heals_after_an_evaluation_does_not_go_on_with_the_parameters_that_were_gathered_for_it() -> None:
+    source_net, source_optimizer = alone(seed=1)
+    net, optimizer = alone(seed=2)
+    healed = ShardedState(net, optimizer)
+    before = evaluate(net)
+    healed.load_state_dict(ShardedState(source_net, source_optimizer).state_dict())
+    after, expected = evaluate(net), evaluate(source_net)
+    assert torch.equal(after, expected)
+    assert not torch.equal(before, expected)
+
+
+def test_a_state_that_is_made_after_an_evaluation_is_that_of_the_shards() -> None:
+    net, optimizer = alone(seed=1)
+    evaluate(net)
+    state = ShardedState(net, optimizer)
+    net(torch.ones(5, 4)).sum().backward()
+    optimizer.step()
+    weight = net.outer.weight
+    assert isinstance(weight, DTensor)
+    assert torch.equal(state.state_dict()["model"]["outer.weight"], weight.to_local())
+
+
 def test_the_state_is_the_ranks_own_shards_in_types_that_travel() -> None:
     net, optimizer = trained(seed=1)
     state = ShardedState(net, optimizer).state_dict()
@@ -155,6 +191,16 @@ def test_the_state_of_another_model_is_refused_before_anything_is_loaded() -> No
     assert state_digest(own.state_dict()) == before
 
 
+def test_the_state_of_an_optimizer_of_more_parameters_is_refused_before_anything_is_loaded() -> None:
+    net, optimizer = trained(seed=1)
+    other_net = sharded(seed=2)
+    own = ShardedState(other_net, torch.optim.AdamW(other_net.inner.parameters()))
+    before = state_digest(own.state_dict())
+    with pytest.raises(CheckpointFormatError, match=r"\[2\] parameters here and \[4\] in the state to load"):
+        own.load_state_dict(ShardedState(net, optimizer).state_dict())
+    assert state_digest(own.state_dict()) == before
+
+
 def test_an_optimizer_that_shards_otherwise_is_told_apart() -> None:
     net, optimizer = trained(seed=1)
     parameter = next(net.parameters())
@@ -186,6 +232,67 @@ def test_the_hook_averages_the_shards_of_every_fsdp_module_once() -> None:
     assert all(isinstance(g, DTensor) and torch.all(g.to_local() == 7.0) for g in gradients)
 
 
-def test_a_hook_on_a_model_without_shards_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="fully_shard"):
-        average_over_replicas(Sevens(), Net(seed=1))
+def not_sharded() -> Net:
+    return Net(seed=1)
+
+
+def sharded_in_part() -> Net:
+    net = Net(seed=1)
+    fully_shard(net.outer, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    return net
+
+
+def sharded_but_for_a_layer() -> Net:
+    net = Net(seed=1)
+    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD_SIZE,)), ignored_params=set(net.inner.parameters()))
+    return net
+
+
+@pytest.mark.parametrize("make", [not_sharded, sharded_in_part, sharded_but_for_a_layer])
+def test_a_gradient_that_no_hook_would_average_is_a_value_error(make: Callable[[], Net]) -> None:
+    with pytest.raises(ValueError, match=r"inner\.weight.*fully_shard"):
+        average_over_replicas(Sevens(), make())
+
+
+def test_a_frozen_parameter_need_not_be_sharded() -> None:
+    net = sharded_but_for_a_layer()
+    net.inner.requires_grad_(False)
+    average_over_replicas(Sevens(), net)
+
+
+def test_the_hook_can_be_set_after_an_evaluation() -> None:
+    net, manager = alone(seed=1)[0], Sevens()
+    evaluate(net)
+    average_over_replicas(manager, net)
+    net(torch.ones(5, 4)).sum().backward()
+    assert sum(manager.numels) == sum(parameter.numel() for parameter in net.parameters())
+
+
+def break_off_a_backward_pass(net: Net) -> None:
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("broken off")
+
+    hook = net.inner.register_forward_hook(lambda _, __, hidden: hidden.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="broken off"):
+        net(torch.ones(5, 4)).sum().backward()
+    hook.remove()
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_after_a_backward_pass_that_was_broken_off_fsdp_must_be_reset_or_reduces_nothing(
+    is_reset: bool,
+) -> None:
+    """As docs/sharded-training.md says, until a newer torch does without."""
+    net, manager = alone(seed=1)[0], Sevens()
+    average_over_replicas(manager, net)
+    break_off_a_backward_pass(net)
+    reduced = []
+    for _ in range(2):
+        if is_reset:
+            net.reset_iter_state()  # type: ignore[operator] # fully_shard has made it an FSDPModule
+        manager.numels.clear()
+        net(torch.ones(5, 4)).sum().backward()
+        reduced.append(sum(manager.numels))
+    own = sum(parameter.numel() for parameter in net.parameters())
+    assert (reduced == [own, own]) is is_reset
+    assert (reduced[-1] == 0) is not is_reset

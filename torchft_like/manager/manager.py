@@ -316,13 +316,13 @@ class Manager:
     ) -> torch.futures.Future[T]:
         """A future that gives `default`, and spoils the step, where `fut` fails or is not done in time."""
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        quorum_id = self._protocol.quorum_id
+        attempt = self._driver.attempt
 
         def settle(done: torch.futures.Future[T]) -> T:
             try:
                 return done.value()
             except Exception as error:  # noqa: BLE001 - the caller's future may carry anything
-                self._group.fail(quorum_id, error)
+                self._driver.spoil(attempt, error)
                 return default
 
         return future_timeout(fut, timedelta(seconds=bound_s)).then(settle)
@@ -477,11 +477,15 @@ class Manager:
         state, attempt.pending_state = attempt.pending_state, None
         if state is None:
             return
-        self._state.load(state.user)
-        with self._group.lock:
-            self._protocol.heal(state.counters)
-            if not self._rules.use_async_quorum:
-                self._protocol.take_part()
+        try:
+            self._state.load(state.user)
+            with self._group.lock:
+                self._protocol.heal(state.counters)
+                if not self._rules.use_async_quorum:
+                    self._protocol.take_part()
+        except BaseException:  # a part of the state may be the peer's by now
+            self.disown_state()
+            raise
 
     def _emit(self, kind: str, **fields: Any) -> None:
         fields.setdefault("quorum_id", self._protocol.quorum_id)

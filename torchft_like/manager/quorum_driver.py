@@ -110,6 +110,14 @@ class QuorumDriver:
             raise RuntimeError("no step has begun: call start_quorum (Optimizer.zero_grad) first")
         return self.attempt
 
+    def spoil(self, attempt: Attempt | None, error: Exception) -> None:
+        """Something of an attempt has failed: perhaps before its quorum is known, perhaps after its end."""
+        with self._group.lock:  # no other attempt begins meanwhile, to which the error would not belong
+            if attempt is not None and attempt.result is not None:
+                self._group.fail(attempt.result.quorum_id, error)
+            elif attempt is self.attempt:
+                self._group.fail_current(error)
+
     def raise_if_over(self) -> None:
         """Raise what keeps this Manager from going on, if anything does."""
         if self.fatal is not None:

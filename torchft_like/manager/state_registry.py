@@ -52,8 +52,8 @@ class StateRegistry:
     def disallow_read(self) -> None:
         """Wait until nobody reads the state, and keep others from it until `allow_read`."""
         if self._is_read_allowed:
-            self._is_read_allowed = False
             self._reading.acquire()
+            self._is_read_allowed = False
 
     @contextmanager
     def reading(self, timeout_s: float) -> Iterator[dict[str, object]]:

@@ -346,6 +346,22 @@ class TestStateRegistry:
         with registry.reading(LIMIT_S) as state:
             assert state == {}
 
+    def test_who_was_interrupted_while_it_waited_for_readers_does_not_let_others_in(self) -> None:
+        """A script says `allow_state_dict_read` in a `finally`."""
+
+        class Interrupted:
+            def acquire(self) -> None:
+                raise KeyboardInterrupt
+
+            def release(self) -> None:
+                raise AssertionError("whoever reads has it, and gives it back")
+
+        registry = StateRegistry()
+        registry._reading = Interrupted()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            registry.disallow_read()
+        registry.allow_read()
+
 
 def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
     assert state_bytes({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int8), 5, ("x",)]}) == 14

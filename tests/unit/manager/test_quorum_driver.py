@@ -124,6 +124,31 @@ def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_co
     assert protocol.can_communicate is use_async_quorum
 
 
+def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_yet_and_no_other(
+    driver: QuorumDriver, protocol: StepProtocol
+) -> None:
+    early, late = Attempt(True, LIMIT_S), Attempt(True, LIMIT_S)
+    given_up = Attempt(True, LIMIT_S)
+    driver.begin(given_up)
+    driver.begin(early)
+    driver.spoil(given_up, RuntimeError("of an attempt whose quorum nobody knows"))
+    assert protocol.failure is None
+    error = RuntimeError("early")
+    driver.spoil(early, error)
+    driver.quorum(quorum(5, a=3, b=3))
+    early.wait_ready(str)
+    assert protocol.failure is error
+    assert not protocol.vote()
+    protocol.decide(committed=False)
+    driver.begin(late)
+    driver.quorum(quorum(6, a=3, b=3))
+    late.wait_ready(str)
+    driver.spoil(early, RuntimeError("of an older quorum"))
+    assert protocol.vote()
+    driver.spoil(late, error)
+    assert not protocol.vote()
+
+
 def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
     driver: QuorumDriver, protocol: StepProtocol
 ) -> None:
