@@ -36,8 +36,8 @@ _PDEATHSIG = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which(
 def _first_square_root() -> None:
     """Of a process: were two threads to take it at once, one of them could get it wrong by 1 in 14,000.
 
-    Torch does that by itself, in 1 or 2 of 4,000 fresh processes with two threads on two busy cores (2.13, x86). Threads
-    that stand for replicas would diverge in their first step with Adam.
+    Torch does that by itself, in 1 or 2 of 4,000 fresh processes with two threads on two busy cores (2.13,
+    x86). Threads that stand for replicas would diverge in their first step with Adam.
     """
     torch.ones(3).sqrt()
 
