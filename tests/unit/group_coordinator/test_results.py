@@ -1,0 +1,24 @@
+"""What the calls of coordinators give, whose members live in threads of one process."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.unit.group_coordinator.test_coordinator import gloo, over
+from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.group_coordinator import GroupCoordinator
+
+__all__ = ["party", "store"]
+
+
+def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
+    """A compiled graph takes their strides for granted."""
+
+    def join(rank: int, c: GroupCoordinator) -> list[torch.Tensor]:
+        rows = torch.arange(6.0).view(3, 2, 1) + 10 * rank
+        joined = [c.all_gather(rows, 2), c.all_gatherv(rows, 2), c.gather(rows, 0, 2)]
+        return [tensor for tensor in [*joined, c.reduce_scatter(rows, 1)] if tensor is not None]
+
+    for found in party.together(over(party.meet(2, gloo)), join):  # type: ignore[arg-type]
+        assert found[0].tolist() == [[[0, 10], [1, 11]], [[2, 12], [3, 13]], [[4, 14], [5, 15]]]
+        assert all(tensor.is_contiguous() for tensor in found)
