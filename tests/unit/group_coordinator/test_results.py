@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.unit.group_coordinator.test_coordinator import gloo, over
+from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.process_group import ProcessGroupGloo
 
 __all__ = ["party", "store"]
 
@@ -22,3 +23,19 @@ def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
     for found in party.together(over(party.meet(2, gloo)), join):  # type: ignore[arg-type]
         assert found[0].tolist() == [[[0, 10], [1, 11]], [[2, 12], [3, 13]], [[4, 14], [5, 15]]]
         assert all(tensor.is_contiguous() for tensor in found)
+
+
+def test_groups_that_compare_calls_serve_in_inference_mode(party: Party) -> None:
+    """They start collectives on a thread of theirs, which is in no such mode."""
+
+    def infer(rank: int, c: GroupCoordinator) -> list[object]:
+        with torch.inference_mode():
+            row = torch.full((1, 2), float(rank))
+            joined = [c.all_gather(row, 0), c.all_gatherv(row), c.gather(row, 1, 0)]
+            told = [c.broadcast_object("a"), c.broadcast_tensor_dict({"b": 1})]
+            return [*(None if tensor is None else tensor.tolist() for tensor in joined), *told]
+
+    groups = party.meet(2, lambda: ProcessGroupGloo(LIMIT_S, check_collectives=True))
+    both = [[0.0, 0.0], [1.0, 1.0]]
+    for rank, found in enumerate(party.together(over(groups), infer)):  # type: ignore[arg-type]
+        assert found == [both, both, both if rank else None, "a", {"b": 1}]
