@@ -162,13 +162,15 @@ class LocalReader(ReadingEnd):
             os.close(page_descriptor)
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
-        """Until the connection has something to say."""
-        ready: set[int] = set()
-        while self._connection.fileno() not in ready:
+        """Until the connection has something to say; looks once, however little time there is."""
+        while True:
             self._require_open()
-            if (now := time.monotonic()) >= deadline:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            ready = {descriptor for descriptor, _ in self._events.poll(min(left_s, 3600))}
+            if self._connection.fileno() in ready:
+                return
+            if not left_s:
                 raise QueueTimeoutError(seconds, what)
-            ready = {descriptor for descriptor, _ in self._events.poll(min(deadline - now, 3600))}
 
     # ------------------------------------------------------------------------------- reading
 
@@ -235,6 +237,8 @@ class LocalReader(ReadingEnd):
 
         if not self._patience.watch(reached, deadline):
             while not reached():
+                while self._hear():  # wake-ups for earlier sleeps, or that the writer is gone
+                    pass
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
@@ -255,8 +259,6 @@ class LocalReader(ReadingEnd):
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
-        while self._hear():  # of earlier sleeps
-            pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
