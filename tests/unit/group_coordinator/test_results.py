@@ -39,3 +39,16 @@ def test_groups_that_compare_calls_serve_in_inference_mode(party: Party) -> None
     both = [[0.0, 0.0], [1.0, 1.0]]
     for rank, found in enumerate(party.together(over(groups), infer)):  # type: ignore[arg-type]
         assert found == [both, both, both if rank else None, "a", {"b": 1}]
+
+
+def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_device_is(party: Party) -> None:
+    def tell(rank: int, c: GroupCoordinator) -> list[object]:
+        row = torch.full((1, 2), float(rank))
+        with torch.device("meta"):
+            handle = c.irecv_tensor_dict()
+            c.send_tensor_dict({"a": row, "b": b"", "c": [0] * 2000})
+            told = [c.broadcast_object("a"), c.broadcast_object([0] * 2000)]
+            return [c.all_gatherv(row).tolist(), *told, handle.wait(LIMIT_S)["a"].tolist()]  # type: ignore[index]
+
+    for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):  # type: ignore[arg-type]
+        assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
