@@ -10,7 +10,7 @@ import torch
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PlainDataError
-from torchft_like.group_coordinator import Handle
+from torchft_like.group_coordinator import Handle, barrier
 from torchft_like.process_group import ProcessGroupGloo
 
 __all__ = ["party", "store"]
@@ -27,6 +27,17 @@ def test_a_barrier_that_was_waited_for_in_vain_is_the_one_that_is_waited_for_aga
     with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
         early.barrier(0.05)  # another one
     party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+
+
+def test_a_barrier_without_a_store_says_that_it_does_not_know_who_is_missing(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(barrier, "_store_of", lambda _: None)
+    early, late = over(party.meet(2, gloo))
+    with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
+        early.barrier(0.05)
+    late.barrier()
+    early.barrier()
 
 
 def test_a_barrier_that_was_interrupted_is_the_one_that_is_waited_for_again(
