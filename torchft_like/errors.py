@@ -149,8 +149,8 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
         self.waiting = waiting
 
     def __str__(self) -> str:
-        missing = _ranks(self.missing)
-        return f"timed out after {self.seconds:g} s: {missing} did not come; {_waiting(self.waiting)}"
+        absent = f"{_ranks(self.missing)} did not come" if self.missing else "who did not come is not known"
+        return f"timed out after {self.seconds:g} s: {absent}; {_waiting(self.waiting)}"
 
 
 class PeerLostError(ProcessGroupError):

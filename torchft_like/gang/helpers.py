@@ -43,10 +43,8 @@ def all_sum(gang: Gang, value: float | int) -> Tensor:
         raise ValueError(f"{value} does not fit into 64 bits")
     # Halves of an integer add up exactly in float64, whatever the members' order.
     high, low = divmod(int(value), _HALF) if is_whole else (0, 0)
-    parts = torch.tensor(
-        [0.0 if is_whole else 1.0, high, low, 0.0 if is_whole else value], dtype=torch.float64
-    )
-    parts = parts.to(gang.device)
+    numbers = [0.0 if is_whole else 1.0, high, low, 0.0 if is_whole else value]
+    parts = torch.tensor(numbers, dtype=torch.float64, device=gang.device)
     gang.all_reduce(parts, ReduceOperation.SUM)
     floats, high, low, fraction = parts.tolist()
     whole = int(high) * _HALF + int(low)

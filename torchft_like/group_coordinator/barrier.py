@@ -52,6 +52,7 @@ class Barriers:
 
         Raises:
             CollectiveTimeoutError: some did not come in time; names them. The group stays usable.
+            CollectiveMismatchError: some came to another call, over a group that compares them.
             GroupCoordinatorError: a member died; names those that had not come.
             ValueError: the timeout is not positive.
         """
@@ -72,6 +73,10 @@ class Barriers:
         except GroupCoordinatorError as error:
             self._pending = None
             raise GroupCoordinatorError(f"{error}; {_absent(self._roll.missing())}") from error.__cause__
+        except Exception:  # refused, on all ranks: there was no such barrier
+            self._pending = None
+            self._roll.leave()
+            raise
         self._pending = None
 
     def _started(self, roll: _Roll, patience: timedelta) -> Handle[None]:
@@ -93,8 +98,15 @@ class _Roll:
 
     def come(self) -> None:
         """Note that the caller has come to its next barrier."""
-        self._number += 1
-        self._ask(lambda store: store.set(str(self._rank), str(self._number)))
+        self._note(self._number + 1)
+
+    def leave(self) -> None:
+        """Take back the last `come`."""
+        self._note(self._number - 1)
+
+    def _note(self, number: int) -> None:
+        self._number = number
+        self._ask(lambda store: store.set(str(self._rank), str(number)))
 
     def missing(self) -> list[int]:
         """Who has not come to the caller's present barrier; nobody, if there is no store to ask."""

@@ -124,9 +124,10 @@ class Communicating(Members):
         Raises:
             PlainDataError: it holds something that does not travel; every rank gets an error.
         """
+        transport = self._current()  # first: it is what ends the epoch of an earlier queue
         if self.mq_broadcaster is not None and src == 0:
-            return queues.broadcast_object(self._current(), self.mq_broadcaster, obj)
-        return objects.broadcast_object(self._current(), obj, src)
+            return queues.broadcast_object(transport, self.mq_broadcaster, obj)
+        return objects.broadcast_object(transport, obj, src)
 
     def broadcast_object_list(
         self, obj_list: list[Any], src: int = 0, group: Group | None = None

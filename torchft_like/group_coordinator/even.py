@@ -116,4 +116,4 @@ def _joined_along(parts: Tensor, dim: int) -> Tensor:
     """`[rank, *shape]` as one tensor, with the ranks' parts side by side along `dim` of `shape`."""
     shape = parts.shape[1:]
     together = with_rows(shape, dim, parts.shape[0] * shape[dim])
-    return parts.movedim(0, dim).reshape(together)
+    return parts.movedim(0, dim).reshape(together).contiguous()  # of one row each it is a view with gaps

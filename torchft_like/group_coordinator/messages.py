@@ -79,7 +79,7 @@ def start_broadcast(
         return Begun([transport.broadcast(flat, src) for flat in flats], lambda: value)
     structure = said[src].payload
     if not structure:
-        data = torch.empty(_structure_length(said[src]), dtype=torch.uint8)
+        data = torch.empty(_structure_length(said[src]), dtype=torch.uint8, device="cpu")
         transport.broadcast(data, src).land()
         structure = data.numpy().tobytes()
     cargo = _memory_for(transport, structure)
@@ -127,7 +127,7 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
         CollectiveMismatchError: from `land`; it refuses to send, or sent something else, which was taken out
             of the way.
     """
-    head = torch.empty(STATEMENT_BYTES, dtype=torch.uint8)
+    head = torch.empty(STATEMENT_BYTES, dtype=torch.uint8, device="cpu")
     transport.recv(head, src, tag).land()
     statement = decode(head.numpy().tobytes())
     calls = {src: statement, transport.rank: Statement(kind, statement.terms if terms is None else terms)}
@@ -135,7 +135,7 @@ def start_receiving(transport: Transport, src: int, tag: int, kind: str, terms: 
         return Begun([], lambda: check(calls))
     structure = statement.payload
     if not structure:
-        data = torch.empty(_structure_length(statement), dtype=torch.uint8)
+        data = torch.empty(_structure_length(statement), dtype=torch.uint8, device="cpu")
         transport.recv(data, src, tag).land()
         structure = data.numpy().tobytes()
     cargo = _memory_for(transport, structure)

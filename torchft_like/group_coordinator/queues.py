@@ -47,7 +47,8 @@ def create_broadcaster(
     def handle() -> object:
         nonlocal queue
         readers = [rank for rank in range(transport.world_size) if rank != writer_rank]
-        queue = _queue_for(transport, readers, writer_rank, places) if external is None else external
+        made = _queue_for(transport, readers, writer_rank, places) if external is None else external
+        queue = _written_end(made)
         return queue.export_handle()
 
     with transport.guard(operation):
@@ -192,6 +193,17 @@ def _queue_for(transport: Transport, readers: list[int], writer: int, places: li
     elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
     host = _host_towards(elsewhere, transport)
     return MessageQueue(len(readers), len(near), local_reader_ranks=near, remote_host=host)
+
+
+def _written_end(value: object) -> MessageQueue:
+    """The value, if it can be handed over.
+
+    Raises:
+        TypeError: it is no writer's end of a queue.
+    """
+    if not isinstance(value, MessageQueue) or not value.is_writer:
+        raise TypeError(f"external_writer_handle is the writer's end of a MessageQueue, not {value!r:.100}")
+    return value
 
 
 def _places(transport: Transport, operation: str, end: str, rank: int) -> list[bytes]:

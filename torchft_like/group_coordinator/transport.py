@@ -185,7 +185,7 @@ class Transport:
     def _exchange(self, statement: Statement) -> list[Statement]:
         if self.world_size == 1:
             return [statement]
-        everyone = torch.empty(self.world_size * STATEMENT_BYTES, dtype=torch.uint8)
+        everyone = torch.empty(self.world_size * STATEMENT_BYTES, dtype=torch.uint8, device="cpu")
         self.cpu.start("_allgather_base", everyone, from_bytes(encode(statement))).land()
         data = everyone.numpy().tobytes()
         return [decode(data[at : at + STATEMENT_BYTES]) for at in range(0, len(data), STATEMENT_BYTES)]
@@ -271,5 +271,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: bytes) -> Tensor:
-    """A tensor of bytes of its own."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    """A tensor of bytes of its own, on the CPU."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -13,29 +13,40 @@ keep their order anyway, so that the first two need nothing. Elsewhere an acquir
 store before them sink in and a load after them rise in; a release that an acquire follows lets nothing
 through (C11 with RCsc atomics, which AArch64's are), so two rounds make a full fence.
 
+Free it must be: `with` gives it back whatever interrupts the caller, a call of `release` may never be made.
+And a fork gets one of its own, or it would inherit one that another thread held.
+
 A single aligned 64-bit word of a `memoryview` of format Q is loaded and stored by one instruction. What
 an interpreter does between two statements is far more than a compiler would dare to reorder.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 
 _lock = threading.Lock()
-_acquire, _release = _lock.acquire, _lock.release
 
 
 def _one_round() -> None:
-    _acquire()
-    _release()
+    with _lock:
+        pass
 
 
 def _two_rounds() -> None:
-    _acquire()
-    _release()
-    _acquire()
-    _release()
+    with _lock:
+        pass
+    with _lock:
+        pass
+
+
+def _renew() -> None:
+    global _lock  # noqa: PLW0603 - a name of the module costs each fence the least
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def _nothing() -> None:

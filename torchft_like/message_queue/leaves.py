@@ -74,10 +74,10 @@ class Source:
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The next leaf, which is a tensor."""
         if not (nbytes := spec.nbytes):
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self._claim(nbytes)
         try:
-            raw = torch.empty(nbytes, dtype=torch.uint8)
+            raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # what torch raises where others raise MemoryError
             raise MemoryError(str(error)) from error
         self._fill(raw.numpy().data)

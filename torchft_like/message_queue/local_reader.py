@@ -20,6 +20,7 @@ from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
     QueueCorruptError,
+    QueueDescriptorsError,
     QueueError,
     QueueTimeoutError,
     QueueWriterLostError,
@@ -69,6 +70,7 @@ class LocalReader(ReadingEnd):
         self._sleeps = 0
         self._rung = 0
         self._files: dict[int, _File] = {}
+        self._lacked_descriptors = False  # for one of them, which the kernel has dropped
         self._ring: RingReader | None = None
         self._bell = -1
         self._memory: list[mmap.mmap] = []
@@ -96,9 +98,11 @@ class LocalReader(ReadingEnd):
             try:
                 record = ring.next_record()
                 value = self._read(ring, record)
-            except (PlainDataError, QueueCorruptError) as error:
+            except (PlainDataError, QueueCorruptError, QueueDescriptorsError) as error:
                 self._leave()
                 self._close_files()
+                if isinstance(error, QueueDescriptorsError):
+                    raise
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
             self._free(ring, record)
             if self._files:
@@ -162,13 +166,15 @@ class LocalReader(ReadingEnd):
             os.close(page_descriptor)
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
-        """Until the connection has something to say."""
-        ready: set[int] = set()
-        while self._connection.fileno() not in ready:
+        """Until the connection has something to say; looks once, however little time there is."""
+        while True:
             self._require_open()
-            if (now := time.monotonic()) >= deadline:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            ready = {descriptor for descriptor, _ in self._events.poll(min(left_s, 3600))}
+            if self._connection.fileno() in ready:
+                return
+            if not left_s:
                 raise QueueTimeoutError(seconds, what)
-            ready = {descriptor for descriptor, _ in self._events.poll(min(deadline - now, 3600))}
 
     # ------------------------------------------------------------------------------- reading
 
@@ -202,11 +208,14 @@ class LocalReader(ReadingEnd):
         while (file is None or file.attempt != attempt) and self._hear():
             file = self._files.get(number)
         self._close_files(number)
-        if file is None or file.attempt != attempt:
-            raise QueueCorruptError(
-                "the file of a message did not arrive: is the limit of open files reached?"
+        if file is not None and file.attempt == attempt:
+            return file.descriptor
+        if self._lacked_descriptors:
+            raise QueueDescriptorsError(
+                f"a message needs a file descriptor, and none was left: reader {self._rank} has left "
+                "the queue; close files, or raise the limit of open files (ulimit -n)"
             )
-        return file.descriptor
+        raise QueueCorruptError("the file of a message did not arrive")
 
     def _close_files(self, until: float = math.inf) -> None:
         """Those of the messages before that number."""
@@ -235,6 +244,8 @@ class LocalReader(ReadingEnd):
 
         if not self._patience.watch(reached, deadline):
             while not reached():
+                while self._hear():  # wake-ups for earlier sleeps, or that the writer is gone
+                    pass
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
@@ -255,8 +266,6 @@ class LocalReader(ReadingEnd):
         raise QueueWriterLostError("the writer is gone, and everything that it wrote was read")
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
-        while self._hear():  # of earlier sleeps
-            pass
         self._sleeps += 1
         self._words[SLEEPING] = self._sleeps
         full_fence()
@@ -282,5 +291,6 @@ class LocalReader(ReadingEnd):
             return True
         for descriptor in descriptors:
             os.close(descriptor)
+        self._lacked_descriptors |= data[:1] == FILE_TAG
         self._writer_is_gone |= not data
         return bool(data)

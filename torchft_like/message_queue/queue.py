@@ -184,6 +184,7 @@ class MessageQueue:
             QueueWriterLostError: after the last message, the writer having died.
             QueueCorruptError: what is there was not written by a writer. The reader has left the queue.
             QueueMemoryError: there is no room for a copy of it. It can still be read.
+            QueueDescriptorsError: none was left for a message longer than the ring. The reader has left.
             QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
         if isinstance(self._end, Writer):

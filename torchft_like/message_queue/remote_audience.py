@@ -153,13 +153,15 @@ class RemoteAudience:
 
     def close(self, patience_s: float = 0.0) -> None:
         """Tell everybody that this was all, and wait for so long until they have read what was sent."""
-        for identity in list(self._readers):
-            self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
-        self._await_the_last(time.monotonic() + patience_s)
-        self._router.disable_monitor()
-        self._monitor.close(0)
-        self._router.close(_FAREWELL_MS_MAX)  # until the system has what readers were told
-        self._context.term()
+        try:
+            for identity in list(self._readers):
+                self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
+            self._await_the_last(time.monotonic() + patience_s)
+        finally:
+            self._router.disable_monitor()
+            self._monitor.close(0)
+            self._router.close(_FAREWELL_MS_MAX)  # until the system has what readers were told
+            self._context.term()
 
     def _await_the_last(self, deadline: float) -> None:
         # What a reader has said and nobody heard would make the system throw away, at the end of the

@@ -132,10 +132,12 @@ class RemoteReader(ReadingEnd):
                 pass
             if self._writer_is_gone:
                 raise QueueWriterLostError("the connection to the writer ended, and all that came was read")
+            if has_event(self._monitor):
+                self._writer_is_gone = True  # what came before that can still be read
+                continue
             if (now := time.monotonic()) >= deadline:
                 raise QueueTimeoutError(seconds, what)
             self._events.poll(int(min(deadline - now, 3600) * 1000) + 1)
-            self._writer_is_gone |= has_event(self._monitor)
             self._require_open()
 
     def _read(self, parts: list[zmq.Frame]) -> object:

@@ -114,9 +114,9 @@ class Writer(End):
 
     def _release(self, patience_s: float = 0.0) -> None:
         self._local.close()  # first: who waits need not wait for a farewell to remote readers
-        if self._remote:
-            self._remote.close(patience_s)
-        self._undo.close()
+        with self._undo:  # whatever interrupts the farewell
+            if self._remote:
+                self._remote.close(patience_s)
 
     def _attend(self) -> None:
         self._local.attend()

@@ -86,5 +86,5 @@ def name_of(value: object) -> str:
 def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The tensor on this memory."""
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)

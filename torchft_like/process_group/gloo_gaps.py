@@ -35,6 +35,19 @@ from torchft_like.process_group.collectives import (
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.writing import writing_to
 
+# Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
+COPIED_LATER = frozenset(
+    {
+        "allgather",
+        "_allgather_base",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce_coalesced",
+        "alltoall",
+        "gather",
+    }
+)
+
 
 class GlooGaps:
     """Methods of a Gloo group, under the names of the table of collectives.
@@ -157,7 +170,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
     """Run a call, on copies of those tensors that have gaps or are not what lies in memory."""
     try:
         if not kwargs and _are_simple(row, args):
-            return run(*args)
+            return run(*args) if row.name not in COPIED_LATER else _started(row, run, args, {})
         call = row.bind(args, kwargs)
         copies: dict[int, Tensor] = {}
 
@@ -169,7 +182,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
             return copy
 
         positional, named = call.with_tensors(simple)
-        work = run(*positional, **named)
+        work = _started(row, run, positional, named)
         back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
         if not back:
             return work
@@ -177,6 +190,17 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         return JointWork([work], functools.partial(_copy_back, call, back), waits=waits)
     finally:
         del run  # whoever keeps an error keeps this frame: let that not keep the group
+
+
+def _started(
+    row: Collective, run: Callable[..., Work], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Work:
+    """Start it in a mode in which its outputs can be written to: Gloo's thread copies in that of this one."""
+    try:
+        with writing_to(*tensors_of(row.bind(args, kwargs).outputs)):
+            return run(*args, **kwargs)
+    finally:
+        del run
 
 
 def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:

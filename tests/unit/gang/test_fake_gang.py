@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchft_like.errors import NotSupportedError, PlainDataError
-from torchft_like.gang import FakeGang, ReduceOperation
+from torchft_like.gang import FakeGang, ReduceOperation, all_sum
 
 CPU = torch.device("cpu")
 
@@ -53,6 +53,13 @@ def test_a_tensor_with_gaps_is_reduced_in_its_place(gang: FakeGang) -> None:
     whole = torch.ones(3, 2)
     gang.all_reduce(whole[:, 0], ReduceOperation.SUM)
     assert whole.tolist() == [[4.0, 1.0]] * 3
+
+
+def test_numbers_are_added_up_on_the_gangs_device(gang: FakeGang) -> None:
+    with torch.device("meta"):
+        total = all_sum(gang, 3)
+    assert total.device == CPU
+    assert total.item() == 12
 
 
 def test_a_mean_of_integers_is_refused(gang: FakeGang) -> None:

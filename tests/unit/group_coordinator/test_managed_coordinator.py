@@ -163,3 +163,16 @@ def test_a_barrier_of_an_earlier_quorum_says_that_it_is_stale(
     party.configure(groups[:2])
     with pytest.raises(StaleEpochError):
         barrier.result(LIMIT_S)
+
+
+def test_objects_do_not_take_the_queue_of_an_earlier_quorum(party: Party, groups: list[ProcessGroup]) -> None:
+    party.configure(groups[:2])
+    coordinators = over(groups[:2])
+
+    def broadcast_through_a_queue(_: int, coordinator: ManagedCoordinator) -> object:
+        coordinator.mq_broadcaster = coordinator.create_mq_broadcaster()
+        return coordinator.broadcast_object("first")
+
+    assert party.together(coordinators, broadcast_through_a_queue) == ["first"] * 2  # type: ignore[arg-type]
+    party.configure(groups[:2])
+    assert party.together(coordinators, lambda _, c: c.broadcast_object("next")) == ["next"] * 2  # type: ignore[arg-type]

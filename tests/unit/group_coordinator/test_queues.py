@@ -6,6 +6,8 @@ import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -78,6 +80,19 @@ def test_a_queue_that_was_handed_over_outlives_a_refusal(party: Party) -> None:
         given.enqueue("still the caller's", LIMIT_S)
         assert reader.dequeue(LIMIT_S) == "still the caller's"
     given.shutdown()
+
+
+def _hand_over(given: dict[int, Any], rank: int, coordinator: GroupCoordinator) -> object:
+    return coordinator.create_mq_broadcaster(0, given.get(rank))
+
+
+def test_only_the_writers_end_of_a_queue_can_be_handed_over(party: Party) -> None:
+    with MessageQueue(1, 1) as writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        coordinators = over(party.meet(2, gloo))
+        for given in ({0: reader}, {0: "a queue"}):
+            found = errors(party, coordinators, partial(_hand_over, given))
+            assert [type(error) for error in found] == [TypeError, CollectiveMismatchError]
+        party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
 
 
 def test_a_queue_that_was_handed_over_ends_with_the_groups(party: Party) -> None:

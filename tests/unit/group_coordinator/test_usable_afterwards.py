@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
+from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PlainDataError
-from torchft_like.group_coordinator import Handle
+from torchft_like.group_coordinator import Handle, barrier
 from torchft_like.process_group import ProcessGroupGloo
 
 __all__ = ["party", "store"]
@@ -29,6 +29,17 @@ def test_a_barrier_that_was_waited_for_in_vain_is_the_one_that_is_waited_for_aga
     party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
 
 
+def test_a_barrier_without_a_store_says_that_it_does_not_know_who_is_missing(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(barrier, "_store_of", lambda _: None)
+    early, late = over(party.meet(2, gloo))
+    with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
+        early.barrier(0.05)
+    late.barrier()
+    early.barrier()
+
+
 def test_a_barrier_that_was_interrupted_is_the_one_that_is_waited_for_again(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +54,21 @@ def test_a_barrier_that_was_interrupted_is_the_one_that_is_waited_for_again(
     other.barrier()
     interrupted.barrier()
     assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+
+
+def test_a_barrier_that_was_refused_is_none(party: Party) -> None:
+    one, other = coordinators = over(party.meet(2, lambda: ProcessGroupGloo(LIMIT_S, check_collectives=True)))
+
+    found = errors(party, coordinators, lambda rank, c: c.all_reduce(torch.ones(1)) if rank else c.barrier())
+    assert [type(error) for error in found] == [CollectiveMismatchError] * 2
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 did not come"):
+        other.barrier(0.05)
+    one.barrier()
+    other.barrier()
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+        one.barrier(0.05)
+    other.barrier()
 
 
 def test_a_refusal_that_nobody_has_received_within_the_timeout_leaves_the_group_alone(party: Party) -> None:

@@ -24,6 +24,7 @@ from torchft_like.message_queue.remote_audience import (
     TAG_HELLO,
     TAG_LEAVE,
     TAG_READ,
+    RemoteAudience,
 )
 from torchft_like.message_queue.remote_reader import RemoteReader
 from torchft_like.plain_data import disassemble, dissect
@@ -210,3 +211,21 @@ def test_what_came_before_the_connection_ended_can_be_read(
 
 def _connection_has_ended(reader: MessageQueue) -> bool:
     return bool(reader._end._monitor.poll(int(LIMIT_S) * 1000))  # type: ignore[union-attr]
+
+
+def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    queues.make(remote=[0])  # what is made once per process
+    before = files()
+    writer, (reader,) = queues.make(remote=[0])
+    writer.enqueue("unread", LIMIT_S)
+    monkeypatch.setattr(RemoteAudience, "_await_the_last", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        writer.shutdown()
+    assert reader.dequeue(LIMIT_S) == "unread"
+    reader.shutdown()
+    assert not files() - before

@@ -97,6 +97,16 @@ def test_a_reader_without_descriptors_for_the_memory_leaves_the_queue(
     assert readers[needed].dequeue(LIMIT_S) == ("second" if join is MessageQueue.dequeue else "first")
 
 
+def test_a_reader_without_a_descriptor_for_a_message_leaves_the_queue(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    for _ in range(2):
+        writer.enqueue(b"x" * 100_000, LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == b"x" * 100_000
+    with descriptors_left(0), pytest.raises(QueueDescriptorsError, match="limit of open files"):
+        reader.dequeue(LIMIT_S)
+    _has_left(writer, reader)
+
+
 def test_a_reader_without_memory_for_the_ring_leaves_the_queue(queues: Queues) -> None:
     writer = queues.keep(MessageQueue(1, 1, 1024 * 1024, 64))
     reader = queues.join(writer, 0)

@@ -320,6 +320,27 @@ def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
         assert all(map(torch.equal, result, wanted))
 
 
+@pytest.mark.parametrize("is_checking", [True, False])
+def test_outputs_made_in_inference_mode_are_written_to_outside_of_it(party: Party, is_checking: bool) -> None:
+    def act(rank: int, group: Any) -> list[list[float]]:
+        one = torch.ones(2)
+        with torch.inference_mode():
+            whole, left, right, both = blank(4), blank(2), blank(2), blank(2)
+            lists = [[blank(2), blank(2)] for _ in range(2)]
+        group._allgather_base(whole, one).wait()
+        group.allgather([lists[0]], [one]).wait()
+        group.gather(*([[lists[1]]] if rank == 0 else [[]]), [one]).wait()
+        group.allreduce_coalesced([left, right]).wait()
+        group.alltoall([both[:1], both[1:]], [one[:1], one[1:]]).wait()
+        return [tensor.tolist() for tensor in (whole, *lists[0], *lists[1], left, right, both)]
+
+    groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=is_checking))
+    ones, summed = [1.0] * 2, [-2.0] * 2
+    for rank, found in enumerate(party.together(groups, act)):
+        gathered = [blank(2).tolist() if rank else ones] * 2
+        assert found == [[1.0] * 4, ones, ones, *gathered, summed, summed, ones]
+
+
 def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:
     def act(rank: int, group: Any) -> list[float]:
         output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank

@@ -199,7 +199,7 @@ class ElasticCoordinator(EpochCoordinator):
         digest = 0
         if change is not None and change.is_ready and not change.is_over:
             digest = int(change.membership.digest, 16) % 2**_DIGEST_BITS
-        said = self.all_gather(torch.tensor([digest]), 0).tolist()
+        said = self.all_gather(torch.tensor([digest], device="cpu"), 0).tolist()
         return digest != 0 and said == [digest] * len(said)
 
     def destroy(self) -> None:

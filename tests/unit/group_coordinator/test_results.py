@@ -1,0 +1,54 @@
+"""What the calls of coordinators give, whose members live in threads of one process."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
+from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.process_group import ProcessGroupGloo
+
+__all__ = ["party", "store"]
+
+
+def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
+    """A compiled graph takes their strides for granted."""
+
+    def join(rank: int, c: GroupCoordinator) -> list[torch.Tensor]:
+        rows = torch.arange(6.0).view(3, 2, 1) + 10 * rank
+        joined = [c.all_gather(rows, 2), c.all_gatherv(rows, 2), c.gather(rows, 0, 2)]
+        return [tensor for tensor in [*joined, c.reduce_scatter(rows, 1)] if tensor is not None]
+
+    for found in party.together(over(party.meet(2, gloo)), join):  # type: ignore[arg-type]
+        assert found[0].tolist() == [[[0, 10], [1, 11]], [[2, 12], [3, 13]], [[4, 14], [5, 15]]]
+        assert all(tensor.is_contiguous() for tensor in found)
+
+
+def test_groups_that_compare_calls_serve_in_inference_mode(party: Party) -> None:
+    """They start collectives on a thread of theirs, which is in no such mode."""
+
+    def infer(rank: int, c: GroupCoordinator) -> list[object]:
+        with torch.inference_mode():
+            row = torch.full((1, 2), float(rank))
+            joined = [c.all_gather(row, 0), c.all_gatherv(row), c.gather(row, 1, 0)]
+            told = [c.broadcast_object("a"), c.broadcast_tensor_dict({"b": 1})]
+            return [*(None if tensor is None else tensor.tolist() for tensor in joined), *told]
+
+    groups = party.meet(2, lambda: ProcessGroupGloo(LIMIT_S, check_collectives=True))
+    both = [[0.0, 0.0], [1.0, 1.0]]
+    for rank, found in enumerate(party.together(over(groups), infer)):  # type: ignore[arg-type]
+        assert found == [both, both, both if rank else None, "a", {"b": 1}]
+
+
+def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_device_is(party: Party) -> None:
+    def tell(rank: int, c: GroupCoordinator) -> list[object]:
+        row = torch.full((1, 2), float(rank))
+        with torch.device("meta"):
+            handle = c.irecv_tensor_dict()
+            c.send_tensor_dict({"a": row, "b": b"", "c": [0] * 2000})
+            told = [c.broadcast_object("a"), c.broadcast_object([0] * 2000)]
+            return [c.all_gatherv(row).tolist(), *told, handle.wait(LIMIT_S)["a"].tolist()]  # type: ignore[index]
+
+    for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):  # type: ignore[arg-type]
+        assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
