@@ -39,6 +39,7 @@ __all__ = [
     "ProcessGroupNotConfiguredError",
     "QueueClosedError",
     "QueueCorruptError",
+    "QueueDescriptorsError",
     "QueueError",
     "QueueMemoryError",
     "QueueReadersLostError",

@@ -50,4 +50,5 @@ class Patience:
 
     def learn(self, waited_s: float) -> None:
         """Take note of a wait; one endless wait counts like any that was too long to watch."""
-        self._usual_s += _WEIGHT * (min(waited_s, _LONG_S) - self._usual_s)
+        counted_s = waited_s if waited_s < _LONG_S else _LONG_S
+        self._usual_s += _WEIGHT * (counted_s - self._usual_s)

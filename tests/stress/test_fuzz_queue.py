@@ -81,7 +81,8 @@ def test_a_ring_is_read_or_refused(words: bytes, slots: bytes) -> None:
 
 
 def _read(reader: RingReader) -> object:
-    record = reader.next_record()
-    structure = reader.read(record.place, record.structure_bytes)
-    left = record.nbytes - record.structure_bytes
-    return assembled(structure, Source(left, reading_ring(reader, record)) if left else NO_LEAVES)
+    place, nbytes, structure_bytes, *_ = reader.next_record()
+    structure = reader.read(place, structure_bytes)
+    left = nbytes - structure_bytes
+    leaves = reading_ring(reader, place + structure_bytes)
+    return assembled(structure, Source(left, leaves) if left else NO_LEAVES)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchft_like.errors import QueueCorruptError, QueueMemoryError
 from torchft_like.message_queue.memory import available_bytes, create, seal_content
-from torchft_like.message_queue.ring import Bytes, Record, RingReader
+from torchft_like.message_queue.ring import Bytes, RingReader
 from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
 
 FILE_RECORD = struct.Struct("<QQQQ")  # number of the message, attempt, bytes of its structure, of all of it
@@ -68,7 +68,7 @@ class Source:
     """
 
     def __init__(self, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        self.left = nbytes
+        self.nbytes = self.left = nbytes
         self._fill = fill
 
     def tensor(self, spec: TensorSpec) -> Tensor:
@@ -123,19 +123,18 @@ def assembled(structure: bytes, source: Source) -> object:
         PlainDataError, QueueCorruptError: it is none.
         QueueMemoryError: there is no room for a copy of it.
     """
-    nbytes = len(structure) + source.left
     try:
         value = assemble_from(structure, source)
     except MemoryError as error:
+        nbytes = len(structure) + source.nbytes
         raise QueueMemoryError("a copy of the message", nbytes, available_bytes()) from error
     if source.left:
         raise QueueCorruptError(f"{source.left} bytes of a message belong to nothing")
     return value
 
 
-def reading_ring(ring: RingReader, record: Record) -> Callable[[memoryview], None]:
-    """Fills memory with the bytes of a message's leaves."""
-    at = record.place + record.structure_bytes
+def reading_ring(ring: RingReader, at: int) -> Callable[[memoryview], None]:
+    """Fills memory with the bytes of a message's leaves, which begin there."""
 
     def fill(memory: memoryview) -> None:
         nonlocal at

@@ -46,7 +46,6 @@ from torchft_like.message_queue.ring import (
     PAGE_BYTES,
     PUBLISHED,
     SLEEPING,
-    Record,
     RingReader,
 )
 from torchft_like.patience import Patience
@@ -96,15 +95,14 @@ class LocalReader(ReadingEnd):
             if ring.words[PUBLISHED] <= ring.consumed:
                 self._wait(ring, deadline, seconds)
             try:
-                record = ring.next_record()
-                value = self._read(ring, record)
+                value, slots = self._read(ring)
             except (PlainDataError, QueueCorruptError, QueueDescriptorsError) as error:
                 self._leave()
                 self._close_files()
                 if isinstance(error, QueueDescriptorsError):
                     raise
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
-            self._free(ring, record)
+            self._free(ring, slots)
             if self._files:
                 self._close_files(ring.consumed)
             return value
@@ -178,15 +176,16 @@ class LocalReader(ReadingEnd):
 
     # ------------------------------------------------------------------------------- reading
 
-    def _read(self, ring: RingReader, record: Record) -> object:
-        structure = ring.read(record.place, record.structure_bytes)
-        if record.kind == IN_FILE:
-            return self._read_file(structure)
-        if record.structure_bytes == record.nbytes:
-            return assembled(structure, NO_LEAVES)
-        return assembled(
-            structure, Source(record.nbytes - record.structure_bytes, reading_ring(ring, record))
-        )
+    def _read(self, ring: RingReader) -> tuple[object, int]:
+        """The next message, and its slots."""
+        place, nbytes, structure_bytes, slots, kind = ring.next_record()
+        structure = ring.read(place, structure_bytes)
+        if kind == IN_FILE:
+            return self._read_file(structure), slots
+        if structure_bytes == nbytes:
+            return assembled(structure, NO_LEAVES), slots
+        leaves = Source(nbytes - structure_bytes, reading_ring(ring, place + structure_bytes))
+        return assembled(structure, leaves), slots
 
     def _read_file(self, note: bytes) -> object:
         if len(note) != FILE_RECORD.size:
@@ -222,8 +221,8 @@ class LocalReader(ReadingEnd):
         for older in [known for known in self._files if known < until]:
             os.close(self._files.pop(older).descriptor)
 
-    def _free(self, ring: RingReader, record: Record) -> None:
-        ring.consumed += record.slots
+    def _free(self, ring: RingReader, slots: int) -> None:
+        ring.consumed += slots
         before_publishing()
         self._words[CONSUMED] = ring.consumed
         full_fence()

@@ -68,21 +68,6 @@ class Geometry(NamedTuple):
         return -(-(nbytes + RECORD_BYTES) // self.slot_bytes)
 
 
-class Record(NamedTuple):
-    """What is known of a message before its bytes are read.
-
-    Attributes:
-        place: where they begin.
-        nbytes: how many they are.
-    """
-
-    place: int
-    nbytes: int
-    structure_bytes: int
-    slots: int
-    kind: int
-
-
 class RingWriter:
     """The writer's view of the ring. One thread at a time."""
 
@@ -141,14 +126,18 @@ class RingReader:
         self.words = memory[:PAGE_BYTES].cast("Q")
         self.area = memory[PAGE_BYTES:]
 
-    def next_record(self) -> Record:
-        """The next message, which PUBLISHED tells of.
+    def next_record(self) -> tuple[int, int, int, int, int]:
+        """What is known of the next message, which PUBLISHED tells of, before its bytes are read.
+
+        Returns:
+            Where they begin, how many they are, how many of them are the structure, slots, and kind.
 
         Raises:
             QueueCorruptError: the memory does not hold what a writer writes.
         """
         after_seeing()
-        (slots, slot_bytes), consumed = self.geometry, self.consumed
+        slots, slot_bytes = self.geometry
+        consumed = self.consumed
         place = consumed % slots * slot_bytes
         number, nbytes, structure_bytes, taken, kind = _RECORD.unpack_from(self.area, place)
         ahead = self.words[PUBLISHED] - consumed
@@ -156,7 +145,7 @@ class RingReader:
             raise QueueCorruptError(f"slot {consumed} of the ring holds no message")
         if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
             raise QueueCorruptError(f"the message in slot {consumed} has an impossible length")
-        return Record(place + RECORD_BYTES, nbytes, structure_bytes, taken, kind)
+        return place + RECORD_BYTES, nbytes, structure_bytes, taken, kind
 
     def segments(self, at: int, nbytes: int) -> list[memoryview]:
         """The memory of so many bytes from a place on; two pieces where the ring goes round."""

@@ -34,11 +34,11 @@ class Pair:
         self.writer.write(INLINE, parts, nbytes, self.geometry.slots_for(nbytes))
 
     def read(self) -> bytes:
-        record = self.reader.next_record()
-        leaves = bytearray(record.nbytes - record.structure_bytes)
-        structure = self.reader.read(record.place, record.structure_bytes)
-        reading_ring(self.reader, record)(memoryview(leaves))
-        self.reader.consumed += record.slots
+        place, nbytes, structure_bytes, slots, _ = self.reader.next_record()
+        leaves = bytearray(nbytes - structure_bytes)
+        structure = self.reader.read(place, structure_bytes)
+        reading_ring(self.reader, place + structure_bytes)(memoryview(leaves))
+        self.reader.consumed += slots
         return structure + bytes(leaves)
 
 
