@@ -40,6 +40,7 @@ class Cast:
         self._port = port
         self._peers: list[Peer] = []
         self.forks: list[int] = []
+        self.names: list[str] = []
 
     def peer(self) -> Peer:
         self._peers.append(Peer(self._port))
@@ -50,6 +51,7 @@ class Cast:
         writer, readers = self.peer(), [self.peer() for _ in range(local + remote)]
         arguments = [local + remote, chunk_bytes, CHUNKS]
         handle = writer.ask("write", arguments=arguments, local=list(range(local)))
+        self.names.append(handle["name"])
         for rank, reader in enumerate(readers):
             reader.begin("join", handle=handle, rank=rank)
         writer.ask("ready")
@@ -249,19 +251,27 @@ def _processor_s(peer: Peer) -> float:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["writer first", "writer last"])
 def test_nothing_is_left_when_everybody_is_killed(cast: Cast, order: Sequence[int]) -> None:
-    before = _traces()
     writer, readers = cast.queue(1, 1)
-    assert _traces() - before  # what is looked for is there
+    [name] = cast.names
+    assert _is_bound(name)
     everybody = [writer, *readers]
     fill(writer)
     writer.begin("stream", sizes=[10_000_000], count=10)
     wait_for_its_wait(writer)
+    files = {path for peer in everybody for path in _shared_files(peer)}
     for place in order:
         everybody[place].kill()
-    assert not _traces() - before
+    assert not _is_bound(name)
+    assert not [path for path in files if path.exists()]
 
 
-def _traces() -> set[str]:
-    """Files in shared memory, and names of Unix sockets."""
+def _is_bound(name: str) -> bool:
+    """Whether any process has a Unix socket of that name."""
     sockets = Path("/proc/net/unix").read_text().splitlines()
-    return {*os.listdir("/dev/shm"), *(line.split()[-1] for line in sockets if "@torchft-queue" in line)}
+    return any(line.endswith(f"@{name}") for line in sockets)
+
+
+def _shared_files(peer: Peer) -> list[Path]:
+    """Those with a name that it has mapped."""
+    maps = psutil.Process(peer.pid).memory_maps()
+    return [Path(mapped.path) for mapped in maps if mapped.path.startswith("/dev/shm/")]
