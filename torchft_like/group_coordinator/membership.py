@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -167,13 +168,14 @@ class Members:
     def destroy(self) -> None:
         """Give back the groups and queues that the coordinator made. Once more does nothing."""
         transport, self._transport, self._barriers = self._transport, None, None
-        for queue in self._queues:
-            queue.shutdown()
+        with contextlib.ExitStack() as undo:  # the last first, and all of it, whatever interrupts a farewell
+            if transport is not None and self._owns_groups:
+                for group in {id(group): group for group in (self.cpu_group, self.device_group)}.values():
+                    if group is not None:
+                        undo.callback(destroy_group, group)
+            for queue in self._queues:
+                undo.callback(queue.shutdown)
         self._queues.clear()
-        if transport is not None and self._owns_groups:
-            for group in {id(group): group for group in (self.device_group, self.cpu_group)}.values():
-                if group is not None:
-                    destroy_group(group)
 
     def _make(self, wish: Wish) -> None:
         """Have torch make the groups, together with all ranks of the default group."""

@@ -29,6 +29,7 @@ from torchft_like.plain_data.schema import (
     SPEC,
     Buffer,
     TensorSpec,
+    extent,
     is_key,
     name_of,
 )
@@ -128,7 +129,7 @@ def _read_shape(structure: bytes, at: int, dimensions: int) -> tuple[tuple[int, 
     if dimensions > DIMENSIONS_MAX:
         raise ValueError(f"a shape has {dimensions} dimensions")
     shape = struct.unpack_from(f"<{dimensions}Q", structure, at)
-    if math.prod(max(size, 1) for size in shape) > LEAF_BYTES_MAX:
+    if extent(shape) > LEAF_BYTES_MAX:
         raise ValueError(f"a tensor has the shape {shape}")
     return shape, at + 8 * dimensions
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -75,6 +76,11 @@ def is_key(key: object, levels: int = DEPTH_MAX) -> bool:
     if type(key) is tuple:
         return levels > 0 and len(key) <= DIMENSIONS_MAX and all(is_key(part, levels - 1) for part in key)
     return key is None or type(key) in (bool, int, float, str, bytes)
+
+
+def extent(shape: Sequence[int]) -> int:
+    """Elements, a size of zero counted as one: what a shape may claim without bringing any."""
+    return math.prod(max(size, 1) for size in shape)
 
 
 def name_of(value: object) -> str:

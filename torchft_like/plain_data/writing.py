@@ -29,6 +29,7 @@ from torchft_like.plain_data.schema import (
     INT64,
     LEAF_ARRAY,
     LEAF_BYTES,
+    LEAF_BYTES_MAX,
     LEAF_STR,
     LEAF_TENSOR,
     LEAVES_MAX,
@@ -47,6 +48,7 @@ from torchft_like.plain_data.schema import (
     VALUES_MAX,
     Leaf,
     Message,
+    extent,
     frombuffer,
     is_key,
     name_of,
@@ -208,6 +210,8 @@ def _write_tensor(value: Tensor, sheet: _Sheet, _: int) -> None:
         raise _Unfit(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
     if value.dim() > DIMENSIONS_MAX:
         raise _Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
+    if not value.numel():
+        _require_readable(value.shape)
     sheet.put_leaf(LEAF_TENSOR, value.detach().resolve_conj().resolve_neg().contiguous())
 
 
@@ -215,9 +219,16 @@ def _write_array(value: np.ndarray, sheet: _Sheet, _: int) -> None:
     code = value.dtype.str
     if not is_numpy_number(code):
         raise _Unfit(f"is an array of {value.dtype}: only numbers travel; pass `.tolist()`")
+    if not value.size:
+        _require_readable(value.shape)
     sheet.put_leaf(LEAF_ARRAY, np.ascontiguousarray(value))
     text = code.encode()
     sheet.put(ARRAY.pack(len(text), value.ndim, 0) + text + struct.pack(f"<{value.ndim}Q", *value.shape))
+
+
+def _require_readable(shape: Sequence[int]) -> None:
+    if extent(shape) > LEAF_BYTES_MAX:
+        raise _Unfit(f"is empty and has the shape {tuple(shape)}, which does not travel; pass `.flatten()`")
 
 
 def _refuse(value: object, _: _Sheet, __: int) -> None:

@@ -24,7 +24,7 @@ from torchft_like.errors import (
     QueueClosedError,
     StillUnderWayError,
 )
-from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle
+from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle, membership
 from torchft_like.group_coordinator.creation import device_of, unique_name
 from torchft_like.group_coordinator.membership import coordinator_named
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES
@@ -285,6 +285,24 @@ def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Pa
                 act()
         assert "destroyed" in repr(coordinator)
     assert party.together(groups, lambda _, g: g.allreduce([torch.ones(1)]).wait()) == [True, True]
+
+
+def test_groups_are_given_back_although_a_farewell_is_interrupted(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: MessageQueue) -> None:
+        raise KeyboardInterrupt
+
+    given_back: list[object] = []
+    [coordinator] = over(party.meet(1, gloo))
+    coordinator.create_mq_broadcaster()
+    coordinator._owns_groups = True
+    monkeypatch.setattr(membership, "destroy_group", given_back.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageQueue, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.destroy()
+    assert given_back == [coordinator.cpu_group]
 
 
 def test_a_queue_that_was_handed_over_is_left_alone_when_the_coordinator_is_destroyed(party: Party) -> None:

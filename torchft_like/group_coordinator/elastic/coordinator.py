@@ -242,11 +242,13 @@ class ElasticCoordinator(EpochCoordinator):
 
     def _end_epoch(self, reason: str) -> None:
         """There are no members now."""
-        self._end_present(reason)
-        if self._groups is not None:
-            self._groups.abort(reason)
-        self._transport = self._groups = self.membership = None
-        self._why_none = reason
+        try:
+            self._end_present(reason)
+        finally:  # whatever interrupts a farewell
+            if self._groups is not None:
+                self._groups.abort(reason)
+            self._transport = self._groups = self.membership = None
+            self._why_none = reason
 
     def _make_groups(self, timeout: timedelta) -> EpochGroups:
         cpu = ProcessGroupGloo(timeout)
