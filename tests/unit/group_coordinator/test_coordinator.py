@@ -21,14 +21,12 @@ from torchft_like.errors import (
     CollectiveTimeoutError,
     GroupCoordinatorError,
     PlainDataError,
-    QueueClosedError,
     StillUnderWayError,
 )
-from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle, membership
+from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle
 from torchft_like.group_coordinator.creation import device_of, unique_name
 from torchft_like.group_coordinator.membership import coordinator_named
 from torchft_like.group_coordinator.statements import STATEMENT_BYTES
-from torchft_like.message_queue import MessageQueue
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
@@ -273,54 +271,6 @@ def test_a_call_that_is_left_half_way_releases_the_others(
     found = errors(party, coordinators, lambda _, c: c.broadcast_tensor_dict(value))
     assert isinstance(found[1].__cause__, MemoryError)
     assert all(isinstance(error, GroupCoordinatorError) for error in found)
-
-
-def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Party) -> None:
-    groups = party.meet(2, gloo)
-    for coordinator in over(groups):
-        coordinator.destroy()
-        coordinator.destroy()
-        for act in (lambda c=coordinator: c.all_reduce(torch.ones(1)), coordinator.barrier):
-            with pytest.raises(GroupCoordinatorError, match="was destroyed"):
-                act()
-        assert "destroyed" in repr(coordinator)
-    assert party.together(groups, lambda _, g: g.allreduce([torch.ones(1)]).wait()) == [True, True]
-
-
-def test_groups_are_given_back_although_a_farewell_is_interrupted(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_: MessageQueue) -> None:
-        raise KeyboardInterrupt
-
-    given_back: list[object] = []
-    [coordinator] = over(party.meet(1, gloo))
-    coordinator.create_mq_broadcaster()
-    coordinator._owns_groups = True
-    monkeypatch.setattr(membership, "destroy_group", given_back.append)
-    with monkeypatch.context() as patched:
-        patched.setattr(MessageQueue, "shutdown", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            coordinator.destroy()
-    assert given_back == [coordinator.cpu_group]
-
-
-def test_a_queue_that_was_handed_over_is_left_alone_when_the_coordinator_is_destroyed(party: Party) -> None:
-    coordinators = over(party.meet(2, gloo))
-    given = MessageQueue(1, 1, local_reader_ranks=[1])
-
-    def end(rank: int, c: GroupCoordinator) -> MessageQueue:
-        return c.create_mq_broadcaster(0, None if rank else given)
-
-    written, read = party.together(coordinators, end)  # type: ignore[arg-type]
-    assert written is given
-    coordinators[0].destroy()
-    given.enqueue("still the caller's", LIMIT_S)
-    assert read.dequeue(LIMIT_S) == "still the caller's"
-    coordinators[1].destroy()
-    with pytest.raises(QueueClosedError):
-        read.dequeue(LIMIT_S)  # the coordinator has made this end
-    given.shutdown()
 
 
 def test_a_message_that_is_too_large_is_refused_at_both_ends(party: Party) -> None:

@@ -1,0 +1,88 @@
+"""What becomes of groups and queues when a coordinator is destroyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
+from tests.unit.group_coordinator.test_coordinator import gloo, over
+from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.errors import GroupCoordinatorError, QueueClosedError
+from torchft_like.group_coordinator import GroupCoordinator, membership
+from torchft_like.message_queue import MessageQueue
+
+__all__ = ["party", "store"]
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.end()
+
+
+def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Party) -> None:
+    groups = party.meet(2, gloo)
+    for coordinator in over(groups):
+        coordinator.destroy()
+        coordinator.destroy()
+        for act in (lambda c=coordinator: c.all_reduce(torch.ones(1)), coordinator.barrier):
+            with pytest.raises(GroupCoordinatorError, match="was destroyed"):
+                act()
+        assert "destroyed" in repr(coordinator)
+    assert party.together(groups, lambda _, g: g.allreduce([torch.ones(1)]).wait()) == [True, True]
+
+
+def test_groups_are_given_back_although_a_farewell_is_interrupted(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: MessageQueue) -> None:
+        raise KeyboardInterrupt
+
+    given_back: list[object] = []
+    [coordinator] = over(party.meet(1, gloo))
+    coordinator.create_mq_broadcaster()
+    coordinator._owns_groups = True
+    monkeypatch.setattr(membership, "destroy_group", given_back.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageQueue, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.destroy()
+    assert given_back == [coordinator.cpu_group]
+
+
+def test_a_queue_that_was_handed_over_is_left_alone_when_the_coordinator_is_destroyed(party: Party) -> None:
+    coordinators = over(party.meet(2, gloo))
+    given = MessageQueue(1, 1, local_reader_ranks=[1])
+
+    def end(rank: int, c: GroupCoordinator) -> MessageQueue:
+        return c.create_mq_broadcaster(0, None if rank else given)
+
+    written, read = party.together(coordinators, end)  # type: ignore[arg-type]
+    assert written is given
+    coordinators[0].destroy()
+    given.enqueue("still the caller's", LIMIT_S)
+    assert read.dequeue(LIMIT_S) == "still the caller's"
+    coordinators[1].destroy()
+    with pytest.raises(QueueClosedError):
+        read.dequeue(LIMIT_S)  # the coordinator has made this end
+    given.shutdown()
+
+
+def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: MessageQueue) -> None:
+        raise KeyboardInterrupt
+
+    crew.change("ab")
+    crew.together("ab", lambda c: c.create_mq_broadcaster())
+    waiting = crew.aside(crew["b"].all_reduce, torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageQueue, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            crew["a"].destroy()
+    assert crew["a"].membership is None
+    with pytest.raises(GroupCoordinatorError):
+        waiting.result(LIMIT_S)
