@@ -26,7 +26,10 @@ from torchft_like.manager.preparation import PeerState
 
 
 class Attempt:
-    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens."""
+    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens.
+
+    Made on the training thread, whose current stream has the last step's update by then.
+    """
 
     def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
         self.allow_heal = allow_heal
@@ -46,6 +49,8 @@ class Attempt:
         self._is_configured = False  # as the event says, which is asked before every collective
         self._ready = threading.Event()
         self._decided = threading.Event()
+        is_on_device = torch.accelerator.is_available()
+        self._updated = torch.accelerator.current_stream().record_event() if is_on_device else None
 
     @property
     def is_agreed(self) -> bool:
@@ -119,6 +124,11 @@ class Attempt:
                 torch.accelerator.synchronize()
             finally:
                 self.is_synchronizing = False
+
+    def wait_updated(self) -> None:
+        """Wait until the device has done the last update: another thread's streams do not wait for it."""
+        if self._updated is not None:
+            self._updated.synchronize()
 
     def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""

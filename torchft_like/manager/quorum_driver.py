@@ -297,6 +297,7 @@ class QuorumDriver:
         ranks = list(result.recover_dst_replica_ranks)
         self._is_serving = True
         try:
+            attempt.wait_updated()
             with self._state.reading(self._config.timeout_s) as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)

@@ -99,6 +99,34 @@ def test_a_state_that_cannot_be_read_for_a_peer_does_not_keep_this_replica_from_
     assert protocol.vote()
 
 
+class Stream:
+    """Stands in for a device's, and for the event that is recorded on it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def record_event(self) -> Stream:
+        self.seen.append("recorded")
+        return self
+
+    def synchronize(self) -> None:
+        self.seen.append("waited for")
+
+
+def test_a_state_is_read_for_a_peer_when_the_device_has_done_the_last_update(
+    driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    driver._state.register("model", ignore, lambda: stream.seen.append("read"))
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=3, b=2))
+    attempt.wait_ready(str)
+    assert stream.seen == ["recorded", "waited for", "read"]
+
+
 def test_a_state_that_cannot_be_read_before_the_first_step_is_the_script_s_error(
     driver: QuorumDriver,
 ) -> None:
