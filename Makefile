@@ -14,9 +14,9 @@ help:  ## this list
 demo: $(READY)  ## three replica groups train, one is killed, one is stopped; about 2 minutes
 	$(BIN)/python examples/demo.py
 
-# Trainers notice when a process is slow, so the tests that start some run one by one. These start none.
+# A lighthouse notices when a process is slow, so the tests that start one run one by one. These start none.
 SIDE_BY_SIDE := $(addprefix tests/integration/test_,$(addsuffix .py,\
-	gang group_coordinator http_transport message_queue swallowed_faults))
+	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults))
 
 test: lint  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+from collections.abc import Collection
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,7 @@ def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
 
 
 def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: Party) -> None:
+    of_others = threading.enumerate()
     groups = party.meet(2)
     usage: list[Usage] = []
     for round_number in range(50):
@@ -92,27 +94,31 @@ def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: 
         if round_number % 3 == 0:
             groups[0].abort()
         if round_number in (9, 49):
-            usage.append(settled_usage(groups))
+            usage.append(settled_usage(groups, of_others))
             party.configure(groups)
-    (before, after) = usage
-    assert after == before
+    assert_no_more(*usage)
 
 
 # Open descriptors, native threads, Python threads.
 Usage = tuple[int, int, int]
 
 
-def settled_usage(groups: list[ProcessGroup]) -> Usage:
+def settled_usage(groups: list[ProcessGroup], of_others: Collection[threading.Thread]) -> Usage:
     """What is in use when the groups have given everything back and it no longer changes."""
     for group in groups:
         group.shutdown()
     gc.collect()
-    assert_ended("torchft-process-group")
+    assert_ended("torchft-process-group", of_others)
     readings = [usage_now()]
     while len(readings) < 1000 and readings[-20:] != readings[-1:] * 20:
         threading.Event().wait(0.01)  # the kernel buries a joined thread a little later
         readings.append(usage_now())
     return readings[-1]
+
+
+def assert_no_more(before: Usage, after: Usage) -> None:
+    """Less there may be: what Gloo forgot of other tests in this process ends when its time is up."""
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def usage_now() -> Usage:
@@ -124,8 +130,9 @@ def usage_now() -> Usage:
 
 
 def test_a_kept_error_keeps_no_connection(party: Party) -> None:
+    of_others = threading.enumerate()
     groups = party.meet(2)
-    before = settled_usage(groups)
+    before = settled_usage(groups, of_others)
     party.configure(groups)
     groups[0].abort()
     kept = []
@@ -135,4 +142,4 @@ def test_a_kept_error_keeps_no_connection(party: Party) -> None:
         except RuntimeError as error:
             kept.append((error, group.errored()))
     assert len(kept) == 2
-    assert settled_usage(groups) == before
+    assert_no_more(before, settled_usage(groups, of_others))
