@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lighthouse.address import Address
-from torchft_like.errors import NotSupportedError
+from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.served_store import own_host, serve_store
 from torchft_like.process_group.store import StoreAddress, parse_store_address
@@ -78,7 +78,8 @@ def _create(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
     group = _make(name, wanted.group_rank, wanted.group_size, wanted.timeout)
     global_ranks = list(wanted.global_ranks_in_group) or None  # none for the default group
     try:
-        with _meeting_place(wanted.store, wanted.group_rank, wanted.timeout) as address:
+        seat = wanted.group_rank, wanted.group_size
+        with _meeting_place(wanted.store, seat, wanted.timeout) as address:
             group.configure(str(address), wanted.group_rank, wanted.group_size, global_ranks=global_ranks)
             if _server_of(wanted.store) is None:
                 group.barrier().wait()
@@ -98,18 +99,30 @@ def _make(name: str, rank: int, world_size: int, timeout: timedelta) -> ProcessG
 
 
 @contextlib.contextmanager
-def _meeting_place(store: Store, rank: int, timeout: timedelta) -> Iterator[StoreAddress]:
+def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> Iterator[StoreAddress]:
     """What to configure with, the same for all members; valid during the block.
 
     Each member counts its rounds itself: one store may serve one group after the other.
+
+    Args:
+        seat: the caller's rank, and how many there are.
+
+    Raises:
+        ProcessGroupNotConfiguredError: rank 0 has not said it in time.
     """
+    rank, world_size = seat
     server = _server_of(store)
     key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
     with contextlib.ExitStack() as until_met:
         if rank == 0:
             published = server or until_met.enter_context(_served_store(timeout))
             store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
-        store.wait([key], timeout)
+        try:
+            store.wait([key], timeout)
+        except RuntimeError as error:  # of torch's store
+            raise ProcessGroupNotConfiguredError(
+                f"configuring rank {rank} of {world_size} failed: rank 0 did not say where to meet: {error}"
+            ) from error
         place = parse_store_address(store.get(key).decode())
         # Each knows torch's store by a name that works where it is.
         yield StoreAddress(server or place.server, place.prefix)

@@ -250,6 +250,15 @@ def test_registering_the_backends_again_changes_nothing() -> None:
     assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl"), "ours are used where they are named"
 
 
+@pytest.mark.parametrize("kind", ["tcp", "hash"])
+def test_a_member_that_is_not_told_where_to_meet_says_so(store: TCPStore, kind: str) -> None:
+    place = PrefixStore(fresh_name(), store if kind == "tcp" else HashStore())
+    with pytest.raises(
+        ProcessGroupNotConfiguredError, match="configuring rank 1 of 2 failed: rank 0 did not"
+    ):
+        create("torchft-gloo", options(place, 1, 2, timeout_s=0.05))
+
+
 CPU_BACKENDS = [name for name, origin in BACKENDS.items() if "cpu" in origin.devices]
 
 
