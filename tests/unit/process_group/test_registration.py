@@ -336,8 +336,6 @@ def test_what_cannot_be_made_says_why() -> None:
         create("torchft-gloo", options(HashStore(), 0, 1), object())
     with pytest.raises(ProcessGroupNotConfiguredError, match="rank 0 of 2"):
         create("torchft-gloo", options(HashStore(), 0, 2, timeout_s=0.2))
-    with pytest.raises(dist.DistStoreError):
-        create("torchft-gloo", options(HashStore(), 1, 2, timeout_s=0.2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
