@@ -170,22 +170,27 @@ class Tripping(torch.optim.SGD):
         super().step(closure)
 
 
+def train_and_catch(replica: Replica, optimizer: Optimizer, expected: type[BaseException]) -> tuple[str, int]:
+    """Four steps of a script that goes on after an error of the optimizer: its state, how often it did."""
+    parallel = DistributedDataParallel(replica.manager, replica.model)
+    caught = 0
+    while replica.manager.current_step() < 4:
+        optimizer.zero_grad()
+        parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+        try:
+            optimizer.step()
+        except expected:
+            caught += 1
+    return state_digest(replica.model.state_dict()), caught
+
+
 def test_a_script_that_catches_an_error_of_the_optimizer_heals(lighthouse: LighthouseServer) -> None:
     """The step is committed, and the parameters are not what it made of them."""
 
     def train(replica: Replica) -> tuple[str, int]:
-        parallel = DistributedDataParallel(replica.manager, replica.model)
         kind = Tripping if replica.name == "a" else torch.optim.SGD
         optimizer = Optimizer(replica.manager, kind(replica.model.parameters(), lr=0.1))
-        caught = 0
-        while replica.manager.current_step() < 4:
-            optimizer.zero_grad()
-            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
-            try:
-                optimizer.step()
-            except ArithmeticError:
-                caught += 1
-        return state_digest(replica.model.state_dict()), caught
+        return train_and_catch(replica, optimizer, ArithmeticError)
 
     (one, felt), (other, not_felt) = on_both(lighthouse, lambda: nn.Linear(3, 3), train)
     assert (felt, not_felt) == (1, 0)
@@ -198,7 +203,6 @@ def test_a_script_that_is_interrupted_between_the_commit_and_the_optimizer_heals
     """In a notebook, say, where the cell is then run again."""
 
     def train(replica: Replica) -> tuple[str, int]:
-        parallel = DistributedDataParallel(replica.manager, replica.model)
         optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
 
         def interrupt(event: Event) -> None:
@@ -211,15 +215,7 @@ def test_a_script_that_is_interrupted_between_the_commit_and_the_optimizer_heals
                 raise KeyboardInterrupt
 
         replica.manager.events.subscribe(interrupt)
-        caught = 0
-        while replica.manager.current_step() < 4:
-            optimizer.zero_grad()
-            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
-            try:
-                optimizer.step()
-            except KeyboardInterrupt:
-                caught += 1
-        return state_digest(replica.model.state_dict()), caught
+        return train_and_catch(replica, optimizer, KeyboardInterrupt)
 
     (one, felt), (other, not_felt) = on_both(lighthouse, lambda: nn.Linear(3, 3), train)
     assert (felt, not_felt) == (1, 0)
