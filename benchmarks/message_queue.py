@@ -24,10 +24,13 @@ PIPE = "multiprocessing's connection"
 VLLM = "vLLM's MessageQueue"
 OBJECT_LIST = "broadcast_object_list"
 CASE_SECONDS_MAX = 30.0
-WAKES = {
-    True: "one-way, 100 B, to a reader that has been asleep",
-    False: "one-way, 100 B, where both have been asleep",
-}
+WAKE = "one-way, 100 B, to a reader that has been asleep"
+# The case, seconds of silence before each message, and whether the writer works meanwhile.
+SILENCES = (
+    ("one-way, 100 B, from a writer that has been asleep for a moment", 50e-6, False),
+    (WAKE, 0.02, True),
+    ("one-way, 100 B, where both have been asleep", 0.02, False),
+)
 LIMITS_US = {"10 B": 17, "100 B": 17, "1 KB": 17, "1 MB": 280, "array of 1 MB": 280}
 
 METHOD = [
@@ -37,8 +40,9 @@ METHOD = [
     "of 500 messages, 100 of 1 MB or more; the ways of sending take turns, block by block.",
     "Asleep: 20 ms of silence before each message, so that the reader sleeps. The writer works meanwhile (it "
     "multiplies matrices, it dumps and loads JSON) or sleeps as well, and then it is both that have to wake "
-    "and find their caches cold; the bar is about readers, hence about the first. Idle: the processor "
-    "time of a reader that waits for 3 s, as a share of a core.",
+    "and find their caches cold; the bar is about readers, hence about the first. For a moment: the writer "
+    "asks for 50 µs of sleep and gets some more, and the reader still watches. Idle: the processor time of a "
+    "reader that waits for 3 s, as a share of a core.",
     f"vLLM's is that of {PEER}, as large as vLLM makes it for its workers. It pickles, and whoever waits "
     "turns round until there is something, so that its readers need not wake.",
     "Broadcast: a dict of some numbers and words, from the call on the writer to the moment when the last of "
@@ -72,7 +76,7 @@ def main(plan: Plan) -> Result:
             next_record(fleet, rank, 0)
         for payload in PAYLOADS:
             _measure_one_way(result, fleet, ranks, payload, plan.rounds, vias)
-        _measure_wake(result, fleet, ranks, plan.rounds, vias)
+        _measure_after_silence(result, fleet, ranks, plan.rounds, vias)
         for via in vias:
             idle = [ask(fleet, ranks, do="idle", via=via, seconds=plan.idle_seconds)[1] for _ in range(3)]
             result.add("idle reader", via, "% of a core", [answer["percent"] for answer in idle])
@@ -105,15 +109,15 @@ def _measure_one_way(
         result.add(f"one-way, {payload}, 99th percentile", via, "µs", map(_percentile_99, of_one))
 
 
-def _measure_wake(
+def _measure_after_silence(
     result: Result, fleet: Fleet, ranks: list[FleetProcess], rounds: int, vias: list[str]
 ) -> None:
-    for works, case in WAKES.items():
+    for case, pause, works in SILENCES:
         found: dict[str, list[float]] = {via: [] for via in vias}
         for _ in range(rounds):
             for via, samples in found.items():
                 answers = ask(
-                    fleet, ranks, do="one_way", via=via, payload="100 B", count=20, pause=0.02, works=works
+                    fleet, ranks, do="one_way", via=via, payload="100 B", count=20, pause=pause, works=works
                 )
                 samples.append(statistics.median(answers[1]["us"]))
         for via, samples in found.items():
@@ -146,7 +150,7 @@ def _judge(result: Result) -> None:
             result.bars.append(
                 Bar(f"MessageQueue one-way, {payload}, of vLLM's in the same run", ratio, 1, "x")
             )
-    wake = result.median(WAKES[True], QUEUE)
+    wake = result.median(WAKE, QUEUE)
     result.bars.append(Bar("MessageQueue: an idle reader wakes", wake, 250, "µs"))
     result.bars.append(
         Bar("MessageQueue: idle reader", result.median("idle reader", QUEUE), 1, "% of a core")
