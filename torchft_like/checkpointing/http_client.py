@@ -7,8 +7,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,8 +99,8 @@ class Fetch:
     def _read_all_parts(self, incoming: IncomingState, first: http.client.HTTPResponse) -> None:
         parts = self._options.parts
         with ThreadPoolExecutor(parts - 1, thread_name_prefix="torchft-checkpoint-fetch") as pool:
-            others = [pool.submit(self._read_part, incoming, index) for index in range(1, parts)]
             try:
+                others = [_submit(pool, self._read_part, incoming, index) for index in range(1, parts)]
                 incoming.read_part(first, 0, parts)
                 for other in others:
                     other.result()
@@ -175,6 +175,18 @@ class Fetch:
         if isinstance(error, TimeoutError):
             return f"no byte came for {self._options.stall_s:g} s"
         return str(error) or type(error).__name__
+
+
+def _submit(
+    pool: ThreadPoolExecutor,
+    read_part: Callable[[IncomingState, int], None],
+    incoming: IncomingState,
+    index: int,
+) -> Future[None]:
+    try:
+        return pool.submit(read_part, incoming, index)
+    except RuntimeError as error:  # what threading raises
+        raise CheckpointError(f"there is no thread for part {index} of it: {error}") from error
 
 
 def _shut(connection: socket.socket) -> None:

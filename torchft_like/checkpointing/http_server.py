@@ -87,7 +87,11 @@ class CheckpointServer:
         self._connections: dict[socket.socket, _Connection] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="torchft-checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread for it
+            self._listener.close()
+            raise
 
     def offer(self, step: int, state: EncodedState) -> None:
         """Offer `state` from now on, and wake who waits for it."""

@@ -94,7 +94,7 @@ class StateFingerprint:
         Raises:
             NotSupportedError: an optimizer has come by a tensor that cannot be read.
         """
-        if self._plan.entry_count != self._count_entries():
+        if self._plan.n_optimizer_tensors != self._count_optimizer_tensors():
             self._plan = self._make_plan()
         sums = self._sums(step)
         if sums is None:  # the optimizer has loaded tensors of another form
@@ -113,8 +113,13 @@ class StateFingerprint:
                 sums.append(word_sum(_elements(tensor, piece)))
         return sums
 
-    def _count_entries(self) -> int:
-        return sum(len(entries) for optimizer in self._optimizers for entries in optimizer.state.values())
+    def _count_optimizer_tensors(self) -> int:
+        return sum(
+            isinstance(value, Tensor)
+            for optimizer in self._optimizers
+            for entries in optimizer.state.values()
+            for value in entries.values()
+        )
 
     def _make_plan(self) -> _Plan:
         parts = [partial(_same, tensor) for tensor in self._tensors]
@@ -127,7 +132,7 @@ class StateFingerprint:
         forms = [_form(tensor) for tensor in tensors]
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         layout = hashlib.blake2b(f"{self.slices} {forms}".encode(), digest_size=LAYOUT_BYTES).digest()
-        return _Plan(parts, forms, Slices(sizes, self.slices), layout, self._count_entries())
+        return _Plan(parts, forms, Slices(sizes, self.slices), layout, self._count_optimizer_tensors())
 
 
 class PendingFingerprint:
@@ -161,7 +166,7 @@ class _Plan(NamedTuple):
     forms: list[str]
     slices: Slices
     layout: bytes
-    entry_count: int
+    n_optimizer_tensors: int
 
 
 def _state_of(optimizer: OptimizerLike) -> list[partial[Tensor]]:

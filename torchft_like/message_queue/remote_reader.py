@@ -116,8 +116,10 @@ class RemoteReader(ReadingEnd):
         what = "the writer did not let this reader in: it has to call wait_until_ready"
         answer = self._receive(deadline, seconds, what)[0].bytes
         if answer[:1] == TAG_REFUSED:
+            self._is_closing = self._has_left = True  # there is no second answer
             raise QueueError(f"the writer refuses this reader: {answer[1:].decode(errors='replace')}")
         if answer[:1] != TAG_WELCOME or len(answer) != NUMBERED.size:
+            self._leave()
             raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
         self._number = NUMBERED.unpack(answer)[1]
 

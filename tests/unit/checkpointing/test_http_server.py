@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address
+from lighthouse.net import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
@@ -109,3 +111,16 @@ class TestHostileClients:
         monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
+
+
+def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = listen_tcp(Address(LOOPBACK, 0))
+    monkeypatch.setattr(http_server, "listen_tcp", lambda _: listener)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        CheckpointServer(Address(LOOPBACK, 0), ServerLimits())
+    assert listener.fileno() == -1

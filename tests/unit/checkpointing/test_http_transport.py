@@ -114,6 +114,22 @@ class TestTransfer:
         state["model"]["w"].zero_()
         assert torch.equal(fetch(receiver, source)["model"]["w"], before)
 
+    def test_without_a_thread_for_every_part_it_fails_at_once(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, receiver = transports(), transports(num_chunks=3)
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        start = threading.Thread.start
+
+        def start_if_there_are_threads(thread: threading.Thread) -> None:
+            if thread.name == "torchft-checkpoint-fetch_1":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_if_there_are_threads)
+        with pytest.raises(CheckpointError, match="there is no thread for part 2 of it"):
+            fetch(receiver, source)
+
     def test_many_receivers_are_served_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
         source = transports()
         state = make_state(300_000)

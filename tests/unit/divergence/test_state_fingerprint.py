@@ -235,6 +235,18 @@ def test_loading_tensors_of_another_form_is_noticed() -> None:
     assert after[1:9] != before[1:9]
 
 
+def test_a_tensor_where_there_was_none_is_noticed() -> None:
+    trained = Trained(torch.optim.SGD)
+    parameter = trained.optimizer.param_groups[0]["params"][0]
+    entries = trained.optimizer.state[parameter]
+    entries["momentum_buffer"] = None
+    trained.value()
+    entries["momentum_buffer"] = torch.zeros_like(parameter)
+    before = trained.value()
+    flip(entries["momentum_buffer"], 3)
+    assert trained.value() != before
+
+
 def test_looking_does_not_add_to_the_optimizer_s_state() -> None:
     trained = Trained()
     trained.value()

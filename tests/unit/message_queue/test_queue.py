@@ -241,6 +241,8 @@ def test_a_second_reader_of_one_rank_is_refused(queues: Queues, remote: Sequence
     wait_for(lambda: bool(writer.readers) and refused.done())
     with pytest.raises(QueueError, match="joined already"):
         refused.result(LIMIT_S)
+    with pytest.raises(QueueClosedError, match="reader 1 has left"):
+        impostor.dequeue(LIMIT_S)
     writer.enqueue("x", LIMIT_S)
     assert [reader.dequeue(LIMIT_S) for reader in readers] == ["x", "x"]
 
