@@ -15,12 +15,13 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 	$(BIN)/python examples/demo.py
 
 # A lighthouse notices when a process is slow, so the tests that start one run one by one. These start none.
-SIDE_BY_SIDE := $(addprefix tests/integration/test_,$(addsuffix .py,\
-	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults))
+SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integration/test_,$(addsuffix .py,\
+	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults)))
 
+# The long ones first, in this order, or a processor has nothing to do at the end.
 test: lint  ## everything that CI checks: lint, format, types, tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \
-		tests/unit tests/simulation tests/conformance tests/stress/test_fuzz_*.py $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" \
+		$(SIDE_BY_SIDE) tests/simulation tests/conformance tests/unit tests/stress/test_fuzz_*.py
 	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
 		$(addprefix --ignore ,$(SIDE_BY_SIDE)) tests/integration tests/interop tests/chaos tests/stress
 

@@ -17,6 +17,9 @@ pytestmark = pytest.mark.integration
 
 SECONDS_MAX = 30.0
 REPORT_THEN_SLEEP = 'print(\'{"event": "up"}\', flush=True); import time; time.sleep(600)'
+PRINT_ORIGINS = (
+    "import json, torch, torchft; print(json.dumps({m.__name__: m.__file__ for m in (torch, torchft)}))"
+)
 FLEET_OF_ONE = f"""
 from benchmarks.processes import Fleet
 import json, sys, time
@@ -26,6 +29,14 @@ with Fleet() as fleet:
     print(json.dumps({{"child": child.pid}}), flush=True)
     time.sleep(600)
 """
+
+
+@pytest.mark.timeout(900)  # where nobody has asked for the peer yet, it is installed
+@pytest.mark.usefixtures("peer")
+def test_the_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet) -> None:
+    process = fleet.start("peer", [str(peer.peer_python()), "-c", PRINT_ORIGINS])
+    origins = _first_record(fleet, process)
+    assert all(Path(origin).is_relative_to(peer.ENVIRONMENT) for origin in origins.values()), origins
 
 
 def test_a_record_is_awaited(fleet: Fleet) -> None:
