@@ -24,7 +24,16 @@ from torchft_like.errors import (
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
-from torchft_like.process_group.checking.messages import CALL, REQUEST, Request, encode_description
+from torchft_like.process_group.checking.link import Hub
+from torchft_like.process_group.checking.messages import (
+    CALL,
+    REQUEST,
+    RULING,
+    Request,
+    decode_problem,
+    encode_description,
+)
+from torchft_like.process_group.checking.referee import Missing
 from torchft_like.process_group.checking.rules import Description
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
@@ -243,6 +252,29 @@ def test_what_came_before_the_nonsense_is_judged(party: Party, pair: list[Proces
     nonsense = REQUEST.pack(77, 0, 0.0, 0)
     backend._link._socket.sendall(Request(CALL, 10**6, 30.0, good).encode() + nonsense)
     assert "rank 1: allreduce #1 float32[2]" in str(error_of(waiting.wait))
+
+
+def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> None:
+    """All comes at once. If the backend began, Gloo might forget the one that writes to who is gone."""
+    call = Request(CALL, 5, 30.0, encode_description(Description("barrier"))).encode()
+    pairs = [socket.socketpair() for _ in range(3)]
+    for ours, _ in pairs:
+        ours.sendall(call)
+    pairs[2][0].close()
+    hub = Hub([theirs for _, theirs in pairs])
+    try:
+        for ours, _ in pairs[:2]:
+            ticket, length = RULING.unpack(ours.recv(RULING.size))
+            problem = decode_problem(ours.recv(length))
+            assert ticket == 5
+            assert isinstance(problem, Missing)
+            assert problem.lost
+            assert problem.ranks == (2,)
+    finally:
+        hub.cut()
+        hub.thread.join(LIMIT_S)
+        for ours, _ in pairs:
+            ours.close()
 
 
 def test_a_timeout_of_weeks_is_one(party: Party) -> None:

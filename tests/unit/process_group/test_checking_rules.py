@@ -267,13 +267,18 @@ def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
     assert isinstance(game.problem(game.call(1, send(2))), Missing)
 
 
-def test_what_a_rank_called_before_it_went_still_counts() -> None:
-    game = Game(2)
-    left = game.call(1, SUM, deadline_s=1.0)
-    game.take(game.referee.lose(1))
-    assert game.referee.next_deadline_s() is None  # nobody waits for the sake of one that is gone
-    assert game.may_run(game.call(0, SUM), left)
-    assert isinstance(game.problem(game.call(0, SUM)), Missing)
+def test_what_a_rank_called_before_it_went_is_in_vain() -> None:
+    """It hears no ruling, so it never does its part."""
+    game = Game(3)
+    game.call(2, SUM, deadline_s=1.0)
+    game.call(2, send(0))
+    waiting = game.call(0, SUM, deadline_s=2.0)
+    game.take(game.referee.lose(2))
+    assert game.referee.next_deadline_s() is None
+    late = game.call(1, SUM)
+    for ticket in (waiting, late, game.call(0, receive(2))):
+        assert isinstance(game.problem(ticket), Missing)
+    assert game.may_run(game.call(0, receive(None)), game.call(1, send(0)))  # not with the one that is gone
 
 
 def test_a_receive_from_any_rank_waits_while_one_is_left() -> None:

@@ -30,6 +30,7 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.messages import (
     BODY_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
     OVERDUE,
     RULING,
     Request,
@@ -225,8 +226,11 @@ class Hub:
     def _serve(self) -> None:
         try:
             while self._open:
-                for key, _ in self._selector.select(self._patience_s()):
-                    self._hear(key.data)
+                ready = [key.data for key, _ in self._selector.select(self._patience_s())]
+                for rank in ready:  # first of all who is gone: what the others call may be in vain
+                    self._take_in(rank)
+                for rank in ready:
+                    self._judge_all(rank)
                 self._announce(self._referee.expire(time.monotonic()))
         finally:
             self._selector.close()
@@ -237,17 +241,27 @@ class Hub:
         deadline_s = self._referee.next_deadline_s()
         return None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), PATIENCE_S_MAX)
 
-    def _hear(self, rank: int) -> None:
+    def _take_in(self, rank: int) -> None:
+        """What has come from a rank; the end of its connection ends what it said before, too."""
+        buffer = self._buffers[rank]
         try:
-            data = self._connections[rank].recv(READ_BYTES)
-            if not data:
-                raise ConnectionError("the connection was closed")
-            self._buffers[rank] += data
-            while (request := take_request(self._buffers[rank])) is not None:
-                self._announce(self._judge(rank, request))
+            while len(buffer) < MESSAGE_BYTES_MAX:
+                data = self._connections[rank].recv(READ_BYTES)
+                if not data:
+                    raise ConnectionError("the connection was closed")
+                buffer += data
         except BlockingIOError:
             pass
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            _logger.debug("rank %d: %s", rank, error)
+            self._announce(self._lose(rank))
+
+    def _judge_all(self, rank: int) -> None:
+        """What has come from a rank, as long as it is there."""
+        try:
+            while rank in self._open and (request := take_request(self._buffers[rank])) is not None:
+                self._announce(self._judge(rank, request))
+        except ValueError as error:
             _logger.debug("rank %d: %s", rank, error)
             self._announce(self._lose(rank))
 

@@ -23,6 +23,7 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 TENSORS_MAX = 1_000_000
 REMEMBERED_BYTES_MAX = 16 * 1024
 REQUEST = struct.Struct("<BQdI")  # what, ticket, timeout (seconds), length of the body
+MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
 RULING = struct.Struct("<QI")  # ticket, length of the body; none means that the call may run
 
 

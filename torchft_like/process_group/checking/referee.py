@@ -112,8 +112,11 @@ class Referee:
         return self._give_up_lost() if self._lost else []
 
     def lose(self, rank: int) -> list[Ruling]:
-        """A rank is gone: whoever needs it will wait in vain. What it has called stays called."""
+        """A rank is gone: who needs it waits in vain, in what it has called, too, for it hears no ruling."""
         self._lost.add(rank)
+        self._collectives[rank].clear()
+        self._sends = [call for call in self._sends if call.rank != rank]
+        self._receives = [call for call in self._receives if call.rank != rank]
         return self._give_up_lost()
 
     def overdue(self, rank: int, ticket: int, now_s: float) -> list[Ruling]:
@@ -132,11 +135,10 @@ class Referee:
 
     def _heads(self) -> Iterable[Call]:
         """The next collective of each rank."""
-        return (calls[0] for rank, calls in enumerate(self._collectives) if calls and rank not in self._lost)
+        return (calls[0] for calls in self._collectives if calls)
 
     def _waiting(self) -> Iterable[Call]:
-        calls = chain(*self._collectives, self._sends, self._receives)
-        return (call for call in calls if call.rank not in self._lost)
+        return chain(*self._collectives, self._sends, self._receives)
 
     def _compare(self) -> list[Ruling]:
         calls = [waiting.popleft() for waiting in self._collectives]
@@ -181,7 +183,7 @@ class Referee:
 
     def _is_vain(self, call: Call) -> bool:
         if call.number is not None:
-            return any(self._called[rank] < call.number for rank in self._lost)
+            return bool(self._lost)
         if (peer := call.description.peer) is not None:
             return peer in self._lost
         return len(self._lost) == self.world_size - 1
