@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -281,6 +282,14 @@ def test_what_a_rank_called_before_it_went_is_in_vain() -> None:
     assert game.may_run(game.call(0, receive(None)), game.call(1, send(0)))  # not with the one that is gone
 
 
+def test_who_calls_after_the_only_one_that_had_called_is_gone_is_told() -> None:
+    game = Game(2)
+    game.call(1, SUM)
+    game.take(game.referee.lose(1))
+    assert isinstance(game.problem(game.call(0, SUM)), Missing)
+    assert isinstance(game.problem(game.call(0, SUM)), Missing)
+
+
 def test_a_receive_from_any_rank_waits_while_one_is_left() -> None:
     game = Game(3)
     waiting = game.call(0, receive(None))
@@ -312,6 +321,28 @@ def test_every_interleaving_of_a_right_program_runs_to_its_end(seed: int) -> Non
         rank = dice.choice([rank for rank, program in enumerate(programs) if program])
         tickets.append(game.call(rank, programs[rank].pop(0)))
     assert game.may_run(*tickets)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_after_a_loss_a_collective_runs_on_all_ranks_or_is_refused_on_those_that_are_left(seed: int) -> None:
+    dice = random.Random(seed)
+    world_size = dice.randint(2, 4)
+    left = dict.fromkeys(range(world_size), 6)
+    game = Game(world_size)
+    tickets: dict[int, list[int]] = {rank: [] for rank in left}
+    while any(left.values()):
+        rank = dice.choice([rank for rank, calls in left.items() if calls])
+        left[rank] -= 1
+        tickets[rank].append(game.call(rank, SUM))
+        if len(left) > 1 and dice.random() < 0.1:
+            gone = dice.choice(list(left))
+            del left[gone]
+            game.take(game.referee.lose(gone))
+    for round_of_calls in itertools.zip_longest(*tickets.values()):
+        ran = [ticket is not None and game.may_run(ticket) for ticket in round_of_calls]
+        assert len(set(ran)) == 1
+    if len(left) < world_size:
+        assert not any(game.waits(tickets[rank][-1]) for rank in left)
 
 
 def _insert(dice: random.Random, program: list[Description], call: Description) -> None:

@@ -117,6 +117,7 @@ class Referee:
         self._collectives[rank].clear()
         self._sends = [call for call in self._sends if call.rank != rank]
         self._receives = [call for call in self._receives if call.rank != rank]
+        self._count_present()
         return self._give_up_lost()
 
     def overdue(self, rank: int, ticket: int, now_s: float) -> list[Ruling]:
@@ -142,9 +143,12 @@ class Referee:
 
     def _compare(self) -> list[Ruling]:
         calls = [waiting.popleft() for waiting in self._collectives]
-        self._present = sum(map(bool, self._collectives))
+        self._count_present()
         problem = disagreement([call.description for call in calls], calls[0].number or 0)
         return [Ruling(call.rank, call.ticket, problem) for call in calls]
+
+    def _count_present(self) -> None:
+        self._present = sum(map(bool, self._collectives))
 
     def _pair(self, call: Call) -> list[Ruling]:
         peer, is_send = call.description.peer, call.description.operation == "send"
@@ -178,7 +182,7 @@ class Referee:
         for calls in (*self._collectives, self._sends, self._receives):
             for call in [call for call in calls if call in vain]:
                 calls.remove(call)
-        self._present = sum(map(bool, self._collectives))
+        self._count_present()
         return [Ruling(call.rank, call.ticket, problem) for call in vain]
 
     def _is_vain(self, call: Call) -> bool:
