@@ -49,7 +49,7 @@ def run_compiled(arguments: Sequence[str]) -> int:
 
 
 def compiled() -> Path:
-    """The folder with the compiled simulation, made unless it is there; takes half a minute then."""
+    """The folder with the compiled simulation, made unless it is there; takes up to a minute then."""
     folder = BUILDS / _digest()
     if not folder.exists():
         _check_tools()
