@@ -77,7 +77,7 @@ class Audience:
         except BaseException:
             self.close()
             raise
-        self._free_until = geometry.slots  # slots before this number are known to be free
+        self.free_until = geometry.slots  # slots before this number are free, and somebody will read them
         self._files: deque[int] = deque()  # the end of each message of its own file that may be unread
 
     @property
@@ -102,10 +102,11 @@ class Audience:
 
     def has_room(self, until: int, published: int) -> bool:
         """Whether every reader is done with what lies in the slots that end before `until`."""
-        if until <= self._free_until:
+        if until <= self.free_until:
             return True
-        self._free_until = self._slowest(published) + self._geometry.slots
-        return until <= self._free_until
+        free_until = self._slowest(published) + self._geometry.slots
+        self.free_until = free_until if self._members else 0
+        return until <= free_until
 
     def may_send_file(self, published: int) -> bool:
         """Whether everybody can be handed another file; few are unread at any time."""
@@ -209,6 +210,8 @@ class Audience:
 
     def _remove(self, member: _Member) -> None:
         del self._members[member.rank]
+        if not self._members:
+            self.free_until = 0
         member.close()
 
 

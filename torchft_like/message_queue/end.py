@@ -11,7 +11,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 
-from torchft_like.errors import QueueClosedError
+from torchft_like.errors import NotSupportedError, QueueClosedError
 
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 LINGER_S = 5.0
@@ -34,6 +34,14 @@ class End(ABC):
     @abstractmethod
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
         """Until this end, and for a writer all others, have joined."""
+
+    def enqueue(self, value: object, deadline: float, seconds: float) -> None:
+        """Write a message."""
+        raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
+
+    def dequeue(self, deadline: float, seconds: float) -> object:
+        """The next message."""
+        raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
     def shutdown(self, patience_s: float = LINGER_S) -> None:
         """Say goodbye and let go of everything; from any thread, and as often as one likes.
@@ -72,7 +80,10 @@ class End(ABC):
 
     def _require_open(self) -> None:
         if self._is_closing:
-            raise QueueClosedError(self._closed)
+            raise self._too_late()
+
+    def _too_late(self) -> QueueClosedError:
+        return QueueClosedError(self._closed)
 
     def _make_locks(self) -> None:
         self._lock, self._ending = threading.Lock(), threading.Lock()
@@ -80,10 +91,6 @@ class End(ABC):
 
 class ReadingEnd(End):
     """A reader's."""
-
-    @abstractmethod
-    def dequeue(self, deadline: float, seconds: float) -> object:
-        """The next message."""
 
     def _leave(self) -> None:
         """While the caller has the lock."""

@@ -90,7 +90,8 @@ class LocalReader(ReadingEnd):
     def dequeue(self, deadline: float, seconds: float) -> object:
         """The next message."""
         with self._lock:
-            self._require_open()
+            if self._is_closing:
+                raise self._too_late()
             ring = self._ring or self._joined(deadline, seconds)
             if ring.words[PUBLISHED] <= ring.consumed:
                 self._wait(ring, deadline, seconds)
@@ -223,7 +224,8 @@ class LocalReader(ReadingEnd):
 
     def _free(self, ring: RingReader, slots: int) -> None:
         ring.consumed += slots
-        before_publishing()
+        if before_publishing:
+            before_publishing()
         self._words[CONSUMED] = ring.consumed
         full_fence()
         sleep = ring.words[SLEEPING]
@@ -242,14 +244,14 @@ class LocalReader(ReadingEnd):
             return words[PUBLISHED] > consumed
 
         if not self._patience.watch(reached, deadline):
-            while not reached():
+            while words[PUBLISHED] <= consumed:
+                self._require_open()
                 while self._hear():  # wake-ups for earlier sleeps, or that the writer is gone
                     pass
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, "the writer wrote nothing")
                 self._sleep(reached, min(deadline - now, RECHECK_S))
-                self._require_open()
         self._patience.learn(time.monotonic() - started)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:

@@ -131,7 +131,7 @@ class MessageQueue:
     @property
     def is_writer(self) -> bool:
         """Whether this is the writer's end."""
-        return isinstance(self._end, Writer)
+        return self._rank is None
 
     def export_handle(self) -> dict[str, object]:
         """What readers need, as plain data. Who has it can read the queue."""
@@ -169,7 +169,8 @@ class MessageQueue:
                 that has come. Nothing was written.
             QueueClosedError: the queue was shut down.
         """
-        self._writer().enqueue(obj, *_deadline(timeout))
+        deadline, seconds = _deadline(timeout)
+        self._end.enqueue(obj, deadline, seconds)
 
     def dequeue(self, timeout: float | None = None) -> object:
         """Read the next message; the object shares no memory with the queue.
@@ -187,13 +188,12 @@ class MessageQueue:
             QueueDescriptorsError: none was left for a message longer than the ring. The reader has left.
             QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
-        if isinstance(self._end, Writer):
-            raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
-        return self._end.dequeue(*_deadline(timeout))
+        deadline, seconds = _deadline(timeout)
+        return self._end.dequeue(deadline, seconds)
 
     def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
         """Called by everybody: the writer writes `obj`, everybody returns it."""
-        if isinstance(self._end, Writer):
+        if self.is_writer:
             self.enqueue(obj, timeout)
             return obj
         return self.dequeue(timeout)
@@ -244,7 +244,7 @@ class MessageQueue:
     def _writer(self) -> Writer:
         if isinstance(self._end, Writer):
             return self._end
-        raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
+        raise NotSupportedError("this is a reader's end of the queue: only the writer knows its readers")
 
 
 def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> tuple[int, ...]:

@@ -92,24 +92,26 @@ class RingWriter:
         slots_in_all, slot_bytes = self.geometry
         published = self.words[PUBLISHED]
         at = published % slots_in_all * slot_bytes
-        _RECORD.pack_into(self._area, at, published, nbytes, len(parts[0]), slots, kind)
+        area, size = self._area, self._size
+        _RECORD.pack_into(area, at, published, nbytes, len(parts[0]), slots, kind)
         at += RECORD_BYTES
         for part in parts:
-            at = self._put(at, part)
-        before_publishing()
+            end = at + len(part)
+            if end <= size:
+                area[at:end] = part
+                at = end
+            else:
+                at = self._put_round(at % size, part)
+        if before_publishing:
+            before_publishing()
         self.words[PUBLISHED] = published + slots
 
-    def _put(self, at: int, data: Bytes) -> int:
-        area, size, end = self._area, self._size, at + len(data)
-        if end <= size:
-            area[at:end] = data
-            return end
-        if at >= size:
-            return self._put(at - size, data)
-        room = size - at
-        area[at:] = data[:room]
-        area[: len(data) - room] = data[room:]
-        return len(data) - room
+    def _put_round(self, at: int, data: Bytes) -> int:
+        """Write a part that may go round the end; returns where the next one begins."""
+        room = min(self._size - at, len(data))
+        self._area[at : at + room] = data[:room]
+        self._area[: len(data) - room] = data[room:]
+        return (at + len(data)) % self._size
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -135,7 +137,8 @@ class RingReader:
         Raises:
             QueueCorruptError: the memory does not hold what a writer writes.
         """
-        after_seeing()
+        if after_seeing:
+            after_seeing()
         slots, slot_bytes = self.geometry
         consumed = self.consumed
         place = consumed % slots * slot_bytes
@@ -143,13 +146,12 @@ class RingReader:
         ahead = self.words[PUBLISHED] - consumed
         if number != consumed or not taken <= ahead <= slots or kind not in (INLINE, IN_FILE):
             raise QueueCorruptError(f"slot {consumed} of the ring holds no message")
-        if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
+        if taken != -(-(nbytes + RECORD_BYTES) // slot_bytes) or structure_bytes > nbytes:
             raise QueueCorruptError(f"the message in slot {consumed} has an impossible length")
         return place + RECORD_BYTES, nbytes, structure_bytes, taken, kind
 
     def segments(self, at: int, nbytes: int) -> list[memoryview]:
         """The memory of so many bytes from a place on; two pieces where the ring goes round."""
-        after_seeing()
         size = len(self.area)
         at %= size
         if at + nbytes <= size:
@@ -161,7 +163,6 @@ class RingReader:
         end = at + nbytes
         if end > len(self.area):
             return b"".join(self.segments(at, nbytes))
-        after_seeing()
         return self.area[at:end].tobytes()
 
     def release(self) -> None:

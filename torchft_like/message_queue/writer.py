@@ -20,7 +20,16 @@ from torchft_like.message_queue.end import RECHECK_S, End
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
 from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
-from torchft_like.message_queue.ring import CLOSED, IN_FILE, INLINE, SLEEPING, Bytes, Geometry, RingWriter
+from torchft_like.message_queue.ring import (
+    CLOSED,
+    IN_FILE,
+    INLINE,
+    PUBLISHED,
+    SLEEPING,
+    Bytes,
+    Geometry,
+    RingWriter,
+)
 from torchft_like.patience import Patience
 from torchft_like.plain_data import dissect
 
@@ -90,7 +99,8 @@ class Writer(End):
     def enqueue(self, value: object, deadline: float, seconds: float) -> None:
         """Write a message."""
         with self._lock:
-            self._require_open()
+            if self._is_closing:
+                raise self._too_late()
             structure, leaves = dissect(value)
             parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
             nbytes = sum(map(len, parts)) if leaves else len(structure)
@@ -100,7 +110,8 @@ class Writer(End):
             prepared = self._remote.prepare(parts) if self._remote else []
             slots = self._geometry.slots_for(nbytes)
             if slots <= self._geometry.slots:
-                self._await_room(slots, False, deadline, seconds)
+                if self._remote or self._ring.words[PUBLISHED] + slots > self._local.free_until:
+                    self._await_room(slots, False, deadline, seconds)
                 self._write(INLINE, parts, nbytes, slots, prepared)
             else:
                 self._write_file(parts, nbytes, deadline, seconds, prepared)

@@ -24,6 +24,7 @@ from torchft_like.plain_data.schema import (
     LEAF_BYTES_MAX,
     LEAVES_MAX,
     LENGTH,
+    LIST,
     MAGIC,
     NO_LEAVES,
     SPEC,
@@ -82,6 +83,8 @@ def assemble_from(structure: bytes, leaves: LeafSource) -> object:
         FaultToleranceError: what the source of the leaves raised.
     """
     try:
+        if structure.startswith(NO_LEAVES):
+            return _read_value(structure, HEAD.size, (), leaves)
         specs, start = _read_specs(structure)
         return _read_value(structure, start, specs, leaves)
     except FaultToleranceError:
@@ -100,8 +103,6 @@ def _foreign(error: Exception) -> PlainDataError:
 
 def _read_specs(structure: bytes) -> tuple[list[TensorSpec], int]:
     """The specs, and where the value begins."""
-    if structure.startswith(NO_LEAVES):
-        return [], HEAD.size
     if len(structure) < HEAD.size:
         raise ValueError(f"it ends after {len(structure)} bytes")
     magic, count = HEAD.unpack_from(structure)
@@ -240,15 +241,15 @@ def _read_bytes(cursor: _Cursor, _: int) -> bytes:
     return cursor.take()
 
 
-def _read_list(cursor: _Cursor, depth: int) -> list[object]:
+def _read_items(cursor: _Cursor, depth: int) -> list[object] | tuple[object, ...]:
     if depth == DEPTH_MAX:
         raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
     data, readers, depth = cursor.data, _READERS, depth + 1
-    return [readers[data[cursor.at]](cursor, depth) for _ in range(cursor.count())]
-
-
-def _read_tuple(cursor: _Cursor, depth: int) -> tuple[object, ...]:
-    return tuple(_read_list(cursor, depth))
+    is_list = data[cursor.at] == LIST
+    items: list[object] = []
+    for _ in range(cursor.count()):
+        items.append(readers[data[cursor.at]](cursor, depth))  # noqa: PERF401 - a comprehension is a call
+    return items if is_list else tuple(items)
 
 
 def _read_dict(cursor: _Cursor, depth: int) -> dict[object, object]:
@@ -288,8 +289,8 @@ _READERS: tuple[Callable[[_Cursor, int], object], ...] = (
     _read_float,
     lambda cursor, _: cursor.take().decode("utf-8", "surrogatepass"),
     _read_bytes,
-    _read_list,
-    _read_tuple,
+    _read_items,
+    _read_items,
     _read_dict,
     lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes).decode("utf-8", "surrogatepass"),
     lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes),

@@ -163,16 +163,8 @@ def _write_bytes(value: bytes, sheet: _Sheet, _: int) -> None:
         sheet.put_data(BYTES, value)
 
 
-def _write_list(value: list[object], sheet: _Sheet, depth: int) -> None:
-    _write_items(LIST, value, sheet, depth)
-
-
-def _write_tuple(value: tuple[object, ...], sheet: _Sheet, depth: int) -> None:
-    _write_items(TUPLE, value, sheet, depth)
-
-
-def _write_items(tag: int, items: Sequence[object], sheet: _Sheet, depth: int) -> None:
-    sheet.open(tag, len(items), depth)
+def _write_items(items: list[object] | tuple[object, ...], sheet: _Sheet, depth: int) -> None:
+    sheet.open(LIST if type(items) is list else TUPLE, len(items), depth)
     index = 0
     try:
         for index, item in enumerate(items):  # noqa: B007 - the handler below reads it
@@ -244,8 +236,8 @@ _WRITERS: Mapping[type, Callable[..., None]] = {
     float: _write_float,
     str: _write_str,
     bytes: _write_bytes,
-    list: _write_list,
-    tuple: _write_tuple,
+    list: _write_items,
+    tuple: _write_items,
     dict: _write_dict,
     Tensor: _write_tensor,
     torch.nn.Parameter: _write_tensor,
