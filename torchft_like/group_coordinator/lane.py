@@ -8,7 +8,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import Work
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.process_group import ProcessGroup
@@ -31,6 +32,18 @@ class Lane:
     def start(self, method: str, *args: Any) -> Flight:
         """Begin one collective."""
         return Flight(getattr(self.group, method)(*args), self)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Flight:
+        """From `src` to all, in place."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        return self.start("broadcast", [tensor], options)
+
+    def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Flight:
+        """The tensors of all, in the outputs that `dst` has, and nobody else."""
+        options = GatherOptions()
+        options.rootRank = dst
+        return self.start("gather", [outputs] if outputs else [], [tensor], options)
 
     def check(self) -> None:
         """Raise what a group hides.

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, GatherOptions
+from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions
 
 from torchft_like.errors import (
     CollectiveRefusedError,
@@ -183,12 +183,16 @@ class Transport:
         return self.agree(state, operation)[1]
 
     def _exchange(self, statement: Statement) -> list[Statement]:
+        """By way of rank 0: an all-gather would go round all ranks, and wake one after the other."""
         if self.world_size == 1:
             return [statement]
         everyone = torch.empty(self.world_size * STATEMENT_BYTES, dtype=torch.uint8, device="cpu")
-        self.cpu.start("_allgather_base", everyone, from_bytes(encode(statement))).land()
-        data = everyone.numpy().tobytes()
-        return [decode(data[at : at + STATEMENT_BYTES]) for at in range(0, len(data), STATEMENT_BYTES)]
+        parts = [everyone[at : at + STATEMENT_BYTES] for at in range(0, len(everyone), STATEMENT_BYTES)]
+        is_first = self.rank == 0
+        self.cpu.gather(parts if is_first else [], from_bytes(encode(statement)), 0).land()
+        said = [decode(part.numpy().tobytes()) for part in parts] if is_first else []
+        self.cpu.broadcast(everyone, 0).land()
+        return said or [decode(part.numpy().tobytes()) for part in parts]
 
     def tag(self, direction: str, peer: int) -> int:
         """Of the next message to or from a peer: whoever waits for one cannot get another."""
@@ -222,9 +226,7 @@ class Transport:
 
     def broadcast(self, tensor: Tensor, src: int) -> Flight:
         """From `src` to all, in place."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        return self._lane(tensor).start("broadcast", [tensor], options)
+        return self._lane(tensor).broadcast(tensor, src)
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Flight:
         """The tensors of all, one after the other, in a flat output."""
@@ -232,9 +234,7 @@ class Transport:
 
     def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Flight:
         """The tensors of all, in the outputs that `dst` has, and nobody else."""
-        options = GatherOptions()
-        options.rootRank = dst
-        return self._lane(tensor).start("gather", [outputs] if outputs else [], [tensor], options)
+        return self._lane(tensor).gather(outputs, tensor, dst)
 
     def alltoall(
         self, output: Tensor, tensor: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]

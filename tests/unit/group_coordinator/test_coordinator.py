@@ -296,7 +296,7 @@ def test_calls_beside_the_coordinators_on_its_group_are_told_from_statements(par
         if rank == 0:
             return c.broadcast_object(1)
         noise = torch.full((STATEMENT_BYTES,), 255, dtype=torch.uint8)
-        return groups[1]._allgather_base(torch.empty(2 * STATEMENT_BYTES, dtype=torch.uint8), noise).wait()
+        return groups[1].gather([], [noise]).wait()
 
     with pytest.raises(GroupCoordinatorError, match="no statement"):
         party.together(coordinators, foreign)  # type: ignore[arg-type]
