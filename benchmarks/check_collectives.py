@@ -6,7 +6,6 @@ this machine does hits all of them alike; differences are taken within a round.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import time
@@ -122,9 +121,3 @@ def _systems(port: int, rank: int, ranks: int) -> dict[str, Allreduce]:
     detail = _ProcessGroupWrapper(inner, helper)
     systems[TORCH_DETAIL] = lambda tensor: detail.allreduce([tensor]).wait()  # type: ignore[attr-defined]
     return systems
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())

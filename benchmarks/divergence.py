@@ -7,7 +7,6 @@ so that whatever else this machine does hits all alike; ratios are taken within 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -118,9 +117,3 @@ def _mean_ms(action: Callable[[], object], turn_s: float) -> float:
         action()
         calls += 1
     return (time.perf_counter() - start) / calls * 1e3
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())

@@ -6,7 +6,6 @@ else this machine does hits all of them alike; ratios are taken within a round.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -172,9 +171,3 @@ def _shared_out(rows: int, weights: tuple[int, ...]) -> list[int]:
     sizes = [rows * weight // sum(weights) for weight in weights]
     sizes[0] += rows - sum(sizes)
     return sizes
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())

@@ -6,7 +6,6 @@ what a system adds shows in the comparison with plain DDP.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 
@@ -54,9 +53,3 @@ def _add_memory(result: Result, what: str, system: System, processes: Sequence[F
     used = [psutil.Process(process.pid).memory_full_info() for process in processes]
     result.add(f"RSS, {what}", system.name, "MB", [memory.rss / 1e6 for memory in used])
     result.add(f"USS, {what}", system.name, "MB", [memory.uss / 1e6 for memory in used])
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer turns, to try the benchmark")
-    main(turns=2 if parser.parse_args().quick else 5)

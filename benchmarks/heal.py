@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 from benchmarks.processes import Fleet, FleetProcess, Record
@@ -87,9 +86,3 @@ class _Pair:
             f"answer of {process.name} to {command}",
             SECONDS_MAX,
         )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one sample of each, to try the benchmark")
-    main(samples=1 if parser.parse_args().quick else 5)

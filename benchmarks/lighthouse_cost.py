@@ -7,7 +7,6 @@ lighthouse's process, user and system time, as the kernel counts it; what the cl
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -193,9 +192,3 @@ async def _channels(lighthouse: Lighthouse, count: int) -> AsyncIterator[list[gr
 def _cpu_seconds(lighthouse: Lighthouse) -> float:
     times = psutil.Process(lighthouse.process.pid).cpu_times()
     return times.user + times.system
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer samples, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())

@@ -6,7 +6,6 @@ whatever else the machine does meets all of them alike.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -161,11 +160,3 @@ def _judge(result: Result) -> None:
 
 def _percentile_99(values: list[float]) -> float:
     return sorted(values)[len(values) * 99 // 100]
-
-
-if __name__ == "__main__":
-    from benchmarks import run
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few samples, to try the benchmark")
-    sys.exit(run.measure(["message_queue"], parser.parse_args().quick))

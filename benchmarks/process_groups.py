@@ -7,7 +7,6 @@ else the machine does meets all of them alike.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import signal
@@ -399,11 +398,3 @@ def _await_spares(pair: Pair) -> list[Record]:
 
 
 RESULTS: dict[str, Any] = {"process_groups": allreduce, "configure": configure, "baby_memory": memory}
-
-
-if __name__ == "__main__":
-    from benchmarks import run
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few samples, to try the benchmarks")
-    sys.exit(run.measure(list(RESULTS), parser.parse_args().quick))

@@ -7,7 +7,6 @@ only end when the fault was felt.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import time
@@ -233,9 +232,3 @@ def _are_joint(replica: FleetProcess, since: float) -> bool | None:
     """True once it has committed enough steps with all the others."""
     joint = sum(r["committed"] and r["participants"] == REPLICAS for r in _steps_since(replica, since))
     return joint >= SETTLED_STEPS or None
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a sample or two of each, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())

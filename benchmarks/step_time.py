@@ -6,7 +6,6 @@ whatever else this machine does hits all of them alike; ratios are taken within 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import dataclass
 
@@ -76,9 +75,3 @@ def step_times(
                 of_first_replica = take_turn(fleet, job, steps)[0]
                 samples[job.system.name].append(statistics.fmean(of_first_replica) * 1e3)
     return samples
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to try the benchmark")
-    main(QUICK if parser.parse_args().quick else Plan())
