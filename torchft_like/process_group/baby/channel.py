@@ -136,11 +136,7 @@ class Channel:
 
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once; not once this end is closed."""
-        if self._socket.fileno() < 0:
-            return False
-        readable = select.poll()  # of its own: `receive` may be waiting in the other one
-        readable.register(self._socket, select.POLLIN)
-        return bool(readable.poll(0))
+        return bool(self._poll(select.POLLIN, 0))
 
     def close(self) -> None:
         """Let go of this end."""
@@ -170,10 +166,16 @@ class Channel:
                 raise ChannelClosedError("the other end is gone") from error
 
     def _await(self, events: int, deadline: float) -> None:
-        traffic = select.poll()
-        traffic.register(self._socket, events)
-        if not traffic.poll(_milliseconds(deadline)):
+        if not self._poll(events, _milliseconds(deadline)) and self._socket.fileno() >= 0:
             raise TimeoutError("the other end takes no messages")
+
+    def _poll(self, events: int, timeout_ms: float | None) -> list[tuple[int, int]]:
+        """With a poller of its own, as `receive` may be waiting in the other; nothing once it is closed."""
+        if (descriptor := self._socket.fileno()) < 0:
+            return []
+        traffic = select.poll()
+        traffic.register(descriptor, events)
+        return traffic.poll(timeout_ms)
 
 
 packed = marshal.dumps  # plain data as bytes

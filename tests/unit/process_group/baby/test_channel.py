@@ -116,6 +116,16 @@ def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, 
         fill()
 
 
+def test_sending_ends_with_an_end_that_is_closed_meanwhile(ends: tuple[Channel, Channel]) -> None:
+    def fill() -> None:
+        while True:
+            ends[0].send((b"x" * 1000,), deadline=time.monotonic() + 60, while_full=ends[0].close)
+
+    with pytest.raises(ChannelClosedError):
+        fill()
+    assert not ends[0].has_message()
+
+
 def test_a_message_that_waits_is_seen_without_receiving_it(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     assert not right.has_message()
