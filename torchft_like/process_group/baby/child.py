@@ -135,13 +135,13 @@ class _Server:
         borrower = self._borrowed()
         has_started = False
         try:
-            arguments = [decode(value, borrower.tensor) for value in args]
-            named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
-            start = functools.partial(self._methods[name], *arguments, **named)
-            if BY_NAME[name].blocking:
-                self._wait_aside(request, start)
-                return
-            with borrower.entered(context):
+            with borrower.entered(context):  # first: what it brings counts, also where the call is refused
+                arguments = [decode(value, borrower.tensor) for value in args]
+                named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
+                start = functools.partial(self._methods[name], *arguments, **named)
+                if BY_NAME[name].blocking:
+                    self._wait_aside(request, start)
+                    return
                 work = start()
                 has_started = True
                 answer = borrower.answer_when_started(work)

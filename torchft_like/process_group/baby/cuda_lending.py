@@ -6,7 +6,8 @@ stands for its end. `wait` makes the caller's stream wait for that one. No threa
 
 INVARIANTS
 * A loan's tensors are kept alive until a stream of the caller waits for the operation, or it is over:
-  before that the memory must not be used for anything else.
+  before that the memory must not be used for anything else. What of a failed one is still on its way, nobody
+  can tell: its tensors are kept until the subprocess is dead.
 * An event's number is given back once, when nothing of this side can touch the event any more.
 """
 
@@ -63,6 +64,7 @@ class CudaLender:
         self._peers = PeerEvents(cuda)
         self._letters: deque[Letter] = deque()
         self._running: deque[_CudaLoan] = deque()
+        self._failed: list[_CudaLoan] = []
         self._is_dead = False
         self._is_abandoned = False
 
@@ -108,6 +110,8 @@ class CudaLender:
             self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
         if not self._is_abandoned:
             self._running.clear()
+            while self._failed:
+                self._failed.pop().retire()
             self._memory.subprocess_died()
             self._memory.close()
 
@@ -142,6 +146,15 @@ class CudaLender:
     def keep(self, loan: _CudaLoan) -> None:
         """Until the operation is over."""
         self._running.append(loan)
+
+    def keep_failed(self, loan: _CudaLoan) -> None:
+        """Until the subprocess is dead, or for ever if it does not die."""
+        self._failed.append(loan)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the subprocess does not die, and may still do what it was asked for."""
+        return self._is_abandoned
 
     def order_after(self, end: int, stream: torch.cuda.Stream) -> bool:
         """Make the stream wait for the end of an operation; once for each. False if nobody can tell it."""
@@ -189,7 +202,9 @@ class _CudaLoan:
             with self._lock:
                 self._end = self._lender.started(request.answer)
             self._lender.keep(self)
-        else:
+        elif request.outcome is Outcome.FAILED or self._lender.is_abandoned:
+            self._lender.keep_failed(self)
+        else:  # it was not begun, or the subprocess is dead
             self._call = None
 
     def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.baby.channel import Channel
+from torchft_like.process_group.baby.child import _Server
 from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaBorrower, CudaLender
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request
@@ -193,6 +196,58 @@ def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
     gc.collect()
     pair.deliver_letters()
     assert [letter[0] for letter in pair.letters] == [ToChild.MAP, ToChild.UNMAP]
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_the_tensors_of_a_failed_request_live_as_long_as_the_subprocess(
+    pair: Pair, is_abandoned: bool
+) -> None:
+    tensor = torch.zeros(8)
+    loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
+    loan.locate(tensor)
+    loan.settle(Request(1, outcome=Outcome.FAILED))
+    memory = weakref.ref(tensor.untyped_storage())
+    del tensor
+    pair.lender.lend(BY_NAME["barrier"].bind((), {}))  # looks for what is over
+    gc.collect()
+    assert memory() is not None
+    if is_abandoned:
+        pair.lender.abandon()
+    pair.lender.close()
+    gc.collect()
+    assert (memory() is not None) == is_abandoned
+
+
+def test_a_request_whose_subprocess_does_not_die_keeps_its_tensors_for_ever(pair: Pair) -> None:
+    tensor = torch.zeros(8)
+    loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
+    pair.lender.abandon()
+    loan.settle(Request(1))
+    memory = weakref.ref(tensor)
+    del tensor, loan
+    pair.lender.close()
+    gc.collect()
+    assert memory() is not None
+
+
+def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
+    ours, childs = map(Channel, Channel.pair())
+    server = _Server(childs)
+    server._borrower = pair.borrower
+    made = []
+    for number in range(100):
+        loan = pair.lender.lend(BY_NAME["barrier"].bind((), {}))
+        server._run(number, "a method that is not there", [], {}, loan.context())
+        _, outcome, *_ = ours.receive()[0]
+        loan.settle(Request(number, outcome=Outcome(outcome)))
+        pair.machine.current.run()
+        pair.run(torch.zeros(8))  # whose answer says which events have passed
+        pair.finish()
+        made.append(len(pair.machine.events))
+    assert outcome == Outcome.REFUSED
+    assert made[-1] == made[20]
+    ours.close()
+    childs.close()
 
 
 def test_a_tensor_of_another_device_is_refused_by_name() -> None:
