@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import array
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 _BYTES = array.array("i").itemsize
 
 Ancillary = Iterable[tuple[int, int, bytes]]
@@ -24,6 +26,17 @@ def receive_descriptors(
     room = ancillary_bytes(descriptors_max)
     data, ancillary, _, _ = end.recvmsg(bytes_max, room, flags | socket.MSG_CMSG_CLOEXEC)
     return data, descriptors_in(ancillary)
+
+
+def despite_reset(receive: Callable[[], T]) -> T:
+    """What `receive` gives; also where the peer is gone, and had left something unread.
+
+    The system then says so, once, ahead of what the peer had sent before.
+    """
+    try:
+        return receive()
+    except ConnectionResetError:
+        return receive()
 
 
 def ancillary_bytes(descriptors_max: int) -> int:

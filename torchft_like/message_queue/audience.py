@@ -20,7 +20,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from torchft_like.descriptors import send_descriptors
+from torchft_like.descriptors import despite_reset, send_descriptors
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.handshake import Arrival, Lobby, welcome
 from torchft_like.message_queue.memory import map_to_write, reserve, seal_size
@@ -161,12 +161,11 @@ class Audience:
     def close(self) -> None:
         """Let go of everybody."""
         self.lobby.close()
-        for member in self._members.values():
-            member.close()
-        self._members.clear()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        while self._members:
+            self._members.popitem()[1].close()
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
 
     def _slowest(self, published: int) -> int:
         while True:
@@ -189,10 +188,10 @@ class Audience:
             self._evict(member, f"it is gone ({error.strerror})")
 
     def _listen(self, member: _Member) -> None:
-        if member.connection is None:
+        if (connection := member.connection) is None:
             return
         try:
-            while data := member.connection.recv(16, socket.MSG_DONTWAIT):
+            while data := despite_reset(lambda: connection.recv(16, socket.MSG_DONTWAIT)):
                 if data == LEAVE:
                     self._remove(member)
                     self.left.append(member.rank)

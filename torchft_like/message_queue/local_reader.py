@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchft_like.descriptors import receive_descriptors
+from torchft_like.descriptors import despite_reset, receive_descriptors
 from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
@@ -116,9 +116,10 @@ class LocalReader(ReadingEnd):
     def _release(self, patience_s: float = 0.0) -> None:
         self._connection.close()
         self._events.close()
-        os.close(self._stop)
-        if self._bell >= 0:
-            os.close(self._bell)
+        stop, bell, self._stop, self._bell = self._stop, self._bell, -1, -1  # a fork closes all once more
+        for descriptor in (stop, bell):
+            if descriptor >= 0:
+                os.close(descriptor)
         self._close_files()
         if self._ring is not None:
             self._ring.release()
@@ -279,7 +280,9 @@ class LocalReader(ReadingEnd):
     def _hear(self) -> bool:
         """One word from the writer; whether there was one."""
         try:
-            data, descriptors = receive_descriptors(self._connection, FILE.size + 1, 1, socket.MSG_DONTWAIT)
+            data, descriptors = despite_reset(
+                lambda: receive_descriptors(self._connection, FILE.size + 1, 1, socket.MSG_DONTWAIT)
+            )
         except BlockingIOError:
             return False
         except OSError:

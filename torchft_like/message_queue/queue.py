@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -280,7 +281,8 @@ _ends: weakref.WeakSet[End] = weakref.WeakSet()
 def _forget_all() -> None:
     """In a fork: what was inherited is the parent's. A copy of a connection would hide the parent's death."""
     for end in list(_ends):
-        end.forget()
+        with contextlib.suppress(OSError):  # whatever is wrong with one, the others are forgotten
+            end.forget()
     _ends.clear()
 
 

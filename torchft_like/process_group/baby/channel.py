@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchft_like.descriptors import ancillary_bytes, descriptors_in, send_descriptors
+from torchft_like.descriptors import ancillary_bytes, descriptors_in, despite_reset, send_descriptors
 
 Message = tuple[Any, ...]
 
@@ -108,9 +108,7 @@ class Channel:
         if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
             raise TimeoutError("no message until the deadline")
         try:
-            size, ancillary, flags, _ = self._socket.recvmsg_into(
-                self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC
-            )
+            size, ancillary, flags, _ = despite_reset(self._receive)
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
         if not size:
@@ -141,6 +139,9 @@ class Channel:
     def close(self) -> None:
         """Let go of this end."""
         self._socket.close()
+
+    def _receive(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
+        return self._socket.recvmsg_into(self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC)
 
     def _send(
         self,

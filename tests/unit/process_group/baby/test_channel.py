@@ -85,6 +85,18 @@ def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[C
         right.send(("nobody hears",))
 
 
+def test_what_an_end_said_that_left_something_unread_is_received_before_the_error(
+    ends: tuple[Channel, Channel],
+) -> None:
+    left, right = ends
+    right.send(("nobody reads this",))
+    left.send(("last words",))
+    left.close()
+    assert right.receive()[0] == ("last words",)
+    with pytest.raises(ChannelClosedError):
+        right.receive()
+
+
 def test_the_end_of_the_other_side_ends_a_blocked_receive(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     failures: list[Exception] = []

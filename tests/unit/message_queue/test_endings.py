@@ -1,0 +1,68 @@
+"""Ends that are gone: what they left unread hides nothing that they said; forks leave their numbers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.message_queue.queues import Queues
+from torchft_like.errors import QueueClosedError
+from torchft_like.message_queue.audience import WAKE
+
+LONGER_THAN_THE_RING = b"x" * 100_000
+
+
+def test_messages_longer_than_the_ring_are_read_though_the_writer_left_a_word_unread(queues: Queues) -> None:
+    writer, (reader,) = queues.make()
+    for _ in range(3):
+        writer.enqueue(LONGER_THAN_THE_RING)
+    reader._end._connection.send(WAKE)  # type: ignore[union-attr] # what a reader says that gives room back
+    writer.shutdown()
+    assert [reader.dequeue() for _ in range(3)] == [LONGER_THAN_THE_RING] * 3
+    with pytest.raises(QueueClosedError):
+        reader.dequeue()
+
+
+def test_a_reader_that_leaves_with_a_message_unread_has_left(queues: Queues) -> None:
+    writer, (reader, _) = queues.make(2)
+    writer.enqueue(LONGER_THAN_THE_RING)
+    reader.shutdown()
+    assert (writer.left_readers, writer.lost_readers) == ([0], [])
+
+
+@pytest.mark.parametrize("leave", ["reader", "writer"])
+def test_a_fork_closes_nothing_that_took_the_numbers_of_an_end_that_was_shut_down(
+    queues: Queues, leave: str
+) -> None:
+    writer, (reader,) = queues.make()
+    _, (other,) = queues.make()
+    before = set(os.listdir("/proc/self/fd"))
+    {"reader": reader, "writer": writer}[leave].shutdown()
+    freed = len(before) - len(os.listdir("/proc/self/fd"))
+    assert freed > 0
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(freed + 2)]
+    try:
+        assert _in_a_fork(lambda: all(map(_is_open, others)) and other._end._is_closed)
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+
+
+def _in_a_fork(is_so: Callable[[], bool]) -> bool:
+    if not (child := os.fork()):
+        code = 1
+        try:
+            code = 0 if is_so() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
