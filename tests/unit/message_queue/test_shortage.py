@@ -38,13 +38,20 @@ def descriptors_left(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+LARGE_BYTES = 72 * 1024 * 1024  # more than the C library finds in what it has reserved for threads
+
+
 @contextlib.contextmanager
 def memory_left(nbytes: int) -> Iterator[None]:
-    """So much can still be mapped, and no more."""
+    """So much can still be mapped, and no `LARGE_BYTES` be found in what others have given back."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, hard))
+    holes = []
     try:
+        with contextlib.suppress(MemoryError):
+            while True:
+                holes.append(np.empty(LARGE_BYTES, np.uint8))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -156,9 +163,6 @@ def test_a_writer_without_descriptors_for_its_readers_says_so_and_lets_them_in_l
     writer.wait_until_ready(LIMIT_S)
     for reader in readers:
         assert [reader.dequeue(LIMIT_S) for _ in range(4)] == [0, 1, 2, 3]
-
-
-LARGE_BYTES = 72 * 1024 * 1024  # more than the C library finds in what it has reserved for threads
 
 
 @pytest.mark.parametrize("where", ["in the ring", "in a file", "from another machine"])
