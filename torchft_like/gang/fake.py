@@ -106,7 +106,8 @@ class FakeGang(Gang):
         check_gather(output_tensor, input_tensor, self._size)
         check_dense(input_tensor, writes=False)
         check_dense(output_tensor, writes=True)
-        output_tensor.detach().view(self._size, *input_tensor.shape).copy_(input_tensor)
+        source = input_tensor.clone()  # which may be its own place in the output
+        output_tensor.detach().view(self._size, *input_tensor.shape).copy_(source)
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
@@ -115,8 +116,9 @@ class FakeGang(Gang):
         check_dense(input_tensor, writes=False)
         for output in output_tensors:
             check_dense(output, writes=True)
+        source = input_tensor.clone()
         for output in output_tensors:
-            output.detach().copy_(input_tensor)
+            output.detach().copy_(source)
 
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
         """See Gang.broadcast."""

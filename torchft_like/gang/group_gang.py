@@ -159,7 +159,9 @@ class GroupGang(Gang):
         """Into the concatenated shape, which every backend has."""
         if source.dim() == 0:
             source = source.view(1)
-        joined = output.view(group.size() * source.shape[0], *source.shape[1:])
+        is_joined = output.dim() == source.dim()
+        rows = output.shape[0] if is_joined else output.shape[0] * source.shape[0]
+        joined = output.view(rows, *source.shape[1:])
         _gather_into_one(as_moved(joined), as_moved(source), group=group)
 
     @contextlib.contextmanager

@@ -31,6 +31,9 @@ from torchft_like.process_group.managed import GroupManager
 class GangManager(GroupManager, Protocol):
     """What a managed gang needs of a Manager."""
 
+    def current_step(self) -> int:
+        """How many steps were committed."""
+
     def replica_rank(self) -> int | None:
         """This replica group's rank among all members of the quorum."""
 
@@ -45,8 +48,8 @@ class ManagedGang(GroupGang):
     Usable from the first `start_quorum` on. A reduction counts the participants, so a replica that heals
     in this step adds zero, or what else changes no result, and MEAN divides by the others; what shares
     tensors out by rank (all_gather) makes no sense in such a step and raises GangError. So do all functions
-    of sub-gangs in it. With `Manager(use_async_quorum=False)` replicas heal before the step, and there is no
-    such step.
+    of sub-gangs in it. Step 0 is such a step, however often it is tried, unless the Manager has
+    `init_sync=False`; with `use_async_quorum=False` replicas heal before the step, and no step is.
 
     After a GangError go on to the next `start_quorum`: the gang then has the members of that quorum.
 
@@ -119,11 +122,16 @@ class ManagedGang(GroupGang):
         if not (healing := self._manager.healing_ranks()):
             return
         error = GangError(
-            f"ranks {sorted(healing)} of the quorum fetch the others' state in this step: sub-gangs work "
-            "from the next one on, or at once with Manager(use_async_quorum=False)"
+            f"ranks {sorted(healing)} of the quorum fetch the others' state in this step, and sub-gangs do "
+            f"not work in such a step: {self._how_to_go_on()}"
         )
         self._manager.report_error(error)
         raise error
+
+    def _how_to_go_on(self) -> str:
+        if self._manager.current_step() == 0:  # which is tried again, and then they heal again
+            return "pass Manager(use_async_quorum=False), or init_sync=False if all replicas start out alike"
+        return "they do in the next one, and in every one with Manager(use_async_quorum=False)"
 
     def _usable_group(self) -> dist.ProcessGroup:
         self._wait_quorum()

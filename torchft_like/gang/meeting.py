@@ -84,7 +84,7 @@ class Meeting:
             try:
                 self._configure(group, own, _text(records[own[0]]))
             except BaseException:
-                group.shutdown()
+                group.abort("its members could not meet")  # not shutdown, which waits for what goes on in it
                 raise
             return Part(group, self._bond)
 

@@ -18,6 +18,7 @@ from torchft_like.errors import GangError, PlainDataError
 from torchft_like.plain_data import Message, TensorSpec
 from torchft_like.plain_data.schema import STRUCTURE_BYTES_MAX
 
+_NO_LIST = -1
 Gather = Callable[[Tensor], list[Tensor]]
 Broadcast = Callable[[Tensor, int], None]
 
@@ -26,7 +27,7 @@ class Announcement(NamedTuple):
     """What a member says before objects are sent.
 
     Attributes:
-        length: of its list.
+        length: of its list; -1 if what it gave is none.
         source: who sends, as it was told.
         structure_bytes: of its message, if it is the one who sends; -1 if it cannot.
     """
@@ -44,6 +45,8 @@ def check_agreement(said: Sequence[Announcement]) -> None:
     """
     if len({each.source for each in said}) > 1:
         raise ValueError(f"the members disagree about the source: {_by_rank([s.source for s in said])}")
+    if strangers := [rank for rank, each in enumerate(said) if each.length == _NO_LIST]:
+        raise ValueError(f"ranks {strangers} gave something else than a list of objects")
     if len({each.length for each in said}) > 1:
         raise ValueError(f"the members' lists differ in length: {_by_rank([s.length for s in said])}")
 
@@ -68,16 +71,21 @@ class ObjectBroadcast:
         """Compare what the members were told; gives the bytes that describe the objects.
 
         Raises:
-            ValueError: the members were told different things.
+            ValueError: the members were told different things, or one gave no list.
             PlainDataError: on the source, for an object that cannot be sent.
             GangError: on the others, for the same reason.
         """
-        if self._rank == self._source:
+        is_list = isinstance(objects, list)
+        if not is_list:
+            self._refusal = ValueError(f"objects are given in a list, not in a {type(objects).__name__}")
+        elif self._rank == self._source:
             self._take_apart(objects)
         size = -1 if self._refusal is not None else len(self._message.structure) if self._message else 0
-        own = torch.tensor([len(objects), self._source, size], dtype=torch.int64, device=self._device)
+        length = len(objects) if is_list else _NO_LIST
+        own = torch.tensor([length, self._source, size], dtype=torch.int64, device=self._device)
         said = [Announcement(*map(int, each.tolist())) for each in gather(own)]
-        check_agreement(said)
+        if is_list:
+            check_agreement(said)
         if self._refusal is not None:
             raise self._refusal
         if said[self._source].structure_bytes < 0:

@@ -72,19 +72,24 @@ class ProcessGroupGang(GroupGang):
 
         Args:
             device: cpu or cuda.
-            timeout: the limit of each operation; 15 minutes if left out.
+            timeout: the limit of each operation, positive; 15 minutes if left out.
             high_priority: run on streams of high priority, if the backend has such: torch's own nccl.
             backend: as torch names them. Left out: torchft-gloo or torchft-nccl, which can be aborted.
 
         Raises:
-            ValueError: the device is neither cpu nor cuda.
-            NotSupportedError: this torch has no torch.distributed.
+            ValueError: the device is neither cpu nor cuda, or the timeout is no positive timedelta.
+            NotSupportedError: this torch has no torch.distributed, or no such device.
             InvalidOperationError: there is a default process group already.
             GangError: the members did not meet.
         """
         device = torch.device(device)
         if device.type not in _BACKENDS:
             raise ValueError(f"a gang is of cpu or cuda devices, not {device.type}")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise NotSupportedError("there is no CUDA device here, or this torch was built without CUDA")
+        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+        if not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+            raise ValueError(f"timeout={timeout!r} must be a positive timedelta")
         if not dist.is_available():
             raise NotSupportedError("this torch was built without torch.distributed")
         if dist.is_initialized():
@@ -95,7 +100,7 @@ class ProcessGroupGang(GroupGang):
         try:
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            dist.init_process_group(name, timeout=timeout or DEFAULT_TIMEOUT, **_options(name, high_priority))
+            dist.init_process_group(name, timeout=timeout, **_options(name, high_priority))
         except Exception as error:
             raise GangError(f"the default process group could not be started over {name}: {error}") from error
         world = dist.group.WORLD
@@ -129,7 +134,10 @@ class ProcessGroupGang(GroupGang):
         if (part := self._part) is not None:
             part.bond.untie()
             part.group.unregister()
-            part.group.shutdown()
+            if part.bond.broken is not None or part.group.errored() is not None:
+                part.group.abort("the gang was closed")  # what goes on in it nobody has to wait for
+            else:
+                part.group.shutdown()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
 

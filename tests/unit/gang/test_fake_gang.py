@@ -74,6 +74,15 @@ def test_a_gather_repeats_the_callers_tensor_in_either_shape(gang: FakeGang, sha
     assert torch.equal(output.view(4, 2, 3), source.expand(4, 2, 3))
 
 
+def test_a_gather_takes_the_callers_place_in_the_output(gang: FakeGang) -> None:
+    output = torch.arange(8.0).view(4, 2)
+    gang.all_gather(output, output[1])
+    assert output.tolist() == [[2.0, 3.0]] * 4
+    outputs = [torch.full((2,), float(rank)) for rank in range(4)]
+    gang.all_gather_to_list(outputs, outputs[2])
+    assert [one.tolist() for one in outputs] == [[2.0, 2.0]] * 4
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2, 3), (24,), (4, 3, 2), (1, 4, 2, 3)])
 def test_an_output_of_another_shape_is_refused(gang: FakeGang, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"not \(4, 2, 3\) or \(8, 3\)"):

@@ -50,6 +50,17 @@ def test_lists_of_unequal_length_are_an_error_on_every_member(crew: MakeCrew) ->
     assert gangs.together(lambda gang: broadcast_flag(gang, gang.rank == 2, 2)) == [True] * 3
 
 
+def test_something_else_than_a_list_is_an_error_on_every_member(crew: MakeCrew) -> None:
+    gangs = crew(2)
+    found = gangs.outcomes(lambda gang: gang.broadcast_objects([1] if gang.rank == 0 else (None,)))  # type: ignore[arg-type]
+    assert all(isinstance(error, ValueError) for error in found)
+    assert [str(error) for error in found] == [
+        "ranks [1] gave something else than a list of objects",
+        "objects are given in a list, not in a tuple",
+    ]
+    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
+
+
 def test_sources_that_differ_are_an_error_on_every_member(crew: MakeCrew) -> None:
     found = crew(2).outcomes(lambda gang: gang.broadcast_objects([0], source_rank=gang.rank))
     assert all(isinstance(error, ValueError) for error in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from torchft_like.process_group import (
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
+from torchft_like.process_group.generation import Generation
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 WHOLES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
@@ -390,6 +392,9 @@ def test_who_is_not_in_a_group_has_no_gang() -> None:
         ProcessGroupGang(dist.GroupMember.NON_GROUP_MEMBER, CPU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not meta"):
         ProcessGroupGang.create_default_process_group(torch.device("meta"))
+    for timeout in (timedelta(0), timedelta(seconds=-1), 5):
+        with pytest.raises(ValueError, match="positive timedelta"):
+            ProcessGroupGang.create_default_process_group(CPU, timeout=timeout)  # type: ignore[arg-type]
 
 
 def test_every_function_of_a_group_that_is_not_configured_raises_a_gang_error_with_its_cause() -> None:
@@ -478,3 +483,14 @@ def test_an_abort_of_the_whole_ends_the_making_of_a_part(party: Party) -> None:
     groups[0].abort("the other one does not come")
     with pytest.raises(GangError, match="does not come"):
         making.result(60)
+
+
+def test_a_part_that_was_aborted_closes_without_waiting_for_what_goes_on_in_it(
+    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gangs = crew(2)
+    parts = gangs.together(lambda gang: gang.create_gang([0, 1]))
+    abort(gangs, 0)
+    monkeypatch.setattr(Generation, "wait_gone", lambda *_: pytest.fail("it waits"))
+    assert parts[0] is not None
+    parts[0].close()
