@@ -53,7 +53,7 @@ class Communicating(Members):
             input_: a tensor, or a list of tensors with the same number of rows.
             sizes: the rows of each rank; None has the ranks say so.
         """
-        joined, _ = variable.all_gatherv(self._current(), _listed(input_), dim, sizes)
+        joined, _ = variable.all_gatherv(self._current(), lambda: _listed(input_), dim, sizes)
         return joined if isinstance(input_, list) else joined[0]
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
@@ -171,7 +171,7 @@ class Communicating(Members):
         """
         queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
         if queue is not external_writer_handle:
-            self._queues.append(queue)
+            self._keep(queue)
         return queue
 
     def create_single_reader_mq_broadcasters(
@@ -184,7 +184,7 @@ class Communicating(Members):
             ranks, with nothing for itself.
         """
         made, read = queues.create_single_reader(self._current(), reader_rank_in_group, blocking)
-        self._queues += read if made is None else [made]
+        self._keep(*(read if made is None else [made]))
         return made, read
 
     # ------------------------------------------------------------------ whom a call means

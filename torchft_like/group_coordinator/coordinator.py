@@ -7,7 +7,7 @@ one, and over which process group in `transport`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ class GroupCoordinator(Communicating):
         transport, to = self._with_peer(dst, +1, "dst")
         if to is None:
             return point_to_point.check_alone(transport, dicts.checked_dict(tensor_dict))
-        sliced = dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
+        sliced = _slicing(all_gather_group, all_gather_tensors)
         with transport.guard("send_tensor_dict"):
             dicts.start_sending_dict(transport, tensor_dict, to, sliced).land()
         return None
@@ -149,7 +149,7 @@ class GroupCoordinator(Communicating):
         if to is None:
             point_to_point.check_alone(transport, dicts.checked_dict(tensor_dict))
             return transport.bound(Handle("send_tensor_dict", lambda: None, lambda _: None))
-        sliced = dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
+        sliced = _slicing(all_gather_group, all_gather_tensors)
         with transport.guard("send_tensor_dict"):
             begun = dicts.start_sending_dict(transport, tensor_dict, to, sliced)
         return dicts.handle(transport, "send_tensor_dict", begun)
@@ -224,8 +224,8 @@ class GroupCoordinator(Communicating):
         Returns:
             Both tensors with the rows of all ranks, and the extra ones, if there are any, as a list.
         """
-        tensors = [hidden_states, router_logits, *(extra_tensors or [])]
-        gathered, self._dispatched = expert_parallel.dispatch(self._current(), tensors, is_sequence_parallel)
+        given = (hidden_states, router_logits, extra_tensors)
+        gathered, self._dispatched = expert_parallel.dispatch(self._current(), *given, is_sequence_parallel)
         hidden, logits, *extra = gathered
         return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
 
@@ -264,5 +264,18 @@ class GroupCoordinator(Communicating):
             raise TypeError(f"a torch.nn.Module was expected, not {type(model).__name__}")
 
 
+def _slicing(
+    all_gather_group: GroupCoordinator | None, all_gather_tensors: Mapping[str, bool] | None
+) -> Callable[[], dicts.Slicing | None]:
+    """Chosen where the receiver can be told of wrong arguments; raises if the group is not usable."""
+    if isinstance(all_gather_group, GroupCoordinator):
+        all_gather_group._current()
+    return lambda: dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
+
+
 def _transport_of(coordinator: GroupCoordinator | None) -> Transport | None:
-    return None if coordinator is None else coordinator._current()
+    if coordinator is None:
+        return None
+    if not isinstance(coordinator, GroupCoordinator):
+        raise TypeError(f"all_gather_group is a GroupCoordinator, not {type(coordinator).__name__}")
+    return coordinator._current()

@@ -8,6 +8,7 @@ each of the n ranks contributes x, so `combine(dispatch(x))` is n * x.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,21 @@ class Dispatched:
 
 
 def dispatch(
-    transport: Transport, tensors: Sequence[Tensor], is_sequence_parallel: bool
+    transport: Transport,
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    extra_tensors: Sequence[Tensor] | None,
+    is_sequence_parallel: bool,
 ) -> tuple[list[Tensor], Dispatched]:
     """The rows of all ranks, in the order of ranks, of tensors that have a row for each token."""
-    gathered, sizes = all_gatherv(transport, tensors, 0, None, "dispatch", _terms(is_sequence_parallel))
+
+    def tensors() -> Sequence[Tensor]:
+        if not (extra_tensors is None or isinstance(extra_tensors, list | tuple)):
+            raise TypeError(f"extra_tensors is a list of tensors, not a {type(extra_tensors).__name__}")
+        return [hidden_states, router_logits, *(extra_tensors or ())]
+
+    terms = functools.partial(_terms, is_sequence_parallel)
+    gathered, sizes = all_gatherv(transport, tensors, 0, None, "dispatch", terms)
     return gathered, Dispatched(sizes, bool(is_sequence_parallel), transport)
 
 
@@ -56,9 +68,8 @@ def combine(
             )
         return dispatched.sizes
 
-    (combined,) = reduce_scatterv(
-        transport, [hidden_states], 0, sizes, "combine", _terms(is_sequence_parallel)
-    )
+    terms = functools.partial(_terms, is_sequence_parallel)
+    (combined,) = reduce_scatterv(transport, [hidden_states], 0, sizes, "combine", terms)
     return combined
 
 

@@ -84,6 +84,7 @@ class Members:
     options: CoordinatorOptions
 
     mq_broadcaster: MessageQueue | None = None
+    _queues: list[MessageQueue]
     _transport: Transport | None = None
     _barriers: Barriers | None = None
     _store: Store | None = None
@@ -138,12 +139,12 @@ class Members:
     @property
     def first_rank(self) -> int:
         """The rank in the whole job of the first member."""
-        return self.ranks[0]
+        return self._member(0)
 
     @property
     def last_rank(self) -> int:
         """The rank in the whole job of the last member."""
-        return self.ranks[-1]
+        return self._member(-1)
 
     @property
     def is_first_rank(self) -> bool:
@@ -153,17 +154,27 @@ class Members:
     @property
     def is_last_rank(self) -> bool:
         """Whether the caller is the last member."""
-        return self.rank_in_group == self.world_size - 1
+        return 0 <= self.rank_in_group == self.world_size - 1
 
     @property
     def next_rank(self) -> int:
         """The rank in the whole job of the member after the caller; of the first, after the last."""
-        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+        return self._member(self.rank_in_group + 1)
 
     @property
     def prev_rank(self) -> int:
         """The rank in the whole job of the member before the caller; of the last, before the first."""
-        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+        return self._member(self.rank_in_group - 1)
+
+    def _member(self, place: int) -> int:
+        """The rank in the whole job of the member at a place, counted round."""
+        if not self.ranks:
+            raise GroupCoordinatorError(f"{self!r} has no members now")
+        return self.ranks[place % len(self.ranks)]
+
+    def _keep(self, *queues: MessageQueue) -> None:
+        """Those that the coordinator made end with it."""
+        self._queues = [*(known for known in self._queues if not known.is_closed), *queues]
 
     def destroy(self) -> None:
         """Give back the groups and queues that the coordinator made. Once more does nothing."""
@@ -192,7 +203,7 @@ class Members:
         self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, cpu_group, device_group = place
         self.cpu_group, self.device_group = cpu_group, device_group
-        self._queues: list[MessageQueue] = []
+        self._queues = []
         self.world_size, self.rank = len(self.ranks), self.ranks[self.rank_in_group]
         seat = self.rank_in_group, self.world_size
         self._transport = Transport(

@@ -44,7 +44,7 @@ def addable(tensor: Tensor) -> Tensor:
     if tensor.dtype in _ADDED_AS_THEY_ARE:
         return tensor
     if tensor.dtype.is_complex:
-        return torch.view_as_real(tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     if (wider := _ADDED_AS.get(tensor.dtype)) is None:
         raise ValueError(f"tensors of {tensor.dtype} cannot be added")
     return tensor.to(wider)

@@ -119,7 +119,7 @@ def _met(
             end.shutdown(timeout=0)
         raise
     for end in read if written is None else [*read, written]:
-        transport.when_broken_off(functools.partial(end.shutdown, timeout=0))
+        transport.when_broken_off(end)
     return read
 
 

@@ -45,6 +45,8 @@ Received = Callable[[], tuple[TensorDict, Slices]]
 
 def slicing(transport: Transport | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
     """What the arguments of a call ask for; None where that is nothing."""
+    if not isinstance(all_gather_tensors, Mapping | None):
+        raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(all_gather_tensors).__name__}")
     declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
     if transport is None or transport.world_size == 1 or not declared:
         return None
@@ -75,12 +77,17 @@ def start_broadcasting(transport: Transport, tensor_dict: TensorDict | None, src
 
 
 def start_sending_dict(
-    transport: Transport, tensor_dict: TensorDict, dst: int, sliced: Slicing | None
+    transport: Transport, tensor_dict: TensorDict, dst: int, choose_slicing: Callable[[], Slicing | None]
 ) -> Begun:
-    """Begin to send; the tensors must stay as they are until it has landed."""
+    """Begin to send; the tensors must stay as they are until it has landed.
+
+    Args:
+        choose_slicing: gives what is sent in slices; may refuse.
+    """
 
     def prepare() -> tuple[Terms, object]:
         checked_dict(tensor_dict)
+        sliced = choose_slicing()
         return (), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
 
     return start_sending(transport, dst, TENSOR_DICT, prepare)

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,34 @@ T = TypeVar("T")
 # Of the messages of a coordinator; whoever uses the group beside it takes smaller ones.
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
+
+
+class Ending(Protocol):
+    """What ends with the groups."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+
+    def shutdown(self, timeout: float) -> None:
+        """End it; from any thread, and as often as may be."""
+
+
+class ToldToAllError(Exception):
+    """Around what kept this rank from a call, of which the others know, and none has begun it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 # Found before data moves, or after all of it has: nobody waits for the other half of the call.
 HARMLESS = (
     CollectiveRefusedError,
     NotImplementedError,
     QueueDescriptorsError,
     QueueMemoryError,
+    ToldToAllError,
     ValueError,
     TypeError,
 )
@@ -85,7 +107,7 @@ class Transport:
             self._lanes[device.type] = Lane(device_group)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
-        self._ending: list[Callable[[], None]] = []
+        self._ending: list[Ending] = []
 
     @property
     def waits_on_streams(self) -> bool:
@@ -118,6 +140,8 @@ class Transport:
             for lane in (self.cpu, *self._lanes.values()):
                 lane.check()
             yield
+        except ToldToAllError as told:
+            raise GroupCoordinatorError(f"{operation} over {self} failed: {told}") from told.error
         except HARMLESS:
             raise
         except BaseException as error:
@@ -139,14 +163,16 @@ class Transport:
         for lane in (self.cpu, *self._lanes.values()):
             lane.break_off(reason)
         for end in self._ending:
-            end()
+            end.shutdown(timeout=0)
 
-    def when_broken_off(self, end: Callable[[], None]) -> None:
-        """Have `end` called, from any thread and as often as may be, when the groups are taken down."""
-        self._ending.append(end)
+    def when_broken_off(self, end: Ending) -> None:
+        """Have something ended when the groups are taken down."""
+        self._ending = [*(known for known in self._ending if not known.is_closed), end]
 
     def agree(self, prepare: Callable[[], tuple[Statement, T]], operation: str) -> tuple[list[Statement], T]:
         """Hear what all ranks say about a call before data moves; all of them get the same verdict.
+
+        Within a `guard`, which raises what `prepare` raised, and takes nothing down for it.
 
         Args:
             prepare: gives this rank's statement, and what it makes of its arguments; may refuse them.
@@ -162,7 +188,9 @@ class Transport:
             statement, prepared = prepare()
         except Exception as error:
             self._exchange(Statement(operation).refused(error))
-            raise
+            if isinstance(error, HARMLESS):
+                raise
+            raise ToldToAllError(error) from error
         said = self._exchange(statement)
         check(dict(enumerate(said)))
         return said, prepared

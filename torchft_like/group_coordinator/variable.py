@@ -23,21 +23,22 @@ Sizes = tuple[int, ...]
 
 def all_gatherv(
     transport: Transport,
-    tensors: Sequence[Tensor],
+    choose_tensors: Callable[[], Sequence[Tensor]],
     dim: int,
     sizes: Sequence[int] | None,
     operation: str = "all_gatherv",
-    more: Terms = (),
+    more: Callable[[], Terms] = tuple,
 ) -> tuple[list[Tensor], Sizes]:
     """Each tensor joined with those of the other ranks along `dim`, and the rows of each rank.
 
     Args:
-        tensors: with the same number of rows along `dim`.
+        choose_tensors: gives some with the same number of rows along `dim`; may refuse.
         sizes: the rows of each rank; None has the ranks say so.
-        more: what else the ranks must agree on.
+        more: gives what else the ranks must agree on; may refuse.
     """
 
-    def prepare() -> tuple[Statement, int]:
+    def prepare() -> tuple[Statement, tuple[Sequence[Tensor], int]]:
+        tensors = choose_tensors()
         at = checked_along(tensors, dim)
         rows = tensors[0].shape[at]
         known = None if sizes is None else checked_sizes(sizes, transport.world_size)
@@ -47,10 +48,10 @@ def all_gatherv(
             )
         sizes_text = "exchanged" if known is None else str(list(known))
         terms = *tensors_terms(tensors, at, open_dim=at), *transport.lane_terms(tensors)
-        return Statement(operation, (*terms, ("sizes", sizes_text), *more), (rows,)), at
+        return Statement(operation, (*terms, ("sizes", sizes_text), *more()), (rows,)), (tensors, at)
 
     with transport.guard(operation):
-        said, at = transport.agree(prepare, operation)
+        said, (tensors, at) = transport.agree(prepare, operation)
         rows = tuple(statement.counts[0] for statement in said)
         if transport.world_size == 1:
             return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors], rows
@@ -64,14 +65,14 @@ def reduce_scatterv(
     dim: int,
     choose_sizes: Callable[[], Sequence[int] | None],
     operation: str = "reduce_scatterv",
-    more: Terms = (),
+    more: Callable[[], Terms] = tuple,
 ) -> list[Tensor]:
     """Of each tensor this rank's rows along `dim` of the sum over all ranks.
 
     Args:
         tensors: the same shapes on all ranks.
         choose_sizes: gives the rows that each rank gets, or None to share them out evenly; may refuse.
-        more: what else the ranks must agree on.
+        more: gives what else the ranks must agree on; may refuse.
     """
 
     def prepare() -> tuple[Statement, tuple[int, Sizes]]:
@@ -80,7 +81,7 @@ def reduce_scatterv(
             addable(tensor.narrow(at, 0, 0))  # which refuses what cannot be added
         shares = _shares(choose_sizes(), tensors[0].shape[at], transport.world_size)
         terms = *tensors_terms(tensors, at, open_dim=None), *transport.lane_terms(tensors)
-        return Statement(operation, (*terms, ("sizes", str(list(shares))), *more)), (at, shares)
+        return Statement(operation, (*terms, ("sizes", str(list(shares))), *more())), (at, shares)
 
     with transport.guard(operation):
         _, (at, shares) = transport.agree(prepare, operation)

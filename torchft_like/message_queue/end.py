@@ -43,6 +43,11 @@ class End(ABC):
         """The next message."""
         raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has let go of everything, or is doing so."""
+        return self._is_closed
+
     def shutdown(self, patience_s: float = LINGER_S) -> None:
         """Say goodbye and let go of everything; from any thread, and as often as one likes.
 

@@ -37,6 +37,9 @@ def reserve(nbytes: int, purpose: str) -> int:
     except OSError as error:
         os.close(descriptor)
         raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

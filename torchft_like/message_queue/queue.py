@@ -134,6 +134,11 @@ class MessageQueue:
         """Whether this is the writer's end."""
         return self._rank is None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `shutdown` was called, or a fork has closed it."""
+        return self._end.is_closed
+
     def export_handle(self) -> dict[str, object]:
         """What readers need, as plain data. Who has it can read the queue."""
         return self._handle.to_plain()
@@ -258,6 +263,8 @@ def _local_ranks(n_readers: int, n_local: int, ranks: Sequence[int] | None) -> t
 
 
 def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
+    if not (isinstance(max_chunk_bytes, int) and isinstance(max_chunks, int)):
+        raise ValueError(f"max_chunk_bytes={max_chunk_bytes!r} and max_chunks={max_chunks!r} must be ints")
     if not (SLOT_BYTES_MIN <= max_chunk_bytes <= SLOT_BYTES_MAX and 1 <= max_chunks <= SLOTS_MAX):
         raise ValueError(
             f"max_chunk_bytes={max_chunk_bytes} must be within [{SLOT_BYTES_MIN}, {SLOT_BYTES_MAX}], "

@@ -335,6 +335,7 @@ class Generation:
 
 _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _aside: set[threading.Thread] = set()
+_starting = threading.RLock()  # so that whoever finds a thread in `_aside` can wait for it
 
 
 def _run_aside(work: Callable[..., None], *args: Any) -> None:
@@ -347,8 +348,9 @@ def _run_aside(work: Callable[..., None], *args: Any) -> None:
             _aside.discard(threading.current_thread())
 
     thread = threading.Thread(target=run, name="torchft-process-group", daemon=True)
-    _aside.add(thread)
-    thread.start()
+    with _starting:
+        _aside.add(thread)
+        thread.start()
 
 
 def _leave_to_the_parent() -> None:
@@ -358,6 +360,8 @@ def _leave_to_the_parent() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(generation))
     _living.clear()
     _aside.clear()
+    global _starting  # noqa: PLW0603 - another thread of the parent may have had it
+    _starting = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
@@ -369,5 +373,10 @@ def _clean_up() -> None:
     for generation in list(_living):
         generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
-    for thread in list(_aside):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while (thread := _any_aside()) is not None and (left_s := deadline - time.monotonic()) > 0:
+        thread.join(left_s)
+
+
+def _any_aside() -> threading.Thread | None:
+    with _starting:
+        return next((thread for thread in tuple(_aside) if thread.is_alive()), None)

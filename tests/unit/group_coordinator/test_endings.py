@@ -86,3 +86,41 @@ def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: 
     assert crew["a"].membership is None
     with pytest.raises(GroupCoordinatorError):
         waiting.result(LIMIT_S)
+
+
+def test_queues_that_were_shut_down_are_let_go_of(party: Party) -> None:
+    coordinators = over(party.meet(2, gloo))
+    for _ in range(3):
+        for queue in party.together(coordinators, lambda _, c: c.create_mq_broadcaster()):  # type: ignore[arg-type]
+            queue.shutdown()
+    for coordinator in coordinators:
+        assert len(coordinator._queues) == 1
+        assert coordinator._transport is not None
+        assert len(coordinator._transport._ending) == 1
+
+
+def test_who_has_left_counts_nobody(crew: Crew) -> None:
+    with pytest.raises(GroupCoordinatorError, match="no members"):
+        _ = crew["a"].next_rank
+    crew.change("ab")
+    crew.change("b", "a")
+    left = crew["a"]
+    assert (left.ranks, left.world_size, left.rank_in_group, left.is_first_rank) == ([], 0, -1, False)
+    assert not left.is_last_rank
+    with pytest.raises(GroupCoordinatorError, match="no members"):
+        _ = left.first_rank
+
+
+def test_an_interrupted_switch_releases_the_others(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise MemoryError
+
+    crew.change("ab")
+    with monkeypatch.context() as patched:
+        patched.setattr(crew["b"], "_end_present", interrupted)
+        membership = crew.board.announce("ab")
+        assert crew.outcomes("ab", lambda c: c.change(membership)) == ["", "MemoryError"]
+    assert crew["b"].membership is None
+    assert "GroupCoordinatorError" in crew.outcomes("a", lambda c: c.all_reduce(torch.ones(1)))[0]
+    assert crew.change("ab").epoch == 3
+    assert crew.sums("ab") == [2, 2]

@@ -341,7 +341,16 @@ def test_each_end_does_its_own_part_only(queues: Queues) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-1, 0), (1, 2), (5000, 1), (1, 1, 100), (1, 1, 2**41), (1, 1, 4096, 0), (1, 1, 256, 2**20 + 1)],
+    [
+        (-1, 0),
+        (1, 2),
+        (5000, 1),
+        (1, 1, 100),
+        (1, 1, 2**41),
+        (1, 1, 4096, 0),
+        (1, 1, 256, 2**20 + 1),
+        (1, 1, 1e4),
+    ],
     ids=str,
 )
 def test_numbers_that_make_no_sense_are_value_errors(arguments: tuple[int, ...]) -> None:

@@ -56,8 +56,11 @@ class EpochCoordinator(GroupCoordinator):
         self.unique_name = unique_name(self.group_name)
         self.device = torch.device(device)
         self.local_rank = self.device.index or 0
-        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+        self._count_nobody()
         self._queues = []
+
+    def _count_nobody(self) -> None:
+        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
 
     def _end_present(self, reason: str) -> None:
         """The present epoch, with the queues that were made in it, is over."""
@@ -225,14 +228,22 @@ class ElasticCoordinator(EpochCoordinator):
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
         reason = f"its members are those of epoch {membership.epoch} now"
-        self._end_present(reason)
-        groups.set_timeout(as_timedelta(self.options.timeout))
-        retire(self._groups, groups, reason)
-        self._groups, self.membership = groups, membership
-        rank = membership.members.index(self.name)
-        everyone = list(range(len(membership.members)))
-        place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
-        self._begin_epoch(Epoch(membership.epoch, mark=membership.epoch), place)
+        try:
+            self._end_present(reason)
+            groups.set_timeout(as_timedelta(self.options.timeout))
+            retire(self._groups, groups, reason)
+            self._groups, self.membership = groups, membership
+            rank = membership.members.index(self.name)
+            everyone = list(range(len(membership.members)))
+            place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
+            self._begin_epoch(Epoch(membership.epoch, mark=membership.epoch), place)
+        except (
+            BaseException
+        ) as error:  # Ctrl-C: the others are in the new epoch, and do not wait for this one
+            interrupted = f"its switch to epoch {membership.epoch} was interrupted: {error!r}"
+            groups.abort(interrupted)
+            self._end_epoch(interrupted)
+            raise
 
     def _leave(self, membership: Membership) -> None:
         self._end_epoch(f"{self.name} has left with epoch {membership.epoch}")
@@ -248,6 +259,7 @@ class ElasticCoordinator(EpochCoordinator):
             if self._groups is not None:
                 self._groups.abort(reason)
             self._transport = self._groups = self.membership = None
+            self._count_nobody()
             self._why_none = reason
 
     def _make_groups(self, timeout: timedelta) -> EpochGroups:
