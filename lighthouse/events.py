@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lighthouse.errors import ConfigError
+
 EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
 
 _logger = logging.getLogger(__name__)
@@ -152,11 +154,16 @@ class EventLog:
     """
 
     def __init__(self, source: str, logger: logging.Logger) -> None:
+        """See the class.
+
+        Raises:
+            ConfigError: nothing can be written to the file that the environment names.
+        """
         self._source = source
         self._logger = logger
         self._subscribers: list[Subscriber] = []
         if path := os.environ.get(EVENT_FILE_ENV):
-            self._subscribers.append(JsonLinesFile(Path(path)))
+            self._subscribers.append(_file_of_environment(path))
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call `subscriber` with every record from now on."""
@@ -183,6 +190,15 @@ class EventLog:
                 subscriber(event)
             except Exception:
                 self._logger.exception("an event subscriber failed on %s", event.kind)
+
+
+def _file_of_environment(path: str) -> JsonLinesFile:
+    try:
+        return JsonLinesFile(Path(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{EVENT_FILE_ENV} is {path}, to which nothing can be written: {error.strerror}"
+        ) from error
 
 
 class JsonLinesFile:

@@ -32,16 +32,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     Args:
         manager: of this rank.
         module: the model.
-        ddp_kwargs: for torch's class; `process_group` and `find_unused_parameters` are set here.
+        ddp_kwargs: for torch's class; `find_unused_parameters` is True, whatever is given.
 
     Raises:
-        NotSupportedError: `static_graph`, or parameters whose reduction is delayed.
+        NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
         for name, problem in _UNFIT.items():
-            if ddp_kwargs.get(name):
+            if ddp_kwargs.get(name) is not None and ddp_kwargs[name] is not False:
                 raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
+        ddp_kwargs.pop("find_unused_parameters", None)
         super().__init__(
             module,
             process_group=_OfReducer(manager),
@@ -62,6 +63,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 _UNFIT = {
+    "process_group": "gradients are averaged over the Manager's, which knows the quorum",
     "static_graph": "torch assigns the parameters to buckets anew after the first step of each",
     "delay_all_reduce_named_params": "torch reduces these past the Manager",
 }

@@ -306,6 +306,7 @@ def test_settings_under_which_replicas_would_reduce_different_things_are_refused
     lighthouse: LighthouseServer,
 ) -> None:
     def refuse(replica: Replica) -> tuple[str, str]:
+        DistributedDataParallel(replica.manager, replica.model, find_unused_parameters=False)  # is ignored
         (parameter,) = replica.model.parameters()
         delayed = [("weight", parameter)]
         return gave(replica, static_graph=True), gave(

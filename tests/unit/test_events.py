@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lighthouse.errors import ConfigError
 from lighthouse.events import EVENT_FILE_ENV, LEVELS, Event, EventLog, Field, read_events, short_name
 
 EXAMPLES: dict[str, dict[str, Field]] = {
@@ -125,3 +126,11 @@ def test_a_failing_subscriber_is_logged_and_stops_nothing(
 def test_an_unknown_kind_is_a_programming_error(logger: logging.Logger) -> None:
     with pytest.raises(KeyError):
         EventLog("manager", logger).emit("no such kind")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EVENT_FILE_ENV, str(tmp_path / "no folder" / "events.jsonl"))
+    with pytest.raises(ConfigError, match=f"{EVENT_FILE_ENV} is .*No such file"):
+        EventLog("test", logging.getLogger("test"))

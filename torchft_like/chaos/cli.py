@@ -223,7 +223,10 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
     if not 0 <= seconds <= SECONDS_MAX:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {SECONDS_MAX:g} seconds")
     return seconds

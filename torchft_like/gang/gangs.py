@@ -80,6 +80,8 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
 def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs:
     """Set `gangs.sdp` and `gangs.rdp` for sharded data parallelism; gives the same object.
 
+    Those of an earlier call are closed.
+
     Args:
         gangs: what `create_parallel_gangs` made; all members of its data parallel gang call this.
         intra_node_size: how many neighbours shard the model between them. None shards it over the whole
@@ -93,8 +95,7 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
     dp = gangs.dp
     alone = FakeGang(dp.device)
     if intra_node_size is None:
-        gangs.sdp, gangs.rdp = dp, alone
-        return gangs
+        return _sharded(gangs, dp, alone)
     sdp_ranks = topology.sharded_ranks(dp.size, intra_node_size)
     rdp_ranks = topology.replicated_ranks(dp.size, intra_node_size)
     sdp = _part(dp, sdp_ranks, alone)
@@ -104,7 +105,17 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
         if sdp is not dp:
             sdp.close()
         raise
+    return _sharded(gangs, sdp, rdp)
+
+
+def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:
+    """With these, in place of what an earlier call has made."""
+    before = gangs.sdp, gangs.rdp
     gangs.sdp, gangs.rdp = sdp, rdp
+    kept = _unique(gangs.root, gangs.dp, gangs.tp, gangs.pp, sdp, rdp)
+    for gang in _unique(*before):
+        if all(gang is not other for other in kept):
+            gang.close()
     return gangs
 
 

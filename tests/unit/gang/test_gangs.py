@@ -46,6 +46,21 @@ def test_a_data_parallel_gang_of_eight_on_nodes_of_four(rank: int) -> None:
     assert places(gangs.sdp, gangs.rdp) == [(rank % 4, 4), (rank // 4, 2)]
 
 
+def test_gangs_of_an_earlier_call_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Gang] = []
+
+    def close(gang: Gang) -> None:
+        closed.append(gang)
+
+    monkeypatch.setattr(FakeGang, "close", close)
+    gangs = create_fsdp_gangs(create_parallel_gangs(fake_root()), intra_node_size=4)
+    before = [gangs.sdp, gangs.rdp]
+    create_fsdp_gangs(gangs, intra_node_size=2)
+    assert [gang for gang in closed if gang in before] == before
+    kept = [gangs.root, gangs.dp, gangs.tp, gangs.pp, gangs.sdp, gangs.rdp]
+    assert not [gang for gang in closed if gang in kept]
+
+
 def test_without_a_node_size_all_data_parallel_processes_share_the_model() -> None:
     gangs = create_fsdp_gangs(create_parallel_gangs(fake_root(3), tp_size=2))
     assert gangs.sdp is gangs.dp
