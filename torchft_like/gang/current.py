@@ -1,7 +1,7 @@
 """The gangs that a block of code shall use, for callees that cannot be handed them: a stack per thread.
 
-It is kept in a context variable, so that tasks of one thread do not see each other's, and with the
-thread's number, so that no thread inherits another's.
+It is kept in a context variable, so that tasks of one thread do not see each other's, and what
+stands for the thread, so that no thread inherits another's. (Not its number, which the next thread gets.)
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ if TYPE_CHECKING:
 
 
 class _Stack(NamedTuple):
-    thread: int
+    thread: object
     gangs: tuple[Gangs, ...]
 
 
 _stack: ContextVar[_Stack | None] = ContextVar("torchft_current_gangs", default=None)
+_local = threading.local()
+
+
+def _calling_thread() -> object:
+    if not hasattr(_local, "thread"):
+        _local.thread = object()
+    return _local.thread
 
 
 def maybe_get_current_gangs() -> Gangs | None:
@@ -30,7 +37,7 @@ def maybe_get_current_gangs() -> Gangs | None:
 
 def push(gangs: Gangs) -> None:
     """`with gangs:` begins."""
-    _stack.set(_Stack(threading.get_ident(), (*_present(), gangs)))
+    _stack.set(_Stack(_calling_thread(), (*_present(), gangs)))
 
 
 def pop(gangs: Gangs) -> None:
@@ -38,10 +45,10 @@ def pop(gangs: Gangs) -> None:
     present = _present()
     for place in reversed(range(len(present))):
         if present[place] is gangs:
-            _stack.set(_Stack(threading.get_ident(), present[:place] + present[place + 1 :]))
+            _stack.set(_Stack(_calling_thread(), present[:place] + present[place + 1 :]))
             return
 
 
 def _present() -> tuple[Gangs, ...]:
     stack = _stack.get()
-    return stack.gangs if stack is not None and stack.thread == threading.get_ident() else ()
+    return stack.gangs if stack is not None and stack.thread is _calling_thread() else ()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
 
 import pytest
 import torch
@@ -139,6 +141,21 @@ def test_every_thread_has_its_own_current_gangs() -> None:
 
         assert aside.submit(look).result() == (None, True, None)
         assert asyncio.run(asyncio.to_thread(maybe_get_current_gangs)) is None
+
+
+def test_a_thread_that_gets_the_number_of_an_ended_one_does_not_get_its_gangs() -> None:
+    contexts: list[Context] = []
+
+    def enter() -> None:
+        with create_fake_gangs(CPU):
+            contexts.append(copy_context())
+
+    seen: list[Gangs | None] = []
+    for act in (enter, lambda: seen.append(contexts[0].run(maybe_get_current_gangs))):
+        thread = threading.Thread(target=act)
+        thread.start()
+        thread.join()
+    assert seen == [None]
 
 
 def test_tasks_of_one_thread_do_not_see_each_others() -> None:
