@@ -271,7 +271,11 @@ def parse_args() -> argparse.Namespace:
         description="Train a small GPT with fault-tolerant hybrid sharding.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--local", action="store_true", help="start everything on this machine")
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="start everything on this machine; groups wait for each other before they end",
+    )
     parser.add_argument(
         "--kill-at-step",
         type=int,

@@ -197,7 +197,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     def add(flag: str, default: object, text: str, **more: Any) -> None:
-        shown = "" if default is None or isinstance(default, list) else f" (default: {default!r})"
+        is_said_by_the_text = default in (None, "", ()) or isinstance(default, list)
+        shown = "" if is_said_by_the_text else f" (default: {default!r})"
         settings = {"type": type(default), "default": default, "help": text + shown, **more}
         parser.add_argument(flag, **settings)
 

@@ -126,7 +126,8 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
         plan.append(planned)
     if not plan:
         raise ValueError(
-            f"no fault fits: the first of every {interval_s:g} s comes after {length_s:g} s are over"
+            f"no fault fits: the first of every {interval_s:g} s comes after {length_s:g} s are over: "
+            "make the run longer (--length), or the interval shorter (--interval)"
         )
     return plan
 
