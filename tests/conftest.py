@@ -29,6 +29,8 @@ from torchft_like.chaos.processes import is_in_session, wait_ended
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
 os.environ.setdefault("TORCHFT_CHECK_COLLECTIVES", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _PDEATHSIG = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
 
 
