@@ -73,14 +73,14 @@ def test_a_queue_that_was_handed_over_is_left_alone_when_the_coordinator_is_dest
 
 
 def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: MessageQueue) -> None:
+    def interrupted(timeout: float = 0) -> None:
         raise KeyboardInterrupt
 
     crew.change("ab")
     crew.together("ab", lambda c: c.create_mq_broadcaster())
     waiting = crew.aside(crew["b"].all_reduce, torch.ones(1))
     with monkeypatch.context() as patched:
-        patched.setattr(MessageQueue, "shutdown", interrupted)
+        patched.setattr(crew["a"]._queues[0], "shutdown", interrupted)
         with pytest.raises(KeyboardInterrupt):
             crew["a"].destroy()
     assert crew["a"].membership is None
