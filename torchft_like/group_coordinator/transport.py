@@ -172,7 +172,7 @@ class Transport:
     def agree(self, prepare: Callable[[], tuple[Statement, T]], operation: str) -> tuple[list[Statement], T]:
         """Hear what all ranks say about a call before data moves; all of them get the same verdict.
 
-        Within a `guard`, which raises what `prepare` raised, and takes nothing down for it.
+        Within a `guard`, which takes nothing down for what `prepare` raises.
 
         Args:
             prepare: gives this rank's statement, and what it makes of its arguments; may refuse them.
@@ -182,7 +182,8 @@ class Transport:
 
         Raises:
             CollectiveMismatchError: they do not belong together.
-            Exception: whatever `prepare` raised; the others get a CollectiveMismatchError.
+            Exception: what `prepare` raised, which the guard turns into a GroupCoordinatorError unless it is
+                about the arguments; the others get a CollectiveMismatchError.
         """
         try:
             statement, prepared = prepare()

@@ -146,7 +146,7 @@ class RingReader:
         ahead = self.words[PUBLISHED] - consumed
         if number != consumed or not taken <= ahead <= slots or kind not in (INLINE, IN_FILE):
             raise QueueCorruptError(f"slot {consumed} of the ring holds no message")
-        if taken != -(-(nbytes + RECORD_BYTES) // slot_bytes) or structure_bytes > nbytes:
+        if taken != self.geometry.slots_for(nbytes) or structure_bytes > nbytes:
             raise QueueCorruptError(f"the message in slot {consumed} has an impossible length")
         return place + RECORD_BYTES, nbytes, structure_bytes, taken, kind
 

@@ -237,9 +237,8 @@ class ElasticCoordinator(EpochCoordinator):
             everyone = list(range(len(membership.members)))
             place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
             self._begin_epoch(Epoch(membership.epoch, mark=membership.epoch), place)
-        except (
-            BaseException
-        ) as error:  # Ctrl-C: the others are in the new epoch, and do not wait for this one
+        except BaseException as error:
+            # Ctrl-C: the others are in the new epoch, and need not wait for this member in it.
             interrupted = f"its switch to epoch {membership.epoch} was interrupted: {error!r}"
             groups.abort(interrupted)
             self._end_epoch(interrupted)
