@@ -13,6 +13,10 @@ less than one in a millisecond, and leap by seconds or minutes where a clock was
 
 from __future__ import annotations
 
+from typing import Any
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from lighthouse.config import LighthouseConfig
 from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.membership import QuorumNumber
@@ -20,6 +24,7 @@ from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address, or a reason
 STEP_MAX = 10**15
+_GROUP_BEGINS = 3  # protobuf's wire type
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
 # of any lighthouse; one that is not leaves room to count on from.
@@ -78,6 +83,9 @@ def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: Quoru
             f"a member of {size} bytes, addresses and data included, is too large: each of "
             f"{config.replicas_max} replicas (--replicas_max) may have {config.member_bytes_max}"
         )
+    unknown: Any = UnknownFieldSet(member)
+    if any(field.wire_type == _GROUP_BEGINS for field in unknown):
+        return "a member with a protobuf group: in a quorum it may be nested too deep to be read"
     if member.step < 0:
         return f"step {member.step} is below 0"
     return _about_number("step", member.step, STEP_MAX) or _about_number(

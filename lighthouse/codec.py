@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
@@ -32,40 +32,27 @@ def reader(kind: type[M]) -> Callable[[bytes], M | None]:
 
 
 def member_from_wire(message: pb.QuorumMember) -> Member:
-    """A replica group as it joined."""
+    """A replica group as it joined.
+
+    It keeps the whole message as bytes, with the fields that this version does not know.
+    """
     return Member(
         message.replica_id,
-        message.address,
-        message.store_address,
         message.step,
-        message.world_size,
         message.shrink_only,
-        message.data,
         message.commit_failures,
         message.commit_quorum_id,
-        message.fingerprint,
         message.broken_quorum_id,
+        message.SerializeToString(),
     )
 
 
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
-    """`created` is seconds since the Unix epoch."""
+    """The quorum with every member as it joined; `created` is seconds since the Unix epoch."""
     message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round)
     message.created.FromNanoseconds(int(created * 1e9))
-    add = message.participants.add
     for member in quorum.participants:
-        add(
-            replica_id=member.replica_id,
-            address=member.address,
-            store_address=member.store_address,
-            step=member.step,
-            world_size=member.world_size,
-            shrink_only=member.shrink_only,
-            data=member.data,
-            commit_failures=member.commit_failures,
-            commit_quorum_id=member.commit_quorum_id,
-            fingerprint=member.fingerprint,
-        )
+        message.participants.add().MergeFromString(cast(bytes, member.message))
     return message
 
 

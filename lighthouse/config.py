@@ -12,8 +12,9 @@ from lighthouse.errors import ConfigError
 
 _DAY_MS = 24 * 60 * 60 * 1000
 
-# Of a gRPC message, in either direction: a quorum of `replicas_max` members has to fit into one.
-MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+# Of a gRPC message, in either direction: a quorum of `replicas_max` members has to fit into one, and each
+# says for every one of its ranks how its process group is reached.
+MESSAGE_BYTES_MAX = 256 * 1024 * 1024
 _MEMBER_BYTES_MAX = 1024 * 1024
 _FRAMING_BYTES = 16
 _REPORT_BYTES = 256  # of one name in a report of the last quorum, generously

@@ -33,19 +33,18 @@ class Verdict(enum.Enum):
 
 
 class Member(NamedTuple):
-    """A replica group as it joined; the fields are those of `QuorumMember` in torchft.proto."""
+    """A replica group as it joined: the fields of its `QuorumMember` (torchft.proto) that the rules look at.
+
+    `message` is all of it, which the other members of the quorum get: to the core it is opaque.
+    """
 
     replica_id: str
-    address: str = ""
-    store_address: str = ""
     step: int = 0
-    world_size: int = 1
     shrink_only: bool = False
-    data: str = ""
     commit_failures: int = 0
     commit_quorum_id: int = 0
-    fingerprint: bytes = b""
     broken_quorum_id: int = 0
+    message: object = None
 
 
 class Quorum(NamedTuple):

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.decisions import Decision, Link, Member, Verdict
+from lighthouse.decisions import Decision, Link, Verdict
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import QuorumCore
 from tests.simulation.cores import Cores
+from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
 from tests.simulation.simulation import run
 from torchft_like.manager import group as group_module
@@ -188,7 +189,7 @@ class _ComparesStepsOnly(ReplicaGroup):
     def quorum_formed(
         self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
     ) -> list[Effect]:
-        same = [m._replace(commit_quorum_id=0) if isinstance(m, Member) else m for m in participants]
+        same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
         return super().quorum_formed(quorum_id, same, round_number)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Member, Quorum
@@ -35,6 +35,19 @@ if TYPE_CHECKING:
 
 BACKOFF_MIN_S = 0.01
 BACKOFF_MAX_S = 0.08
+
+
+class JoinMessage(NamedTuple):
+    """What a replica group says of itself to the other members of a quorum."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    commit_failures: int
+    commit_quorum_id: int
+    fingerprint: bytes = b""
+    reconfigure_handles: tuple[str, ...] = ()
 
 
 class Replica:
@@ -118,7 +131,8 @@ class Replica:
     def hear_quorum(self, session: Session, quorum: Quorum) -> None:
         """The lighthouse announces a quorum."""
         if session is self.session and not session.lost_down:
-            self.perform(self.core.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
+            members = [cast(JoinMessage, member.message) for member in quorum.participants]
+            self.perform(self.core.quorum_formed(quorum.quorum_id, members, quorum.round))
 
     def hear_lost(self, session: Session, quorum_id: int, replica_id: str, is_alive: bool) -> None:
         """The lighthouse has lost a member of a quorum, or that gave the quorum up."""
@@ -260,18 +274,10 @@ class Replica:
         session = self.session
         if session is None or not self._connected:
             return  # it is repeated when the session is open
+        step, failures, quorum_id = join.step, join.commit_failures, join.commit_quorum_id
+        message = JoinMessage(self.replica_id, self.address, self.address, step, failures, quorum_id)
         member = Member(
-            self.replica_id,
-            self.address,
-            self.address,
-            join.step,
-            len(self.ranks),
-            join.shrink_only,
-            "",
-            join.commit_failures,
-            join.commit_quorum_id,
-            b"",
-            join.broken_quorum_id,
+            self.replica_id, step, join.shrink_only, failures, quorum_id, join.broken_quorum_id, message
         )
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Member, QuorumCore, QuorumFormed
 from tests.simulation.cores import Cores
 from tests.simulation.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
+from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import HELD_UP, MESSAGE_KINDS, draw
 from tests.simulation.shrink import shrink, words
 from tests.simulation.simulation import run
@@ -156,7 +157,10 @@ def _map(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> It
 def size(replicas: int) -> int:
     """CPU time of the event that forms a quorum of so many, and of the one after half of them died."""
     core = QuorumCore(LighthouseConfig(min_replicas=replicas // 4, replicas_max=max(replicas, 1)), 1_000)
-    members = [Member(f"replica-{n:06}:{n:032x}", f"http://h{n}:1", f"h{n}:2") for n in range(replicas)]
+    ids = [f"replica-{n:06}:{n:032x}" for n in range(replicas)]
+    members = [
+        Member(i, message=JoinMessage(i, f"http://h{n}:1", f"h{n}:2", 0, 0, 0)) for n, i in enumerate(ids)
+    ]
     for number, member in enumerate(members):
         core.register(number, member.replica_id, QuorumNumber(0, 0), (), 0.0)
     for text, left in (("everybody", members), ("half, after the others died", members[: replicas // 2])):
@@ -173,6 +177,7 @@ def size(replicas: int) -> int:
         quorum = formed.quorum
         print(f"quorum of {len(quorum.participants)} ({text}): {spent_ms:.1f} ms of CPU")
     began = time.process_time()
-    assign(quorum.quorum_id, quorum.participants, left[0].replica_id, 0, init_sync=True)
+    participants = [cast(JoinMessage, member.message) for member in quorum.participants]
+    assign(quorum.quorum_id, participants, left[0].replica_id, 0, init_sync=True)
     print(f"a rank's part in it: {(time.process_time() - began) * 1000:.1f} ms of CPU")
     return 0

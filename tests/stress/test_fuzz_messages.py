@@ -34,6 +34,7 @@ members = st.builds(
     shrink_only=st.booleans(),
     data=names,
     commit_failures=numbers,
+    reconfigure_handles=st.lists(names, max_size=3),
     commit_quorum_id=numbers,
 )
 registers = st.builds(
@@ -104,6 +105,12 @@ def test_bytes_are_a_message_or_nothing(kind: type, data: bytes) -> None:
         ("call", pb.QuorumMember(replica_id="a")),
     ]
 )
+@example(
+    [  # groups in groups, just as deep as a reader of one member goes
+        ("register", pb.Register(replica_id="a")),
+        ("join", pb.QuorumMember.FromString(b"\x0a\x01a" + 99 * b"\xa3\x06" + 99 * b"\xa4\x06")),
+    ]
+)
 def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_reported(
     told: list[tuple[str, object]],
 ) -> None:
@@ -113,6 +120,7 @@ def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_r
             if isinstance(decision, QuorumFormed):
                 message = codec.quorum_for_sessions(codec.quorum_to_wire(decision.quorum, 1.0))
                 assert len(message) <= MESSAGE_BYTES_MAX
+                assert codec.reader(pb.SessionResponse)(message) is not None
                 can_be_reported(core, decision)
             elif isinstance(decision, MemberLost):
                 codec.member_lost(decision)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lighthouse.address import parse_address, parse_host
 from lighthouse.cli import _parse
+from lighthouse.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import Event, read_events
 from tests.stress.fuzzing import fuzz, json_values, names, parse_or_refuse
@@ -112,7 +113,7 @@ def test_the_flags_are_a_configuration_or_are_refused(flags: list[tuple[str, str
     found = parse_or_refuse(_parse, given_flags, refusals=(AddressError, ConfigError))
     if found is not None:
         _, config, _ = found
-        assert config.replicas_max * config.member_bytes_max <= 64 * 1024 * 1024
+        assert config.replicas_max * config.member_bytes_max <= MESSAGE_BYTES_MAX
         assert config.member_bytes_max >= 512
 
 

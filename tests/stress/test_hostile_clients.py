@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from lighthouse import wire
-from lighthouse.config import LighthouseConfig
+from lighthouse.config import MESSAGE_BYTES_MAX, LighthouseConfig
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S
@@ -113,4 +113,4 @@ def test_a_quorum_of_all_replicas_fits_into_a_message() -> None:
         largest = pb.QuorumMember(replica_id="x" * (config.member_bytes_max - 4))
         assert largest.ByteSize() <= config.member_bytes_max
         one = pb.SessionResponse(quorum=pb.Quorum(participants=[largest])).ByteSize()
-        assert replicas_max * (one + 4) <= 64 * MB
+        assert replicas_max * (one + 4) <= MESSAGE_BYTES_MAX

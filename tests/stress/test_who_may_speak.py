@@ -134,7 +134,7 @@ def test_the_highest_number_that_is_let_in_shuts_nobody_out(name: str) -> None:
         ({"step": 2**63 - 1}, "step 9223372036854775807 is beyond"),
         ({"step": -1}, "step -1 is below 0"),
         ({"commit_quorum_id": 2**63 - 1}, "commit_quorum_id"),
-        ({"data": "x" * 10_000}, "is too large"),
+        ({"data": "x" * 30_000}, "is too large"),
     ],
 )
 def test_a_senseless_join_ends_its_session_and_is_in_no_quorum(

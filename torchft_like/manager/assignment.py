@@ -18,7 +18,7 @@ from torchft_like.divergence.comparison import Divergence, compare
 
 
 class QuorumMemberLike(Protocol):
-    """A member as it stands in a quorum; the wire message and the core's value type both fit."""
+    """A member as it stands in a quorum; the wire message fits."""
 
     @property
     def replica_id(self) -> str: ...
@@ -34,6 +34,8 @@ class QuorumMemberLike(Protocol):
     def commit_quorum_id(self) -> int: ...
     @property
     def fingerprint(self) -> bytes: ...
+    @property
+    def reconfigure_handles(self) -> Sequence[str]: ...
 
 
 _replica_id = attrgetter("replica_id")
@@ -56,6 +58,8 @@ class QuorumResult(NamedTuple):
         recover_dst_replica_ranks: members that fetch their state from this one.
         store_address: host:port of the store for the process group's rendezvous.
         divergence: members whose state differs from that of others after the same step, if any.
+        reconfigure_handles: of all members in the order of their ranks, what the process group of this
+            group rank is reached by, "" for one that gave none; empty where none did.
     """
 
     quorum_id: int
@@ -73,6 +77,7 @@ class QuorumResult(NamedTuple):
     replica_ids: tuple[str, ...]
     healing_replica_ids: tuple[str, ...] = ()
     divergence: Divergence | None = None
+    reconfigure_handles: tuple[str, ...] = ()
 
     @property
     def healing_ranks(self) -> frozenset[int]:
@@ -136,7 +141,18 @@ def assign(
         replica_ids=replica_ids,
         healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
+        reconfigure_handles=none_if_empty([_handle(member, group_rank) for member in members]),
     )
+
+
+def none_if_empty(handles: Sequence[str]) -> tuple[str, ...]:
+    """The handles of process groups, or none at all where each is empty."""
+    return tuple(handles) if any(handles) else ()
+
+
+def _handle(member: QuorumMemberLike, group_rank: int) -> str:
+    handles = member.reconfigure_handles
+    return handles[group_rank] if group_rank < len(handles) else ""
 
 
 def _pair(healing: Sequence[int], sources: Sequence[int], group_rank: int) -> dict[int, int]:

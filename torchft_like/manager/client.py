@@ -41,6 +41,7 @@ class ManagerClient:
         timeout: timedelta,
         commit_failures: int = 0,
         init_sync: bool = True,
+        reconfigure_handle: str = "",
     ) -> QuorumResult:
         """Join with one rank and wait for the quorum."""
         request = pb.ManagerQuorumRequest(
@@ -50,6 +51,7 @@ class ManagerClient:
             shrink_only=shrink_only,
             commit_failures=commit_failures,
             init_sync=init_sync,
+            reconfigure_handle=reconfigure_handle,
         )
         response = self._call(wire.MANAGER_QUORUM, request, pb.ManagerQuorumResponse, timeout)
         return quorum_result_from_wire(response)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchft_like.divergence.comparison import combine
-from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign
+from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
 from torchft_like.manager.peer_links import PeerLinks, Probe
 
 
@@ -43,6 +43,7 @@ class RankJoin(NamedTuple):
     commit_quorum_id: int = 0
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
+    reconfigure_handle: str = ""
 
 
 class GroupJoin(NamedTuple):
@@ -54,6 +55,7 @@ class GroupJoin(NamedTuple):
     commit_quorum_id: int
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
+    reconfigure_handles: tuple[str, ...] = ()  # by group rank; none where no rank gave one
 
 
 class BrokenLinks(NamedTuple):
@@ -185,6 +187,7 @@ class ReplicaGroup:
             commit_quorum_id=commit_quorum_id,
             fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
+            reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
         )
         if self._open_join.commit_failures == 0:
             self._links.step_succeeded()

@@ -213,7 +213,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
     """The value type of a wire message.
 
     Raises:
-        MalformedMessageError: its ranks are not among its members.
+        MalformedMessageError: its ranks are not among its members, or not all or none have a handle.
     """
     _check_ranks(response)
     source = response.recover_src_replica_rank if response.HasField("recover_src_replica_rank") else None
@@ -234,6 +234,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         replica_ids=tuple(response.replica_ids),
         healing_replica_ids=tuple(response.healing_replica_ids),
         divergence=_divergence(response.divergence) if response.HasField("divergence") else None,
+        reconfigure_handles=tuple(response.reconfigure_handles),
     )
 
 
@@ -243,6 +244,9 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
     ranks = [response.replica_rank, response.recover_src_replica_rank, response.max_replica_rank]
     if not all(0 <= rank < size for rank in (*ranks, *response.recover_dst_replica_ranks)):
         raise MalformedMessageError(f"the quorum's ranks are not all among its {size} members")
+    if len(response.reconfigure_handles) not in (0, size):
+        handles = len(response.reconfigure_handles)
+        raise MalformedMessageError(f"the quorum has {handles} reconfigure_handles for its {size} members")
 
 
 def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:

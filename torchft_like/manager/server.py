@@ -310,6 +310,7 @@ class ManagerServer:
             commit_quorum_id=join.commit_quorum_id,
             fingerprint=join.fingerprint,
             broken_quorum_id=join.broken_quorum_id,
+            reconfigure_handles=join.reconfigure_handles,
         )
 
     # -------------------------------------------------------------- start and stop

@@ -203,6 +203,7 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
         commit_quorum_id=request.commit_quorum_id,
         broken_quorum_id=request.broken_quorum_id,
         fingerprint=request.fingerprint,
+        reconfigure_handle=request.reconfigure_handle,
     )
 
 

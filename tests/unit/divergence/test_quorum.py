@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 
 from lighthouse import codec
-from lighthouse.quorum import Member as LighthouseMember
 from lighthouse.quorum import Quorum
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.divergence.comparison import Divergence, RankFingerprint, combine
@@ -33,6 +32,7 @@ class Member:
     step: int = 5
     commit_quorum_id: int = 3
     commit_failures: int = 0
+    reconfigure_handles: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -164,13 +164,13 @@ def test_a_group_joins_with_the_fingerprints_of_all_of_its_ranks() -> None:
 
 def test_it_passes_the_lighthouse_as_it_is() -> None:
     member = pb.QuorumMember(replica_id="a", step=5, fingerprint=of_group(1))
-    quorum = Quorum(1, 1, (codec.member_from_wire(member), LighthouseMember("b")))
+    quorum = Quorum(1, 1, tuple(map(codec.member_from_wire, (member, pb.QuorumMember(replica_id="b")))))
     wire = codec.quorum_to_wire(quorum, created=0.0)
     assert [m.fingerprint for m in wire.participants] == [of_group(1), b""]
 
 
 def test_a_rank_s_join_and_its_answer_survive_the_wire() -> None:
-    join = RankJoin(1, 5, "meta", commit_quorum_id=3, fingerprint=rank_of(1))
+    join = RankJoin(1, 5, "meta", commit_quorum_id=3, fingerprint=rank_of(1), reconfigure_handle="h")
     assert rank_join(pb.ManagerQuorumRequest(**join._asdict()), 1) == join
     for result in (*results(ODD_ONE).values(), *results(ODD_ONE[1:]).values()):
         assert quorum_result_from_wire(quorum_result_to_wire(result)) == result

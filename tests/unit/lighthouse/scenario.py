@@ -118,8 +118,7 @@ class _Player:
 
 
 def _member(replica_id: str, named: dict[str, str]) -> Member:
-    numbers = set(Member._fields) - {"replica_id", "address", "store_address", "data"}
-    return Member(replica_id, **{k: int(v) if k in numbers else v for k, v in named.items()})  # type: ignore[arg-type]
+    return Member(replica_id, **{field: int(number) for field, number in named.items()})  # type: ignore[arg-type]
 
 
 def _show(decision: Decision) -> str:

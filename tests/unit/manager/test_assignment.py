@@ -17,6 +17,7 @@ class Member:
     commit_quorum_id: int = 0
     commit_failures: int = 0
     fingerprint: bytes = b""
+    reconfigure_handles: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -87,6 +88,13 @@ def test_ranks_of_a_group_spread_over_stores_and_sources() -> None:
     members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1)]
     assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
     assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 1, 0]
+
+
+def test_a_rank_gets_the_handles_of_its_own_rank_in_each_group() -> None:
+    handles = {"b": ("b0", "b1"), "c": (), "a": ("a0",)}
+    members = [Member(i, 5, 3, reconfigure_handles=given) for i, given in handles.items()]
+    for group_rank, expected in enumerate([("a0", "b0", ""), ("", "b1", ""), ()]):
+        assert {result_of(members, i, group_rank).reconfigure_handles for i in handles} == {expected}
 
 
 def test_commit_failures_are_the_worst_of_all() -> None:

@@ -30,6 +30,7 @@ class Member:
     address: str = "http://h:1"
     store_address: str = "h:2"
     fingerprint: bytes = b""
+    reconfigure_handles: tuple[str, ...] = ()
 
 
 def join(group_rank: int, **changes: Any) -> RankJoin:
@@ -51,6 +52,14 @@ def test_the_group_joins_when_its_last_rank_does() -> None:
     assert group.rank_joined(join(1, commit_failures=1)) == []
     assert group.rank_joined(join(0, shrink_only=True)) == [
         GroupJoin(step=4, shrink_only=True, commit_failures=1, commit_quorum_id=2)
+    ]
+
+
+def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(1))
+    assert group.rank_joined(join(0, reconfigure_handle="h0")) == [
+        GroupJoin(4, False, 0, commit_quorum_id=2, reconfigure_handles=("h0", ""))
     ]
 
 

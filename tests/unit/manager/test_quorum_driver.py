@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse.decisions import Member
+from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
@@ -67,7 +67,12 @@ def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
 
 def quorum(quorum_id: int, **steps: int) -> QuorumResult:
     address = "http://127.0.0.1:1"
-    members = [Member(name, address, "127.0.0.1:2", step, commit_quorum_id=1) for name, step in steps.items()]
+    members = [
+        pb.QuorumMember(
+            replica_id=name, address=address, store_address="127.0.0.1:2", step=step, commit_quorum_id=1
+        )
+        for name, step in steps.items()
+    ]
     return assign(quorum_id, members, "a", 0, True)
 
 
