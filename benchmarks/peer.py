@@ -1,8 +1,8 @@
-"""An environment of its own for torchft 0.2.0, made once by the ordinary pip.
+"""An environment of its own for each torchft that is a peer here, made once by the ordinary pip.
 
-The peer is never imported into our own interpreter: benchmarks and interop tests run it as
-processes of this environment, so that neither package can lend the other a dependency. The torch
-and numpy in it are the ones that constraints.txt pins, the same as in ours.
+A peer is never imported into our own interpreter: benchmarks and interop tests run it as processes
+of its environment, so that no package can lend another a dependency. The torch and numpy in it are
+the ones that constraints.txt pins, the same as in ours.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-PEER = "torchft==0.2.0"
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / ".cache" / "torchft-0.2.0"
+ENVIRONMENTS = ROOT / ".cache"
 CONSTRAINTS = ROOT / "constraints.txt"
 INSTALL_SECONDS_MAX = 600.0
 
@@ -27,36 +27,66 @@ class PeerUnavailableError(RuntimeError):
     """torchft could not be installed; the message has pip's last words."""
 
 
-def peer_python() -> Path:
-    """The interpreter of the peer's environment, which is made first where it is missing.
+@dataclass(frozen=True)
+class Peer:
+    """A torchft: what pip knows it by, and the version that it is pinned at."""
 
-    Callers in several processes wait for one another; an environment that was left half made, or
-    was made for other versions, is made again.
+    package: str
+    version: str
 
-    Raises:
-        PeerUnavailableError: it cannot be installed here; the message says why.
-    """
-    ENVIRONMENT.parent.mkdir(parents=True, exist_ok=True)
-    with locked(ENVIRONMENT.with_name(ENVIRONMENT.name + ".lock")):
-        if not _is_complete():
-            _install()
-    return _interpreter()
+    def __str__(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    @property
+    def environment(self) -> Path:
+        """The folder of its environment, which `python` makes."""
+        return ENVIRONMENTS / f"{self.package}-{self.version}"
+
+    def python(self) -> Path:
+        """The interpreter of the peer's environment, which is made first where it is missing.
+
+        Callers in several processes wait for one another; an environment that was left half made, or
+        was made for other versions, is made again.
+
+        Raises:
+            PeerUnavailableError: it cannot be installed here; the message says why.
+        """
+        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+        with locked(ENVIRONMENTS / f"{self.environment.name}.lock"):
+            if not self._is_complete():
+                self._install()
+        return self._interpreter
+
+    @property
+    def _interpreter(self) -> Path:
+        return self.environment / "bin" / "python"
+
+    @property
+    def _ready_file(self) -> Path:
+        return self.environment / ".ready"
+
+    @property
+    def _fingerprint(self) -> str:
+        return f"{self}\npython {sys.version_info.major}.{sys.version_info.minor}\n{CONSTRAINTS.read_text()}"
+
+    def _is_complete(self) -> bool:
+        ready = self._ready_file
+        return ready.exists() and ready.read_text() == self._fingerprint and self._interpreter.exists()
+
+    def _install(self) -> None:
+        self._ready_file.unlink(missing_ok=True)  # first: a removal that is interrupted must show
+        shutil.rmtree(self.environment, ignore_errors=True)
+        python = str(self._interpreter)
+        run_installer([sys.executable, "-m", "venv", str(self.environment)], str(self))
+        pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
+        run_installer([*pip, str(self), "torch", "numpy"], str(self))
+        run_installer([python, "-c", "import torchft"], str(self))
+        # Last, so that whatever interrupts the lines above leaves no environment that looks complete.
+        self._ready_file.write_text(self._fingerprint)
 
 
-def _is_complete() -> bool:
-    ready = _ready_file()
-    return ready.exists() and ready.read_text() == _fingerprint() and _interpreter().exists()
-
-
-def _install() -> None:
-    _ready_file().unlink(missing_ok=True)  # first: a removal that is interrupted must show
-    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    run_installer([sys.executable, "-m", "venv", str(ENVIRONMENT)], PEER)
-    pip = [str(_interpreter()), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
-    run_installer([*pip, PEER, "torch", "numpy"], PEER)
-    run_installer([str(_interpreter()), "-c", "import torchft"], PEER)
-    # Last, so that whatever interrupts the lines above leaves no environment that looks complete.
-    _ready_file().write_text(_fingerprint())
+RELEASE = Peer("torchft", "0.2.0")
+NIGHTLY = Peer("torchft-nightly", "2026.10.26")
 
 
 def run_installer(command: list[str], what: str) -> None:
@@ -88,18 +118,6 @@ def _environment_without_ours() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
-def _interpreter() -> Path:
-    return ENVIRONMENT / "bin" / "python"
-
-
-def _ready_file() -> Path:
-    return ENVIRONMENT / ".ready"
-
-
-def _fingerprint() -> str:
-    return f"{PEER}\npython {sys.version_info.major}.{sys.version_info.minor}\n{CONSTRAINTS.read_text()}"
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Nobody else is in a block with this path, in no other process either."""
@@ -109,4 +127,5 @@ def locked(path: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    print(peer_python())
+    for peer in (RELEASE, NIGHTLY):
+        print(peer, peer.python())

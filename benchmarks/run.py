@@ -26,9 +26,9 @@ from benchmarks import (
     step_time,
     tables,
 )
-from benchmarks.peer import PEER, PeerUnavailableError
+from benchmarks.peer import PeerUnavailableError
 from benchmarks.report import RESULTS, Result, load
-from benchmarks.systems import TORCHFT
+from benchmarks.systems import PEERS
 
 
 def _of_groups(name: str) -> Callable[[bool], Result]:
@@ -74,7 +74,8 @@ def measure(names: list[str], quick: bool) -> int:
 def _measure_all(names: list[str], quick: bool) -> list[str]:
     """The names of those that failed."""
     try:
-        print(f"{PEER} runs in {TORCHFT.interpreter}", flush=True)  # installs it where it is missing
+        for system in PEERS:  # each is installed where it is missing
+            print(f"{system.peer} runs in {system.interpreter}", flush=True)
     except PeerUnavailableError as error:
         print(error, file=sys.stderr)
         return names

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
-from benchmarks.peer import peer_python
+from benchmarks.peer import NIGHTLY, RELEASE, Peer
 from benchmarks.processes import Fleet, FleetProcess, Record
 
 FOLDER = Path(__file__).parent
@@ -20,28 +20,26 @@ START_SECONDS_MAX = 60.0
 
 @dataclass(frozen=True)
 class System:
-    """One contestant. `package` is what its worker imports."""
+    """One contestant. Its worker imports `package`, in the environment of `peer` or, without one, in ours."""
 
     name: str
     package: str
     color: str
+    peer: Peer | None = None
     lighthouse_options: tuple[str, ...] = ()
     worker_options: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def interpreter(self) -> str:
-        """Raises PeerUnavailableError for torchft where it cannot be installed."""
-        return str(_peer() if self.package == "torchft" else sys.executable)
+        """Raises PeerUnavailableError for a torchft that cannot be installed."""
+        return sys.executable if self.peer is None else str(self.peer.python())
 
 
 OURS = System("torchft_like", "torchft_like", "tab:blue")
-TORCHFT = System("torchft", "torchft", "tab:orange")
+TORCHFT = System("torchft", "torchft", "tab:orange", RELEASE)
+TORCHFT_NIGHTLY = System("torchft nightly", "torchft", "tab:red", NIGHTLY)
+PEERS = (TORCHFT, TORCHFT_NIGHTLY)
 PLAIN_DDP = System("plain DDP", "ddp", "tab:gray")
-
-
-@cache
-def _peer() -> Path:
-    return peer_python()
 
 
 @dataclass
@@ -66,7 +64,7 @@ def start_lighthouse(
         *system.lighthouse_options,
         *extra,
     ]
-    if system.package == "torchft":
+    if system.peer is not None:
         command = [system.interpreter, str(FOLDER / "peer_lighthouse.py"), *options]
     else:
         command = [system.interpreter, "-m", "lighthouse", *options]

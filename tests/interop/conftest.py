@@ -1,23 +1,25 @@
-"""torchft 0.2.0 in an environment of its own, and processes that end with the test."""
+"""Each torchft in an environment of its own, and processes that end with the test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from benchmarks.peer import PeerUnavailableError, peer_python
+from benchmarks.peer import PeerUnavailableError
 from benchmarks.processes import Fleet
+from benchmarks.systems import PEERS, System
 
 
-@pytest.fixture(scope="session")
-def peer() -> Path:
-    """The interpreter of the peer's environment; the test is skipped where it cannot be installed."""
+@pytest.fixture(scope="session", params=PEERS, ids=lambda system: str(system.peer))
+def peer(request: pytest.FixtureRequest) -> System:
+    """torchft at a pinned version; the test is skipped where it cannot be installed."""
+    system: System = request.param
     try:
-        return peer_python()
+        _ = system.interpreter
     except PeerUnavailableError as error:
         pytest.skip(str(error))
+    return system
 
 
 @pytest.fixture

@@ -9,17 +9,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import peer, run, tables
-from benchmarks.peer import PeerUnavailableError
+from benchmarks import peer as peer_module
+from benchmarks import run, tables
+from benchmarks.peer import Peer, PeerUnavailableError
 from benchmarks.processes import Fleet, FleetProcess, NotReportedError, Record
+from benchmarks.systems import System
 
 pytestmark = pytest.mark.integration
 
 SECONDS_MAX = 30.0
 REPORT_THEN_SLEEP = 'print(\'{"event": "up"}\', flush=True); import time; time.sleep(600)'
-PRINT_ORIGINS = (
-    "import json, torch, torchft; print(json.dumps({m.__name__: m.__file__ for m in (torch, torchft)}))"
-)
+PRINT_ORIGINS = """
+import json, sys, torch, torchft
+from importlib.metadata import version
+print(json.dumps({"files": [torch.__file__, torchft.__file__], "version": version(sys.argv[1])}))
+"""
 FLEET_OF_ONE = f"""
 from benchmarks.processes import Fleet
 import json, sys, time
@@ -32,11 +36,12 @@ with Fleet() as fleet:
 
 
 @pytest.mark.timeout(900)  # where nobody has asked for the peer yet, it is installed
-@pytest.mark.usefixtures("peer")
-def test_the_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet) -> None:
-    process = fleet.start("peer", [str(peer.peer_python()), "-c", PRINT_ORIGINS])
-    origins = _first_record(fleet, process)
-    assert all(Path(origin).is_relative_to(peer.ENVIRONMENT) for origin in origins.values()), origins
+def test_a_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet, peer: System) -> None:
+    assert peer.peer is not None
+    process = fleet.start("peer", [peer.interpreter, "-c", PRINT_ORIGINS, peer.peer.package])
+    seen = _first_record(fleet, process)
+    assert all(Path(file).is_relative_to(peer.peer.environment) for file in seen["files"]), seen
+    assert seen["version"] == peer.peer.version
 
 
 def test_a_record_is_awaited(fleet: Fleet) -> None:
@@ -75,20 +80,24 @@ def test_a_process_does_not_outlive_a_fleet_that_was_killed(fleet: Fleet) -> Non
 
 def test_a_half_made_environment_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(peer, "ENVIRONMENT", tmp_path / "environment")
-    monkeypatch.setattr(peer, "run_installer", lambda command, _: _pretend(commands, command))
-    assert peer.peer_python() == tmp_path / "environment" / "bin" / "python"
+    monkeypatch.setattr(peer_module, "ENVIRONMENTS", tmp_path)
+    one = Peer("torchft", "0")
+    interpreter = tmp_path / "torchft-0" / "bin" / "python"
+    monkeypatch.setattr(
+        peer_module, "run_installer", lambda command, _: _pretend(commands, command, interpreter)
+    )
+    assert one.python() == interpreter
     made_once = len(commands)
-    peer.peer_python()
+    one.python()
     assert len(commands) == made_once, "a complete environment is used as it is"
-    (tmp_path / "environment" / ".ready").unlink()
-    peer.peer_python()
+    (one.environment / ".ready").unlink()
+    one.python()
     assert len(commands) == 2 * made_once
 
 
 def test_a_failed_installation_is_told_with_its_reason() -> None:
     with pytest.raises(PeerUnavailableError, match=r"cannot be installed: .*no such index"):
-        peer.run_installer([sys.executable, "-c", "import sys; sys.exit('no such index')"], "it")
+        peer_module.run_installer([sys.executable, "-c", "import sys; sys.exit('no such index')"], "it")
 
 
 def test_the_readme_shows_the_saved_results() -> None:
@@ -104,9 +113,8 @@ def _first_record(fleet: Fleet, process: FleetProcess) -> Record:
     return fleet.wait_for(lambda: process.records[0] if process.records else None, "record", SECONDS_MAX)
 
 
-def _pretend(commands: list[list[str]], command: list[str]) -> None:
+def _pretend(commands: list[list[str]], command: list[str], interpreter: Path) -> None:
     """Leave what `python -m venv` leaves."""
     commands.append(command)
-    interpreter = peer.ENVIRONMENT / "bin" / "python"
     interpreter.parent.mkdir(parents=True, exist_ok=True)
     interpreter.touch()

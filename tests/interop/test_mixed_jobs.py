@@ -1,7 +1,8 @@
 """A job may take its Managers from one project and its lighthouse from the other.
 
 Real processes on both sides: replicas that train a small model in one package's environment, under
-the other package's lighthouse daemon.
+the other package's lighthouse daemon. All replicas of a job are of one package: what they say to each
+other, when one heals, is not the same in both.
 """
 
 from __future__ import annotations
@@ -9,31 +10,32 @@ from __future__ import annotations
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks.processes import Fleet, FleetProcess, Record
-from benchmarks.systems import OURS, TORCHFT, System, start_lighthouse, start_worker
+from benchmarks.systems import OURS, System, start_lighthouse, start_worker
 
 # The first test of a machine installs the peer, which takes longer than a test may.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(900), pytest.mark.usefixtures("peer")]
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 STEPS = 5
 SECONDS_MAX = 120.0
 
 
-@pytest.mark.parametrize(
-    ("managers", "coordinator"),
-    [
-        pytest.param(TORCHFT, OURS, id="torchft-managers-under-our-lighthouse"),
-        pytest.param(OURS, TORCHFT, id="our-managers-under-torchft-lighthouse"),
-    ],
-)
-def test_replicas_survive_a_kill_and_heal_a_newcomer(
-    fleet: Fleet, peer: Path, managers: System, coordinator: System
+def test_torchft_replicas_survive_a_kill_and_heal_a_newcomer_under_our_lighthouse(
+    fleet: Fleet, peer: System
 ) -> None:
-    job = _MixedJob(fleet, managers, coordinator)
+    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, managers=peer, coordinator=OURS))
+
+
+def test_our_replicas_survive_a_kill_and_heal_a_newcomer_under_torchft_s_lighthouse(
+    fleet: Fleet, peer: System
+) -> None:
+    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, managers=OURS, coordinator=peer))
+
+
+def _kill_one_and_heal_a_newcomer(job: _MixedJob) -> None:
     first, second, victim = (job.start(rank) for rank in range(3))
     job.await_joint_steps([first, second, victim])
 
