@@ -84,9 +84,9 @@ class _OfReducer(ProcessGroupDummy):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective.name == "allreduce":
             call = collective.bind(args, kwargs)
-            (tensor,) = call.outputs
-            if tensor.dtype == torch.int32:  # the only other one is that of `join`, of floats
-                return self._manager.group_allreduce(tensor, call.reduce_op, of_all_members=True)
+            tensors, options = call.reduction()
+            if tensors[0].dtype == torch.int32:  # the only other one is that of `join`, of floats
+                return self._manager.group_allreduce(tensors, options, of_all_members=True)
         return super()._run(collective, args, kwargs)
 
 

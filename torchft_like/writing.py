@@ -4,6 +4,7 @@ inference mode, would not have it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,6 +22,30 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether an element of the one lies where one of the other does."""
+    if not (is_dense(one) and is_dense(other)) or not (one.numel() and other.numel()):
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    (begin, end), (other_begin, other_end) = _bytes_of(one), _bytes_of(other)
+    if end <= other_begin or other_end <= begin:
+        return False
+    if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    offset = min(one.storage_offset(), other.storage_offset())  # columns of a matrix lie between each other
+    marks = torch.zeros((max(end, other_end) - min(begin, other_begin)) // one.itemsize, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - offset).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - offset).any())
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """From its first element to behind its last."""
+    begin = tensor.data_ptr()
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (steps + 1) * tensor.itemsize
+
+
 def writing_to(*tensors: Tensor) -> AbstractContextManager[None]:
     """A context in which these can be changed in place, by any thread, and autograd does not see it.
 
@@ -31,8 +56,15 @@ def writing_to(*tensors: Tensor) -> AbstractContextManager[None]:
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 
-def divide(tensor: Tensor, divisor: int) -> None:
-    """Divide in place."""
+def divide(tensors: Sequence[Tensor], divisor: int) -> None:
+    """Divide in place; memory that several of them share, once."""
+    if len(tensors) > 1:
+        with writing_to(*tensors):
+            quotients = [tensor / divisor for tensor in tensors]
+            for tensor, quotient in zip(tensors, quotients, strict=True):
+                tensor.copy_(quotient)
+        return
+    (tensor,) = tensors
     if tensor.requires_grad or tensor.is_inference():
         with writing_to(tensor):
             tensor.div_(divisor)

@@ -79,9 +79,9 @@ class Member:
     def run(self, subject: str, case: str, kind: Kind, mode: str) -> tuple[str | None, bool]:
         """Run a case on both groups: the first difference, and whether the subject is spoilt by an error."""
         seat, function = self.seats[subject], registry.case(case)
-        expected = self._expected(subject, function, kind, mode)
+        expected = self._expected(subject, registry.model(subject, case), kind, mode)
         found = outcome_of(function, self._scene(subject, seat.group, kind, mode), seat.error)
-        return self._compare(subject, found, expected), self._is_spoilt(subject)
+        return self._compare(subject, case, found, expected), self._is_spoilt(subject)
 
     def _expected(self, subject: str, case: Case, kind: Kind, mode: str) -> list[Outcome]:
         """What torch's own group gives; of layouts that it makes nonsense of, for plain tensors as well."""
@@ -117,7 +117,9 @@ class Member:
         device = "cpu" if is_reference else BY_NAME[subject].device
         return Scene(group, rank, world, kind, mode, device, is_reference)
 
-    def _compare(self, subject: str, found: Outcome, expected: list[Outcome]) -> str | None:
+    def _compare(self, subject: str, case: str, found: Outcome, expected: list[Outcome]) -> str | None:
+        if (refusal := registry.refusal(subject, case)) is not None:
+            return None if isinstance(found.error, refusal) else f"it is not refused: {found}"
         if found.error is None and expected[0].error is not None and BY_NAME[subject].moves_nothing:
             return None
         if is_only_clearer(found, expected[0]):

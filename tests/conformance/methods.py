@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_like.process_group.collectives import BY_NAME, tensors_of
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.collectives import BY_NAME
 
 from .scene import Case, Scene
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
+from torchft_like.errors import CollectiveRefusedError, NotSupportedError
+
 from . import cases
 from .calls import CALLS, REDUCING, REDUCTIONS, call
+from .forms import AVERAGES, FORMS
 from .functional import FUNCTIONAL, compiled, functional_call
 from .methods import METHODS, THREADED, WRONG, method
 from .scene import Case
+
+# What a class refuses, and torch's own Gloo takes: subjects and cases, as patterns; which error; and why.
+REFUSED = (
+    (
+        "",
+        r"(allreduce|broadcast) of (overlapping|two views of one)",
+        CollectiveRefusedError,
+        "gives every rank another sum, or a race",
+    ),
+    ("Managed", r"allreduce\w* of two dtypes, AVG", ValueError, "as torch does, and earlier"),
+    ("Baby", r".*(sparse|in rows)", NotSupportedError, "only dense tensors can be lent to a subprocess"),
+)
 
 # What ours do and torch's own Gloo does not. Where a case of the suite shows it, torch's group is given
 # what it can take instead, and has to come to the same result.
@@ -19,6 +36,8 @@ BETTER = {
     "_coalescing_manager(device=...)": "works, with one work for all operations; torch raises RuntimeError",
     "all_reduce_coalesced of nothing": "says what is wrong; torch's dispatcher raises NotImplementedError",
     "all_to_all_single with wrong splits": "is refused at once",
+    "alltoall_base in place": "sends what was there; torch may send what has just come in",
+    "averages of several, or of sparse tensors": "are right if managed; torch divides the first, and refuses",
 }
 
 CASES: dict[str, Case] = {
@@ -26,6 +45,8 @@ CASES: dict[str, Case] = {
     **{f"{name} {reduction}": call(name, reduction) for name in REDUCING for reduction in REDUCTIONS},
     **cases.CASES,
     **{f"method {name}": method(name) for name in METHODS},
+    **FORMS,
+    **AVERAGES,
     **THREADED,
     **WRONG,
     **{f"functional {name}": functional_call(name) for name in FUNCTIONAL},
@@ -36,3 +57,16 @@ CASES: dict[str, Case] = {
 def case(name: str) -> Case:
     """The function of a case."""
     return CASES[name]
+
+
+def model(subject: str, name: str) -> Case:
+    """What torch's own group has to do to show what is right."""
+    if subject == "Managed" and (found := re.fullmatch(r"allreduce of (.*), AVG", name)):
+        return CASES[f"average of {found[1]}"]
+    return CASES[name]
+
+
+def refusal(subject: str, name: str) -> type[Exception] | None:
+    """The error with which a class refuses a case that torch's group may take."""
+    fitting = (row for row in REFUSED if re.search(row[0], subject) and re.match(row[1], name))
+    return next((error for _, _, error, _ in fitting), None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import Future
 
-from torchft_like.process_group.collectives import tensors_of
+from torchft_like.process_group.alone import tensors_of
 
 Size = tuple[int, ...]
 
@@ -205,7 +205,7 @@ def outcome_of(case: Case, scene: Scene, swallowed: Callable[[], Exception | Non
 def detached(value: Any) -> Any:
     """A copy that later cases cannot change."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return value.detach().to_dense().cpu().clone()
     if isinstance(value, list | tuple):
         return type(value)(detached(item) for item in value)
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ from torchft_like import process_group as ours
 from torchft_like.manager import Manager
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
+    FaultInjectingProcessGroup,
     ManagedProcessGroup,
     ProcessGroup,
     ProcessGroupDummy,
@@ -99,7 +100,7 @@ class ManagedSeat(Seat):
 
     def _join(self, address: str, rank: int) -> Manager:
         return Manager(
-            pg=ProcessGroupGloo(TIMEOUT_S),
+            pg=ProcessGroupGloo(TIMEOUT_S, check_collectives=False),
             load_state_dict=lambda state: None,
             state_dict=dict,
             min_replica_size=1,
@@ -149,13 +150,15 @@ def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject,
 
 
 SUBJECTS: tuple[Subject, ...] = (
-    Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S))),
+    Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False))),
     Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S)))),
     Subject(
         "ErrorSwallowing",
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
         swallows=True,
     ),
+    Subject("FaultInjecting", lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S)))),
+    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True))),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),

@@ -6,7 +6,8 @@ import pytest
 
 from .calls import CALLS, REDUCING, REDUCTIONS
 from .fleet import Fleet
-from .scene import KINDS, MODES
+from .forms import FORMS
+from .scene import KINDS, LAYOUTS, MODES, Kind
 from .subjects import Subject
 
 pytestmark = pytest.mark.integration
@@ -32,3 +33,11 @@ def test_works_and_futures_give_what_torchs_give(
 def test_reductions_are_torchs(fleet: Fleet, subject: Subject, world: int, reduction: str) -> None:
     for name in REDUCING:
         fleet.check(subject.name, world, f"{name} {reduction}")
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_arguments_mean_what_they_mean_to_torch(
+    fleet: Fleet, subject: Subject, world: int, case: str
+) -> None:
+    for layout in ("plain", *LAYOUTS):
+        fleet.check(subject.name, world, case, Kind(layout=layout), "wait")

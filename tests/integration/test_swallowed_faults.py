@@ -24,7 +24,8 @@ from tests.unit.process_group.test_collectives import ALONE
 from torchft_like import LighthouseServer, ManagedProcessGroup, Manager
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupGloo
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT, tensors_of
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
 
 from .gloo_member import serve_store
 from .ranks import LIMIT_S, Rank

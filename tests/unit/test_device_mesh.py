@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ class Quorum:
         if self.is_over:
             raise ShutdownError("the Manager was shut down")
 
-    def group_allreduce(self, tensor: torch.Tensor, operation: dist.ReduceOp) -> dist.Work:
-        return self.process_group.allreduce([tensor])
+    def group_allreduce(self, tensors: list[torch.Tensor], options: Any, collective: Any) -> dist.Work:
+        return self.process_group.allreduce(tensors)
 
     def errored(self) -> Exception | None:
         return None

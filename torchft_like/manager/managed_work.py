@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ Pending = dict["ManagedWork", float]
 
 
 class ManagedWork(GroupWork):
-    """A collective of a step: never fails; after an error the tensor is undefined and the step lost.
+    """A reduction of a step: never fails; after an error the tensors are undefined and the step lost.
 
     `work` is followed up (an average divided, an error reported) once, by whoever comes first: the
     thread that waits, or, if somebody asked for the future, the one that completes the collective.
@@ -35,7 +35,7 @@ class ManagedWork(GroupWork):
     Until it was told to `take` the backend's work, it is done.
 
     Args:
-        tensor: its result.
+        tensors: its result.
         divide_by: for an average, which the backend only added up.
         report: told of an error.
         pending: holds the work until it was followed up, whatever becomes of the caller's handle.
@@ -50,13 +50,13 @@ class ManagedWork(GroupWork):
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         divide_by: int | None,
         report: Report,
         pending: Pending | None = None,
     ) -> None:
         Work.__init__(self)
-        self._tensor = tensor
+        self._tensors = tensors
         self._report = report
         if divide_by is not None:
             self._divide_by = divide_by
@@ -71,13 +71,13 @@ class ManagedWork(GroupWork):
         else:
             self._is_issued = False
         self._work = work
-        if not self._tensor.is_cpu:
+        if self._tensors and not self._tensors[0].is_cpu:
             self.get_future()  # whoever waits on another stream waits for the division, too
 
     @classmethod
-    def finished(cls, tensor: torch.Tensor) -> Self:
+    def finished(cls, tensors: Sequence[torch.Tensor]) -> Self:
         """One that is done already."""
-        return cls(tensor, None, lambda _: None)
+        return cls(tensors, None, lambda _: None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
@@ -122,7 +122,7 @@ class ManagedWork(GroupWork):
 
     def _outcome(self) -> Any:
         """What the future carries."""
-        return self._tensor
+        return self._tensors[0]
 
     def _is_over(self) -> bool:
         return GroupWork.is_completed(self) if self._is_issued else self._work.is_completed()
@@ -138,8 +138,8 @@ class ManagedWork(GroupWork):
         return self._outcome()
 
     def _completed(self) -> Future[Any]:
-        tensor = self._tensor
-        future: Future[Any] = Future(devices=None if tensor.is_cpu else [tensor.device])
+        devices = {tensor.device for tensor in self._tensors if not tensor.is_cpu}
+        future: Future[Any] = Future(devices=list(devices) or None)
         future.set_result(self._outcome())
         return future
 
@@ -163,7 +163,7 @@ class ManagedWork(GroupWork):
     def _divide(self, divide_by: int) -> None:
         with _dividing:
             if self._work is not _SETTLED:
-                divide(self._tensor, divide_by)
+                divide(self._tensors, divide_by)
                 self._work = _SETTLED
 
     def _fail(self, error: Exception) -> None:
@@ -199,7 +199,7 @@ class ManagedGroupWork(ManagedWork):
     block_current_stream = synchronize
 
     def _outcome(self) -> list[torch.Tensor]:
-        return [self._tensor]
+        return list(self._tensors)
 
     def _wait_for(self, timeout: timedelta) -> None:
         try:
@@ -211,10 +211,24 @@ class ManagedGroupWork(ManagedWork):
 _dividing = threading.Lock()
 
 
-def reduction(operation: ReduceOp.RedOpType | ReduceOp) -> tuple[AllreduceOptions, bool]:
-    """How a backend is asked for it, and whether its sum has to be divided to give an average."""
-    known = _REDUCTIONS.get(hash(operation))
-    return known or (_options(operation), False)  # a sum that multiplies carries its factor
+def is_average(operation: ReduceOp.RedOpType | ReduceOp) -> bool:
+    """Whether the group's sum has to be divided by the number of participants."""
+    return hash(operation) == _AVERAGE
+
+
+def options_for(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
+    """torch's options for it. Whoever gets them changes nothing: many share them."""
+    known = _OPTIONS.get(hash(operation))
+    return known or _options(operation)  # a sum that multiplies carries its factor
+
+
+def summing(options: AllreduceOptions) -> AllreduceOptions:
+    """Such options, but for the sum."""
+    made = type(options)()
+    made.reduceOp = SUM.reduceOp
+    made.timeout = options.timeout
+    made.asyncOp = options.asyncOp
+    return made
 
 
 def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
@@ -225,8 +239,10 @@ def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
 
 # Made once, and by hash, which is the number of the operation: an allreduce of four bytes takes less time
 # than looking at torch's enums in any other way.
-_REDUCTIONS = {
-    hash(operation): (_options(operation), False)
+_AVERAGE = hash(ReduceOp.AVG)
+_OPTIONS = {
+    hash(operation): _options(operation)
     for operation in ReduceOp.RedOpType.__members__.values()
-    if operation not in (ReduceOp.AVG, ReduceOp.PREMUL_SUM)
-} | {hash(ReduceOp.AVG): (_options(ReduceOp.SUM), True)}
+    if operation != ReduceOp.PREMUL_SUM
+}
+AVERAGE, SUM = options_for(ReduceOp.AVG), options_for(ReduceOp.SUM)

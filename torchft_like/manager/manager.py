@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import AllreduceOptions, ReduceOp
 
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
@@ -43,7 +43,7 @@ from torchft_like.manager.connection import connect
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork
+from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, options_for
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
@@ -272,17 +272,17 @@ class Manager:
         """
         if should_quantize:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
-        return self._reducer.start(tensor, reduce_op, ManagedWork)
+        return self._reducer.start([tensor], options_for(reduce_op), ManagedWork)
 
     def group_allreduce(
-        self, tensor: torch.Tensor, operation: ReduceOp, of_all_members: bool = False
+        self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any
     ) -> ManagedGroupWork:
         """`allreduce` for a ManagedProcessGroup, whose works are those of a process group.
 
         Args:
-            of_all_members: what a replica that heals or is a spare has counts like the others'.
+            how: which collective, and of whom: as for `Reducer.start`.
         """
-        return self._reducer.start(tensor, operation, ManagedGroupWork, of_all_members)
+        return self._reducer.start(tensors, options, ManagedGroupWork, **how)
 
     def report_error(self, e: Exception) -> None:
         """The current step is spoilt: it will not be committed and peers are released."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_like.errors import FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, reduction
+from torchft_like.manager.managed_work import AVERAGE, SUM, ManagedWork, is_average, summing
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.step import StepProtocol
+from torchft_like.process_group.collectives import ALLREDUCE, Collective
 from torchft_like.writing import writing_to
 
 W = TypeVar("W", bound=ManagedWork)
@@ -31,38 +32,44 @@ class Reducer:
 
     def start(
         self,
-        tensor: torch.Tensor,
-        operation: ReduceOp.RedOpType | ReduceOp,
+        tensors: list[torch.Tensor],
+        options: AllreduceOptions,
         kind: type[W],
+        collective: Collective = ALLREDUCE,
         of_all_members: bool = False,
     ) -> W:
         """Begin one, in place; an error spoils the step, and is told to nobody else.
 
         Args:
+            tensors: reduced by one operation of the group, whatever it makes of several.
             kind: of work to return.
-            of_all_members: not of the participants only.
+            collective: that operation: `allreduce` or `allreduce_coalesced`.
+            of_all_members: what a replica that heals or is a spare has counts like the others'.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
         """
-        options, is_average = reduction(operation)
-        if is_average and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"an average needs a floating point tensor, not {tensor.dtype}; use ReduceOp.SUM"
-            )
+        averages = options is AVERAGE or is_average(options.reduceOp)
+        if averages:
+            for tensor in tensors:
+                if not (tensor.is_floating_point() or tensor.is_complex()):
+                    raise ValueError(
+                        f"an average needs floating point tensors, not {tensor.dtype}; use ReduceOp.SUM"
+                    )
+            options = SUM if options is AVERAGE else summing(options)
         protocol, group, driver = self._protocol, self._group, self._driver
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
-            return kind.finished(tensor)
+            return kind.finished(tensors)
         if (report := attempt.report) is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
-        divide_by = protocol.num_participants if is_average else None
-        result = kind(tensor, divide_by, report, attempt.pending_collectives)
+        divide_by = protocol.num_participants if averages else None
+        result = kind(tensors, divide_by, report, attempt.pending_collectives)
         try:
             if not (of_all_members or protocol.is_participating):
-                leave_out(tensor, operation)
-            group.pg.issue_allreduce(result, [tensor], options)
+                leave_out(tensors, options.reduceOp)
+            group.pg.issue(result, collective, tensors, options)
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `fill_`; the step is lost, not the script
             attempt.pending_collectives.pop(result, None)
             report(error)
@@ -78,13 +85,15 @@ class Reducer:
         return not self._group.refuse()
 
 
-def leave_out(tensor: torch.Tensor, operation: ReduceOp.RedOpType | ReduceOp) -> None:
-    """Put into a tensor what changes nothing about the others' result."""
-    with writing_to(tensor):
-        if (neutral := _NEUTRAL.get(hash(operation))) is None:
-            tensor.zero_()  # which sparse tensors know, too
-        else:
-            tensor.fill_(neutral(tensor.dtype))
+def leave_out(tensors: Sequence[torch.Tensor], operation: ReduceOp.RedOpType | ReduceOp) -> None:
+    """Put into the tensors what changes nothing about the others' result."""
+    neutral = _NEUTRAL.get(hash(operation))
+    with writing_to(*tensors):
+        for tensor in tensors:
+            if neutral is None:
+                tensor.zero_()  # which sparse tensors know, too
+            else:
+                tensor.fill_(neutral(tensor.dtype))
 
 
 def _largest(dtype: torch.dtype) -> float:
@@ -103,7 +112,7 @@ def _all_bits(dtype: torch.dtype) -> int:
     return -1 if dtype.is_signed else int(_largest(dtype))
 
 
-# By hash, as in `reduction`. The others are sums, or like sums.
+# By hash, as in `is_average`. The others are sums, or like sums.
 _NEUTRAL: Mapping[int, Callable[[torch.dtype], float]] = {
     hash(ReduceOp.MIN): _largest,
     hash(ReduceOp.MAX): _smallest,

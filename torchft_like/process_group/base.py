@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Work
+from torch._C._distributed_c10d import BroadcastOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
@@ -116,9 +116,9 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
         """What the group is called in messages and registrations."""
         raise NotImplementedError
 
-    def issue_allreduce(self, handle: Taker, tensors: list[torch.Tensor], options: AllreduceOptions) -> None:
-        """`allreduce` for a caller who has a handle of his own: one around another costs too much."""
-        handle.take(self.allreduce(tensors, options), None)
+    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
+        """A collective for a caller who has a handle of his own: one around another costs too much."""
+        handle.take(getattr(self, collective.name)(*args), None)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Carry out one collective; None only for those that block."""

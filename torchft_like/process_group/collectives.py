@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
+from torchft_like.errors import CollectiveRefusedError
+from torchft_like.process_group import alone
+from torchft_like.process_group.alone import Tensors, tensors_of
 from torchft_like.process_group.checking.rules import (
     EXCHANGED,
     GATHERED,
@@ -29,10 +34,7 @@ from torchft_like.process_group.checking.rules import (
     SCATTERED,
     SHARED_OUT,
 )
-from torchft_like.writing import writing_to
-
-# Tensors as a call holds them: one tensor, a list, or a list of lists.
-Tensors = Any
+from torchft_like.writing import share_memory, writing_to
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,34 @@ class Call(NamedTuple):
         places, names = self.collective.tensor_places, self.collective.tensor_names
         positional = (value for place, value in enumerate(self.args) if place not in places)
         return *positional, *(value for name, value in self.kwargs.items() if name not in names)
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The limit that the call itself names."""
+        for value in (*self.args, *self.kwargs.values()):
+            limit = getattr(value, "timeout", value)
+            if isinstance(limit, timedelta) and limit > timedelta(0):
+                return limit
+        return None
+
+    def reduction(self) -> tuple[list[Tensor], AllreduceOptions]:
+        """An allreduce as torch's own functions spell it: its tensors, and options."""
+        options = next((option for option in self.options if hasattr(option, "reduceOp")), None)
+        if options is None:
+            is_coalesced = self.collective.name == "allreduce_coalesced"
+            options = AllreduceCoalescedOptions() if is_coalesced else AllreduceOptions()
+            options.reduceOp = self.reduce_op
+            options.timeout = self.timeout or options.timeout
+        return list(self.outputs), options
+
+    @property
+    def split_sizes(self) -> tuple[list[int], list[int]]:
+        """How an `alltoall_base` splits its output and its input among the ranks; empty is evenly."""
+        return self._sizes(2, "output_split_sizes"), self._sizes(3, "input_split_sizes")
+
+    def _sizes(self, index: int, name: str) -> list[int]:
+        found = self.args[index] if len(self.args) > index else self.kwargs.get(name)
+        return list(found) if isinstance(found, list | tuple) else []
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, positional and by name, with each tensor replaced by what `change` makes of it."""
@@ -185,23 +215,18 @@ class Collective:
         return None
 
 
-def tensors_of(nested: Tensors) -> Iterator[Tensor]:
-    """Every tensor in an argument, however deep the lists."""
-    if isinstance(nested, Tensor):
-        yield nested
-    elif nested is not None:
-        for item in nested:
-            yield from tensors_of(item)
+def refuse_overlap(call: Call) -> None:
+    """For backends, before a call begins.
 
-
-def split_sizes(call: Call) -> tuple[list[int], list[int]]:
-    """How an `alltoall_base` splits its output and its input among the ranks; empty is evenly."""
-    return _sizes(call, 2, "output_split_sizes"), _sizes(call, 3, "input_split_sizes")
-
-
-def _sizes(call: Call, index: int, name: str) -> list[int]:
-    found = call.args[index] if len(call.args) > index else call.kwargs.get(name)
-    return list(found) if isinstance(found, list | tuple) else []
+    Raises:
+        CollectiveRefusedError: it joins tensors of which two share memory, without being the same one.
+    """
+    for one, other in itertools.combinations(call.outputs if call.collective.name in JOINING else (), 2):
+        if one is not other and share_memory(one, other):
+            raise CollectiveRefusedError(
+                f"{call.collective.name} joins its tensors, of which two share memory ({list(one.shape)} and "
+                f"{list(other.shape)}): pass copies, or call it for each"
+            )
 
 
 def _map(nested: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
@@ -221,77 +246,7 @@ def _nest(value: Tensors, depth: int) -> Tensors:
     return value
 
 
-def _keep(call: Call, rank: int, world_size: int) -> None:
-    """Nothing moves: the outputs are the inputs."""
-
-
-def _clear(call: Call, rank: int, world_size: int) -> None:
-    for output in tensors_of(call.outputs):
-        output.zero_()
-
-
-def _spread(call: Call, rank: int, world_size: int) -> None:
-    """Every place of an output list takes the caller's tensor."""
-    for outputs, source in zip(call.outputs, call.inputs, strict=False):
-        for output in outputs:
-            output.copy_(source)
-
-
-def _spread_coalesced(call: Call, rank: int, world_size: int) -> None:
-    """Outputs are per rank, then per input."""
-    for outputs in call.outputs:
-        for output, source in zip(outputs, call.inputs, strict=False):
-            output.copy_(source)
-
-
-def _fill(call: Call, rank: int, world_size: int) -> None:
-    """An output that joins all ranks' tensors repeats the caller's."""
-    for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
-        if source.numel():
-            copies = output.numel() // source.numel()
-            output.copy_(source.reshape(1, -1).expand(copies, -1).reshape(output.shape))
-
-
-def _own_item(call: Call, rank: int, world_size: int) -> None:
-    """Each output takes the caller's place in the list that stands for it; zero without a list."""
-    _clear(call, rank, world_size)
-    for output, sources in zip(call.outputs, call.inputs, strict=False):
-        if sources:
-            output.copy_(sources[min(rank, len(sources) - 1)])
-
-
-def _own_chunk(call: Call, rank: int, world_size: int) -> None:
-    for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
-        chunks = torch.split(source.reshape(-1), max(output.numel(), 1))
-        output.copy_(chunks[min(rank, len(chunks) - 1)].view(output.shape))
-
-
-def _own_to_own(call: Call, rank: int, world_size: int) -> None:
-    """What the caller sends to itself arrives; nothing else does."""
-    _clear(call, rank, world_size)
-    if call.outputs:
-        place = min(rank, len(call.outputs) - 1)
-        call.outputs[place].copy_(call.inputs[place])
-
-
-def _own_split(call: Call, rank: int, world_size: int) -> None:
-    _clear(call, rank, world_size)
-    output_sizes, input_sizes = split_sizes(call)
-    target = _split(call.outputs, output_sizes, rank, world_size)
-    target.copy_(_split(call.inputs, input_sizes, rank, world_size))
-
-
-def _split(tensor: Tensor, sizes: Sequence[int], rank: int, world_size: int) -> Tensor:
-    if not sizes:
-        return tensor.chunk(world_size)[rank]
-    return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])
-
-
-def _flat(nested: Tensors) -> list[Tensor]:
-    return list(tensors_of(nested))
-
-
-_WITHOUT_RANKS = (_keep, _clear)
+_WITHOUT_RANKS = (alone.keep, alone.join, alone.repeat_root, alone.clear)
 
 
 def _row(
@@ -326,15 +281,18 @@ _INPUT_LISTS = _second("input_tensors", "input_tensor", "input", depth=2)
 # Operations of two ranks, which Gloo carries out in the thread that waits for them.
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 
+# Those that make one of several tensors, while they write to them.
+JOINING = frozenset({"allreduce", "broadcast"})
+
 COLLECTIVES: tuple[Collective, ...] = (
-    _row("allreduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
-    _row("allreduce_coalesced", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
-    _row("broadcast", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS),
-    _row("reduce", "(tensors, opts=...)", _keep, _TENSORS, _TENSORS, everyone=True),
+    _row("allreduce", "(tensors, opts=...)", alone.join, _TENSORS, _TENSORS),
+    _row("allreduce_coalesced", "(tensors, opts=...)", alone.keep, _TENSORS, _TENSORS),
+    _row("broadcast", "(tensors, opts=...)", alone.repeat_root, _TENSORS, _TENSORS),
+    _row("reduce", "(tensors, opts=...)", alone.keep, _TENSORS, _TENSORS, everyone=True),
     _row(
         "allgather",
         "(output_tensors, input_tensors, opts=...)",
-        _spread,
+        alone.spread,
         _OUTPUT_LISTS,
         _INPUTS,
         agreement=GATHERED,
@@ -342,14 +300,14 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "allgather_coalesced",
         "(output_lists, input_list, opts=...)",
-        _spread_coalesced,
+        alone.spread_coalesced,
         _OUTPUT_LISTS,
         _second("input_list"),
     ),
     _row(
         "_allgather_base",
         "(output, input, opts=...)",
-        _fill,
+        alone.fill,
         _OUTPUT,
         _INPUT,
         aliases=("all_gather_single",),
@@ -357,7 +315,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "allgather_into_tensor_coalesced",
         "(outputs, inputs, opts=...)",
-        _fill,
+        alone.fill,
         _OUTPUTS,
         _INPUTS,
         aliases=("all_gather_single_coalesced",),
@@ -365,7 +323,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "gather",
         "(output_tensors, input_tensors, opts=...)",
-        _spread,
+        alone.spread,
         _OUTPUT_LISTS,
         _INPUTS,
         agreement=GATHERED,
@@ -373,7 +331,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "scatter",
         "(output_tensors, input_tensors, opts=...)",
-        _own_item,
+        alone.own_item,
         _OUTPUTS,
         _INPUT_LISTS,
         agreement=SCATTERED,
@@ -381,7 +339,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "reduce_scatter",
         "(output_tensors, input_tensors, opts=...)",
-        _own_item,
+        alone.own_item,
         _OUTPUTS,
         _INPUT_LISTS,
         agreement=SHARED_OUT,
@@ -389,7 +347,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "_reduce_scatter_base",
         "(output, input, opts=...)",
-        _own_chunk,
+        alone.own_chunk,
         _OUTPUT,
         _INPUT,
         aliases=("reduce_scatter_single",),
@@ -397,7 +355,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "reduce_scatter_tensor_coalesced",
         "(outputs, inputs, opts=...)",
-        _own_chunk,
+        alone.own_chunk,
         _OUTPUTS,
         _INPUTS,
         aliases=("reduce_scatter_single_coalesced",),
@@ -405,7 +363,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "alltoall",
         "(output_tensors, input_tensors, opts=...)",
-        _own_to_own,
+        alone.own_to_own,
         _OUTPUTS,
         _INPUTS,
         agreement=EXCHANGED,
@@ -413,22 +371,24 @@ COLLECTIVES: tuple[Collective, ...] = (
     _row(
         "alltoall_base",
         "(output, input, output_split_sizes, input_split_sizes, opts=...)",
-        _own_split,
+        alone.own_split,
         _OUTPUT,
         _INPUT,
         aliases=("all_to_all_single",),
         agreement=EXCHANGED,
     ),
-    _row("send", "(tensors, dst_rank, tag)", _keep, None, _TENSORS, agreement=PAIRED),
-    _row("recv", "(tensors, src_rank, tag)", _clear, _TENSORS, agreement=PAIRED),
-    _row("recv_anysource", "(tensors, tag)", _clear, _TENSORS, agreement=PAIRED),
-    _row("barrier", "(opts=...)", _keep),
-    _row("monitored_barrier", "(timeout=None, wait_all_ranks=False)", _keep, blocking=True),
+    _row("send", "(tensors, dst_rank, tag)", alone.keep, None, _TENSORS, agreement=PAIRED),
+    _row("recv", "(tensors, src_rank, tag)", alone.clear, _TENSORS, agreement=PAIRED),
+    _row("recv_anysource", "(tensors, tag)", alone.clear, _TENSORS, agreement=PAIRED),
+    _row("barrier", "(opts=...)", alone.keep),
+    _row("monitored_barrier", "(timeout=None, wait_all_ranks=False)", alone.keep, blocking=True),
 )
 
 BY_NAME: Mapping[str, Collective] = MappingProxyType(
     {name: collective for collective in COLLECTIVES for name in collective.names}
 )
+
+ALLREDUCE = BY_NAME["allreduce"]
 
 ClassT = TypeVar("ClassT", bound=type)
 

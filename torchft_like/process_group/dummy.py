@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.collectives import Collective, refuse_overlap
 from torchft_like.process_group.work import DoneWork
 
 
@@ -78,6 +78,7 @@ class ProcessGroupDummy(ProcessGroup):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         self.calls[collective.name] += 1
         call = collective.bind(args, kwargs)
+        refuse_overlap(call)
         call.apply_locally(rank=0, world_size=1)
         return None if collective.blocking else _CountedWork(self, call.result)
 

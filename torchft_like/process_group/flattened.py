@@ -25,6 +25,8 @@ from torchft_like.process_group.work import DoneWork
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 Handler = Callable[[Call], Work]
+# Those that make one of several tensors.
+_ONE_TENSOR = frozenset({"allreduce", "broadcast"})
 
 
 class FlattenedProcessGroup(ProcessGroupWrapper):
@@ -75,7 +77,13 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
             raise NotSupportedError(
                 f"a flattened group has no {collective.name}; use the groups of the dimensions one by one"
             )
-        return handler(collective.bind(args, kwargs))
+        call = collective.bind(args, kwargs)
+        if collective.name in _ONE_TENSOR and len(call.outputs) > 1:
+            raise NotSupportedError(
+                f"{collective.name} of {len(call.outputs)} tensors joins tensors and ranks in one, which "
+                "a flattened group cannot do in two halves; pass one tensor, or use allreduce_coalesced"
+            )
+        return handler(call)
 
     def _within_then_across(self, call: Call) -> Work:
         """Averages come out right, as replica groups are equally large; and whoever has met across knows

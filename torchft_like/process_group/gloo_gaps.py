@@ -24,16 +24,17 @@ from torch._C._distributed_c10d import AllreduceOptions, Work
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import (
     BY_NAME,
+    JOINING,
     POINT_TO_POINT,
     Call,
     Collective,
-    split_sizes,
-    tensors_of,
+    refuse_overlap,
 )
 from torchft_like.process_group.joint_work import JointWork
-from torchft_like.writing import writing_to
+from torchft_like.writing import share_memory, writing_to
 
 # Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
 COPIED_LATER = frozenset(
@@ -95,11 +96,17 @@ class GlooGaps:
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
         """Gloo finds wrong splits when it is under way, and then the group is of no use."""
         call = BY_NAME["alltoall_base"].bind(args, kwargs)
-        for tensor, sizes in zip((call.outputs, call.inputs), split_sizes(call), strict=True):
+        for tensor, sizes in zip((call.outputs, call.inputs), call.split_sizes, strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
             if sum(sizes) != rows if sizes else rows % self._world_size:
                 raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
-        return _run_contiguous(BY_NAME["alltoall_base"], self._gloo.alltoall_base, *args, **kwargs)  # type: ignore[attr-defined] # the stub lacks it
+        exchange = self._gloo.alltoall_base  # type: ignore[attr-defined] # the stub lacks it
+        if share_memory(call.outputs, call.inputs):  # Gloo would send what has just come in
+            args = call.outputs, call.inputs.clone(), *args[2:]
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in call.collective.tensor_names
+            }
+        return _run_contiguous(call.collective, exchange, *args, **kwargs)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
         """Each rank's part from a list."""
@@ -172,10 +179,13 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         if not kwargs and _are_simple(row, args):
             return run(*args) if row.name not in COPIED_LATER else _started(row, run, args, {})
         call = row.bind(args, kwargs)
+        refuse_overlap(call)
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
-            if tensor.layout is not torch.strided or _is_plain(tensor):
+            if tensor.layout is not torch.strided:
+                return tensor  # what a sparse one holds is replaced: a view of it would get the result alone
+            if _is_plain(tensor):
                 return tensor.detach()
             if (copy := copies.get(id(tensor))) is None:
                 copy = copies[id(tensor)] = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -216,6 +226,8 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
         return False  # one is missing, which `bind` says best
     for place in row.tensor_places:
         nested = args[place]
+        if type(nested) is list and len(nested) > 1 and row.name in JOINING:
+            return False  # they may share memory
         for item in nested if type(nested) is list else (nested,):
             is_plain = type(item) is Tensor and item.is_contiguous() and not item.requires_grad
             if not (is_plain and not item.is_neg() and not item.is_conj()) and not _is_simple(item):

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed import AllreduceOptions
 
 from torchft_like.errors import (
     GroupLostError,
@@ -19,11 +19,11 @@ from torchft_like.errors import (
     QuorumTimeoutError,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.joint_work import JointWork
+from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Call, Collective
 from torchft_like.process_group.swallowing import SwallowingGroup, skipped
 
 T = TypeVar("T")
+ALLREDUCE_COALESCED = BY_NAME["allreduce_coalesced"]
 
 
 # The manager has no quorum, or lost its group: `should_commit` will raise that, nothing else does.
@@ -40,8 +40,10 @@ class GroupManager(Protocol):
     def wait_quorum(self) -> None:
         """Until the group is configured for the current step."""
 
-    def group_allreduce(self, tensor: torch.Tensor, operation: ReduceOp) -> Work:
-        """Reduce in place over the participants; never fails, and its future carries a list."""
+    def group_allreduce(
+        self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
+    ) -> Work:
+        """Reduce in place over the participants, in one operation; never fails."""
 
     def num_participants(self) -> int:
         """How many contribute to the current step."""
@@ -113,7 +115,7 @@ class ManagedProcessGroup(SwallowingGroup):
             return 0
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        if collective.name in ("allreduce", "allreduce_coalesced"):
+        if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
             return self._allreduce(collective, args, kwargs)
         if self._is_lost(collective, args, kwargs):
             return skipped(collective.bind(args, kwargs), self)
@@ -130,19 +132,14 @@ class ManagedProcessGroup(SwallowingGroup):
         self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Work | None:
         if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
-            tensors, operation = args[0], args[1].reduceOp  # as DDP and torch.distributed call it
+            tensors, options = args[0][:], args[1]  # as DDP and torch.distributed call it
         else:
-            call = collective.bind(args, kwargs)
-            tensors, operation = call.outputs, call.reduce_op
-        manager = self._manager
+            tensors, options = collective.bind(args, kwargs).reduction()
         try:
-            if len(tensors) == 1:
-                return manager.group_allreduce(tensors[0], operation)
-            works = [manager.group_allreduce(tensor, operation) for tensor in tensors]
+            return self._manager.group_allreduce(tensors, options, collective=collective)
         except UNAVAILABLE as error:
-            manager.report_error(error)
+            self._manager.report_error(error)
             return skipped(collective.bind(args, kwargs), self)
-        return JointWork(works, lambda: list(tensors))
 
     def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing can come of a collective in this step, which then is lost."""

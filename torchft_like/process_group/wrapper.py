@@ -13,18 +13,17 @@ from datetime import timedelta
 from typing import Any, Self, Unpack
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
-from torchft_like.process_group.collectives import BY_NAME, Collective
+from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
 from torchft_like.process_group.work import Taker
 
 SHUTDOWN_SECONDS = 10.0
-ALLREDUCE = BY_NAME["allreduce"]
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -242,11 +241,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             generation = self._current()
         return generation.run(collective, args, kwargs)
 
-    def issue_allreduce(self, handle: Taker, tensors: list[torch.Tensor], options: AllreduceOptions) -> None:
-        """See ProcessGroup.issue_allreduce."""
+    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
+        """See ProcessGroup.issue."""
         if (generation := self._generation) is None:
             generation = self._current()
-        generation.issue(handle, ALLREDUCE, tensors, options)
+        generation.issue(handle, collective, *args)
 
     def _current(self) -> Generation:
         if (generation := self._generation) is None:

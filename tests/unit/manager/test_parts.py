@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -11,21 +12,35 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch._C._distributed_c10d import _make_nccl_premul_sum
-from torch.distributed import ReduceOp, Work
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, _make_nccl_premul_sum
+from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
-from torchft_like.errors import CheckpointError, ConfigError, QuorumTimeoutError, ShutdownError
+from torchft_like.errors import (
+    CheckpointError,
+    CollectiveRefusedError,
+    ConfigError,
+    QuorumTimeoutError,
+    ShutdownError,
+)
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, Report, reduction
+from torchft_like.manager.managed_work import (
+    ManagedGroupWork,
+    ManagedWork,
+    Report,
+    is_average,
+    options_for,
+    summing,
+)
 from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
 
 LIMIT_S = 30.0
 
@@ -112,7 +127,7 @@ W = TypeVar("W", bound=ManagedWork)
 
 def taking(kind: type[W], work: Work, tensor: torch.Tensor, divide_by: int | None, report: Report) -> W:
     """A work of the kind that has taken another."""
-    result = kind(tensor, divide_by, report)
+    result = kind([tensor], divide_by, report)
     result.take(work, None)
     return result
 
@@ -152,6 +167,9 @@ class Spare:
         self.attempt.agree(result)
         self.attempt.open_configured()
         self.reducer = Reducer(self.protocol, self.group, self)  # type: ignore[arg-type] # it has what is asked
+
+    def why_no_quorum(self) -> str:
+        return "there is one"
 
 
 class TestManagedWork:
@@ -214,9 +232,9 @@ class TestManagedWork:
 
     def test_a_finished_work_is_done(self) -> None:
         tensor = torch.ones(1)
-        assert ManagedWork.finished(tensor).is_completed()
-        assert ManagedWork.finished(tensor).wait()
-        assert ManagedWork.finished(tensor).get_future().value() is tensor
+        assert ManagedWork.finished([tensor]).is_completed()
+        assert ManagedWork.finished([tensor]).wait()
+        assert ManagedWork.finished([tensor]).get_future().value() is tensor
 
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
     @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.get_future])
@@ -224,7 +242,7 @@ class TestManagedWork:
         self, make: Callable[[], torch.Tensor], ask: Callable[[ManagedWork], object]
     ) -> None:
         tensor, work, pending = make(), FutureWork(), dict[ManagedWork, float]()
-        result = ManagedWork(tensor, 3, unexpected, pending)
+        result = ManagedWork([tensor], 3, unexpected, pending)
         result.take(work, None)
         if ask is ManagedWork.get_future:
             result.get_future()
@@ -239,7 +257,7 @@ class TestManagedWork:
         for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
             tensor, work = torch.ones(1).expand(2), FutureWork()
             errors, pending = list[Exception](), dict[ManagedWork, float]()
-            result = ManagedWork(tensor, 3, errors.append, pending)
+            result = ManagedWork([tensor], 3, errors.append, pending)
             result.take(work, None)
             work.future.set_result([tensor])
             assert ask(result) is not False
@@ -248,13 +266,32 @@ class TestManagedWork:
             assert ["single memory location" in str(error) for error in errors] == [True]
             assert pending == {}
 
+    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.get_future])
+    @pytest.mark.parametrize("is_inference", [False, True])
+    def test_memory_that_several_tensors_share_is_divided_once(
+        self, ask: Callable[[ManagedWork], object], is_inference: bool
+    ) -> None:
+        with torch.inference_mode(is_inference):
+            whole = torch.full((6,), 6.0)
+            tensors = [whole[:4], whole[2:], whole[:4], torch.full((1,), 9.0)]
+        work = FutureWork()
+        result = ManagedGroupWork(tensors, 3, unexpected)
+        result.take(work, None)
+        work.future.set_result(tensors)
+        ask(result)
+        assert result.wait()
+        assert whole.tolist() == [2.0] * 6
+        assert tensors[-1].tolist() == [3.0]
+        carried = result.get_future().wait()
+        assert all(given is tensor for given, tensor in zip(carried, tensors, strict=True))
+
 
 class TestReducer:
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
     def test_a_spare_adds_zeros_whatever_autograd_says(self, make: Callable[[], torch.Tensor]) -> None:
         tensor = make()
         spare = Spare()
-        assert spare.reducer.start(tensor, ReduceOp.AVG, ManagedWork).wait()
+        assert spare.reducer.start([tensor], options_for(ReduceOp.AVG), ManagedWork).wait()
         assert tensor.tolist() == [0.0, 0.0]
         assert spare.protocol.vote()
 
@@ -275,30 +312,67 @@ class TestReducer:
             ReduceOp.BOR: torch.bitwise_or,
         }
         tensor, spare = of_the_others.clone(), Spare()
-        assert spare.reducer.start(tensor, operation, ManagedWork).wait()
+        assert spare.reducer.start([tensor], options_for(operation), ManagedWork).wait()
         assert torch.equal(combine[operation](tensor, of_the_others), of_the_others)
         assert spare.protocol.vote()
 
+    @pytest.mark.parametrize("collective", [ALLREDUCE, BY_NAME["allreduce_coalesced"]])
+    def test_a_spare_adds_nothing_by_any_of_several_tensors(self, collective: Collective) -> None:
+        for operation, neutral in ((ReduceOp.SUM, 0), (ReduceOp.AVG, 0), (ReduceOp.MIN, math.inf)):
+            spare, tensors = Spare(), [torch.ones(3), torch.ones(3)]
+            work = spare.reducer.start(tensors, options_for(operation), ManagedGroupWork, collective)
+            assert work.wait()
+            assert torch.cat(tensors).tolist() == [neutral] * 6
+            calls = spare.group.pg.calls  # type: ignore[attr-defined] # it is a dummy
+            assert calls == {collective.name: 1}
+            assert spare.protocol.vote()
+
+    def test_tensors_that_overlap_lose_the_step_and_are_not_touched(self) -> None:
+        spare, whole = Spare(), torch.ones(4)
+        tensors = [whole[:3], whole[1:]]
+        work = spare.reducer.start(tensors, options_for(ReduceOp.SUM), ManagedGroupWork, of_all_members=True)
+        assert work.wait()
+        assert whole.tolist() == [1.0] * 4
+        assert isinstance(spare.protocol.failure, CollectiveRefusedError)
+        assert not spare.protocol.vote()
+
+    def test_after_the_step_is_lost_several_tensors_are_left_alone(self) -> None:
+        spare, tensors = Spare(), [torch.ones(2), torch.ones(3)]
+        spare.group.fail_current(RuntimeError("lost"))
+        work = spare.reducer.start(tensors, options_for(ReduceOp.AVG), ManagedGroupWork)
+        assert work.wait()
+        assert work.result()[1] is tensors[1]
+        assert torch.cat(tensors).tolist() == [1.0] * 5
+
     def test_a_spare_whose_tensor_cannot_be_written_to_loses_the_step(self) -> None:
         spare = Spare()
-        assert spare.reducer.start(torch.ones(1).expand(2), ReduceOp.AVG, ManagedWork).wait()
+        assert spare.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), ManagedWork).wait()
         assert not spare.protocol.vote()
         assert spare.attempt.pending_collectives == {}
 
 
-class TestReduction:
+class TestOptions:
     @pytest.mark.parametrize("spell", [lambda op: op, ReduceOp])
     def test_every_operation_is_known_however_it_is_spelled(self, spell: Callable[[Any], Any]) -> None:
         for operation in ReduceOp.RedOpType.__members__.values():
             if operation != ReduceOp.PREMUL_SUM:
-                options, is_average = reduction(spell(operation))
-                assert is_average == (operation == ReduceOp.AVG)
-                assert options.reduceOp == ReduceOp(ReduceOp.SUM if is_average else operation)
+                assert options_for(spell(operation)).reduceOp == ReduceOp(operation)
+                assert is_average(spell(operation)) == (operation == ReduceOp.AVG)
 
     def test_a_sum_that_multiplies_keeps_its_factor(self) -> None:
-        options, is_average = reduction(_make_nccl_premul_sum(0.25))
-        assert not is_average
-        assert options.reduceOp.__getstate__()[1] == 0.25  # type: ignore[index] # the stub knows object's
+        operation = _make_nccl_premul_sum(0.25)
+        assert not is_average(operation)
+        assert options_for(operation).reduceOp.__getstate__()[1] == 0.25  # type: ignore[index] # the stub knows object's
+
+    @pytest.mark.parametrize("kind", [AllreduceOptions, AllreduceCoalescedOptions])
+    def test_the_sum_of_an_average_keeps_everything_else_that_the_caller_asked_for(self, kind: Any) -> None:
+        options = kind()
+        options.reduceOp, options.timeout, options.asyncOp = ReduceOp.AVG, timedelta(seconds=7), False
+        made = summing(options)
+        assert type(made) is kind
+        assert made.reduceOp == ReduceOp(ReduceOp.SUM)
+        assert (made.timeout, made.asyncOp) == (timedelta(seconds=7), False)
+        assert options.reduceOp == ReduceOp.AVG
 
 
 class TestStateRegistry:

@@ -243,7 +243,7 @@ def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
     attempt.open_ready()
-    works = [ManagedWork(torch.ones(1), None, ignore, attempt.pending_collectives) for _ in range(2)]
+    works = [ManagedWork([torch.ones(1)], None, ignore, attempt.pending_collectives) for _ in range(2)]
     waits = []
     for work in works:
         waits.append(driver.waits_for())

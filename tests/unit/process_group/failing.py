@@ -16,7 +16,8 @@ from torchft_like.process_group import (
     ManagedProcessGroup,
     ProcessGroupDummy,
 )
-from torchft_like.process_group.collectives import BY_NAME, tensors_of
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.work import DoneWork
 
 from .conftest import LIMIT_S
@@ -100,9 +101,9 @@ class FakeManager:
         if self.trouble is not None:
             raise self.trouble
 
-    def group_allreduce(self, tensor: Tensor, operation: Any) -> Any:
+    def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Any:
         self.wait_quorum()
-        return DoneWork([tensor])
+        return DoneWork(tensors)
 
     def num_participants(self) -> int:
         self.wait_quorum()

@@ -11,7 +11,8 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
 
 # Methods of torch's class that are not collectives.
 NOT_COLLECTIVES = {

@@ -59,6 +59,15 @@ def test_it_reduces_as_one_group_does(party: Party, groups: Groups, name: str) -
     same_as_plain(party, groups, reduce)
 
 
+def test_it_reduces_coalesced_tensors_one_by_one(party: Party, groups: Groups) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> list[list[float]]:
+        tensors = [torch.tensor([rank + 1.0]), torch.tensor([2.0, 10.0 * rank])]
+        group.allreduce_coalesced(tensors).wait()
+        return [tensor.tolist() for tensor in tensors]
+
+    same_as_plain(party, groups, reduce)
+
+
 @pytest.mark.parametrize("root", range(SIZE))
 def test_it_broadcasts_from_every_rank(party: Party, groups: Groups, root: int) -> None:
     def broadcast(rank: int, group: ProcessGroup) -> float:
@@ -106,6 +115,9 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(party: Party, groups: 
 def test_what_it_cannot_do_is_a_typed_error(groups: Groups) -> None:
     with pytest.raises(NotSupportedError, match="one by one"):
         groups[0].reduce_scatter([torch.empty(1)], [[torch.empty(1)] * SIZE])
+    for name in ("allreduce", "broadcast"):
+        with pytest.raises(NotSupportedError, match="of 2 tensors"):
+            getattr(groups[0], name)([torch.ones(1), torch.ones(1)])
 
 
 def test_a_wrong_number_of_outputs_is_a_value_error(groups: Groups) -> None:

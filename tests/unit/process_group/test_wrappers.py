@@ -203,9 +203,9 @@ class FakeManager:
     def wait_quorum(self) -> None:
         self.quorums_waited_for += 1
 
-    def group_allreduce(self, tensor: Tensor, operation: Any) -> DoneWork:
-        self.reduced.append(operation)
-        return DoneWork([tensor.mul_(10)])
+    def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> DoneWork:
+        self.reduced.append((collective.name, options.reduceOp))
+        return DoneWork([tensor.mul_(10) for tensor in tensors])
 
     def num_participants(self) -> int:
         return self.participants
@@ -231,7 +231,12 @@ def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
     group.allreduce_coalesced([third]).wait()
     dist.all_reduce(third, ReduceOp.MAX, group=group)
     assert [first[0].item(), second[0].item(), third[0].item()] == [10, 10, 100]
-    assert manager.reduced == [ReduceOp.SUM] * 3 + [ReduceOp.MAX]
+    single, coalesced = "allreduce", "allreduce_coalesced"
+    assert manager.reduced == [
+        (single, ReduceOp.SUM),  # one of two tensors, not two of one
+        (coalesced, ReduceOp.SUM),
+        (single, ReduceOp.MAX),
+    ]
     result = group.allreduce([first, second]).get_future().wait()
     assert result[1] is second
     assert manager.quorums_waited_for == 0, "the manager's allreduce does that itself"

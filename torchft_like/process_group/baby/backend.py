@@ -29,7 +29,7 @@ from torchft_like.process_group.baby.lending import Lender, Loan
 from torchft_like.process_group.baby.nursery import Child
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.collectives import BY_NAME, Call, Collective
+from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.generation import AbortSignal, Membership
 
 # How much longer than an operation may take its subprocess may say nothing.
@@ -154,6 +154,7 @@ class RemoteBackend:
 
     def _run(self, collective: Collective, *args: Any, **kwargs: Any) -> Work | None:
         call = collective.bind(args, kwargs)
+        refuse_overlap(call)  # the subprocess may see copies
         with self._sending:
             loan = self._lender.lend(call)
             details = self._encoded(call, loan)
@@ -196,12 +197,8 @@ class RemoteBackend:
 
     def _patience_s(self, call: Call | None) -> float:
         """How long the subprocess may say nothing: longer than the operation may take."""
-        timeout_s = self._timeout_s
-        for value in (*call.args, *call.kwargs.values()) if call is not None else ():
-            own = getattr(value, "timeout", value)
-            if isinstance(own, timedelta) and own > timedelta(0):
-                timeout_s = own.total_seconds()
-        return timeout_s + SILENCE_S
+        own = None if call is None else call.timeout
+        return (self._timeout_s if own is None else own.total_seconds()) + SILENCE_S
 
     def _end_silent(self) -> None:
         self._end(f"it said nothing for {SILENCE_S:g} s longer than an operation may take, and was ended")

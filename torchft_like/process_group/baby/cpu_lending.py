@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.cpu_memory import (
     Block,
@@ -28,7 +29,7 @@ from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 from torchft_like.process_group.baby.work import BabyWork, Failures
-from torchft_like.process_group.collectives import Call, tensors_of
+from torchft_like.process_group.collectives import Call
 from torchft_like.writing import writing_to
 
 TENSORS_KEPT_MAX = 1024  # of one storage; a tensor is a view and takes about a kilobyte

@@ -34,13 +34,14 @@ from torchft_like.errors import (
     PeerLostError,
     ProcessGroupError,
 )
-from torchft_like.process_group.checking.descriptions import describe, timeout_of
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.checking.descriptions import describe
 from torchft_like.process_group.checking.link import End, Link, join
 from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request, encode_description
 from torchft_like.process_group.checking.referee import Problem
 from torchft_like.process_group.checking.rules import PAIRED, Disagreement
 from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedWork
-from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective, tensors_of
+from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
@@ -175,7 +176,7 @@ class CheckedBackend:
 
     def _submit(self, call: Call) -> CheckedWork:
         description = describe(call, self._world_size)
-        timeout = timeout_of(call) or self._timeout
+        timeout = call.timeout or self._timeout
         seconds = timeout.total_seconds()
         with self._lock:
             ticket = next(self._tickets)

@@ -6,13 +6,13 @@ The only part of the check that looks at tensors and at torch's options.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.checking.rules import EXCHANGED, PAIRED, Description
-from torchft_like.process_group.collectives import Call, split_sizes, tensors_of
+from torchft_like.process_group.collectives import Call
 
 # torch takes rank 0 where a call of these names no root.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -26,19 +26,10 @@ def describe(call: Call, world_size: int) -> Description:
     inputs = tuple(map(_specification, tensors_of(call.inputs)))
     outputs = () if row.output == row.input else tuple(map(_specification, tensors_of(call.outputs)))
     if row.agreement == EXCHANGED and row.output is not None and row.output.depth == 0:
-        output_sizes, input_sizes = split_sizes(call)
+        output_sizes, input_sizes = call.split_sizes
         inputs = _parts(call.inputs, input_sizes, world_size)
         outputs = _parts(call.outputs, output_sizes, world_size)
     return Description(row.name, row.agreement, inputs, outputs, _root(call), _reduce_op(call))
-
-
-def timeout_of(call: Call) -> timedelta | None:
-    """The limit that the call itself names."""
-    for value in _values(call):
-        limit = getattr(value, "timeout", value)
-        if isinstance(limit, timedelta) and limit > timedelta(0):
-            return limit
-    return None
 
 
 def _describe_pair(call: Call) -> Description:

@@ -1,0 +1,338 @@
+"""Every form that the tensors of one call can have, where torch's signatures take a list of them.
+
+Several tensors, the same memory twice, views that overlap, outputs that are inputs, dtypes and shapes that
+do not fit each other, none at all, sparse ones. What torch makes of them is not always sensible, and is
+always what ours have to do: the same numbers, or an error where torch has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, BroadcastOptions
+from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as c10d
+
+from .scene import Case, Scene, finish
+
+Tensors = list[Tensor]
+Take = Callable[[Scene], Tensors]
+
+REDUCTIONS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MAX": ReduceOp.MAX}
+
+
+def two(s: Scene) -> Tensors:
+    return [s.tensor(), s.tensor(1)]
+
+
+def three(s: Scene) -> Tensors:
+    return [s.tensor(), s.tensor(1), s.tensor(2)]
+
+
+def same_twice(s: Scene) -> Tensors:
+    tensor = s.tensor()
+    return [tensor, tensor]
+
+
+def same_thrice_among_others(s: Scene) -> Tensors:
+    tensor = s.tensor()
+    return [tensor, s.tensor(1), tensor, tensor]
+
+
+def two_views_of_one(s: Scene) -> Tensors:
+    tensor = s.tensor()
+    return [tensor, tensor[...]]
+
+
+def overlapping(s: Scene) -> Tensors:
+    whole = s.tensor(shape=(9,))
+    return [whole[:6], whole[3:]]
+
+
+def side_by_side(s: Scene) -> Tensors:
+    """Views of one memory that share no element."""
+    whole = s.tensor(shape=(8,))
+    return [whole[:4], whole[4:]]
+
+
+def two_shapes(s: Scene) -> Tensors:
+    return [s.tensor(), s.tensor(1, (5,))]
+
+
+def two_dtypes(s: Scene) -> Tensors:
+    return [s.tensor(), s.tensor(1).to(torch.int64)]
+
+
+def none(s: Scene) -> Tensors:
+    return []
+
+
+def sparse(s: Scene) -> Tensors:
+    return [s.tensor().to_sparse()]
+
+
+def two_sparse(s: Scene) -> Tensors:
+    return [s.tensor().to_sparse(), s.tensor(1).to_sparse()]
+
+
+def same_sparse_twice(s: Scene) -> Tensors:
+    tensor = s.tensor().to_sparse()
+    return [tensor, tensor]
+
+
+def sparse_of_few(s: Scene) -> Tensors:
+    """Each rank has other places, and as many as its number."""
+    places = torch.arange(s.rank).reshape(1, -1)
+    return [torch.sparse_coo_tensor(places, torch.ones(s.rank), (4,), check_invariants=False)]
+
+
+def in_rows(s: Scene) -> Tensors:
+    return [torch.eye(3).mul_(s.rank + 1).to_sparse_csr()]
+
+
+LISTS: dict[str, Take] = {
+    take.__name__.replace("_", " "): take
+    for take in (
+        two,
+        three,
+        same_twice,
+        same_thrice_among_others,
+        two_views_of_one,
+        overlapping,
+        side_by_side,
+        two_shapes,
+        two_dtypes,
+        none,
+        sparse,
+        two_sparse,
+        same_sparse_twice,
+        sparse_of_few,
+        in_rows,
+    )
+}
+
+
+def reducing(name: str, take: Take, operation: Any) -> Case:
+    """`allreduce` or `allreduce_coalesced` of a list."""
+    kind = AllreduceOptions if name == "allreduce" else AllreduceCoalescedOptions
+
+    def case(s: Scene) -> Any:
+        tensors, options = take(s), kind()
+        options.reduceOp = operation
+        return finish(getattr(s.group, name)(tensors, options), s.mode), tensors
+
+    return case
+
+
+def averaging(take: Take) -> Case:
+    """What an average is: the sum, divided. torch divides the first of several, and no sparse one."""
+
+    def case(s: Scene) -> Any:
+        seen, tensors = reducing("allreduce", take, ReduceOp.SUM)(s)
+        quotients = [tensor / s.world for tensor in tensors]
+        for tensor, quotient in zip(tensors, quotients, strict=True):
+            tensor.copy_(quotient)
+        return seen, tensors
+
+    return case
+
+
+def broadcasting(take: Take, root_tensor: int = 0) -> Case:
+    def case(s: Scene) -> Any:
+        tensors, options = take(s), BroadcastOptions()
+        options.rootRank, options.rootTensor = s.root, root_tensor
+        return waited(s.group.broadcast(tensors, options), tensors)
+
+    return case
+
+
+def of_many(name: str, arguments: Callable[[Scene], tuple[Any, ...]], output: int = 0) -> Case:
+    """A method, and the argument of it that is seen afterwards."""
+
+    def case(s: Scene) -> Any:
+        given = arguments(s)
+        return waited(getattr(s.group, name)(*given), given[output])
+
+    return case
+
+
+def waited(work: Any, outputs: Any) -> Any:
+    if work is not None:
+        work.wait()
+    return outputs
+
+
+def parts(tensor: Tensor, count: int) -> Tensors:
+    return list(tensor.chunk(count))
+
+
+def own_place(s: Scene, places: Tensors) -> Tensors:
+    """The places of all ranks, with the caller's tensor in its own."""
+    places[s.rank].copy_(s.tensor(shape=tuple(places[s.rank].shape)))
+    return places
+
+
+def gathered_in_place(s: Scene) -> tuple[Any, ...]:
+    places = own_place(s, parts(s.blank((s.world * 2,)), s.world))
+    return [places], [places[s.rank]]
+
+
+def joined_in_place(s: Scene) -> tuple[Any, ...]:
+    whole = s.blank((s.world * 2,))
+    return whole, own_place(s, parts(whole, s.world))[s.rank]
+
+
+def scattered_in_place(s: Scene) -> tuple[Any, ...]:
+    whole = s.tensor(shape=(s.world * 2,))
+    return parts(whole, s.world)[s.rank], whole
+
+
+def exchanged_in_place(s: Scene) -> tuple[Any, ...]:
+    tensors = [s.tensor(rank) for rank in s.ranks]
+    return tensors, tensors
+
+
+def all_exchanged_in_place(s: Scene) -> tuple[Any, ...]:
+    tensor = s.tensor(shape=s.joined())
+    return tensor, tensor.clone() if s.is_reference else tensor, [], []
+
+
+def same_output_everywhere(s: Scene) -> tuple[Any, ...]:
+    return [s.blank()] * s.world, [s.tensor(rank) for rank in s.ranks]
+
+
+def with_first_repeated(s: Scene, which: str) -> tuple[Any, ...]:
+    """Two outputs and inputs of a coalesced call, of which two are the same."""
+    outputs, inputs = (
+        [s.blank((s.world * 2,)), s.blank((s.world * 2,))],
+        [s.tensor(0, (2,)), s.tensor(1, (2,))],
+    )
+    twice = outputs if which == "output" else inputs
+    twice[1] = twice[0]
+    return outputs, inputs
+
+
+OTHERS: dict[str, Case] = {
+    "reduce of two": of_many("reduce", lambda s: (two(s),)),
+    "allgather of two": of_many(
+        "allgather", lambda s: ([[s.blank() for _ in range(2 * s.world)] for _ in range(2)], two(s))
+    ),
+    "allgather into one list of two": of_many("allgather", lambda s: ([s.blanks()], two(s))),
+    "allgather in place": of_many("allgather", gathered_in_place),
+    "allgather into one tensor": of_many("allgather", lambda s: ([[s.blank()] * s.world], [s.tensor()])),
+    "allgather of sparse": of_many("allgather", lambda s: ([s.blanks()], sparse(s))),
+    "allgather_coalesced of two dtypes": of_many(
+        "allgather_coalesced",
+        lambda s: ([[s.blank(), s.blank().long()] for _ in s.ranks], two_dtypes(s)),
+    ),
+    "allgather_coalesced of the same twice": of_many(
+        "allgather_coalesced", lambda s: ([[s.blank(), s.blank()] for _ in s.ranks], same_twice(s))
+    ),
+    "allgather_coalesced into the same twice": of_many(
+        "allgather_coalesced", lambda s: ([[s.blank()] * 2 for _ in s.ranks], two(s))
+    ),
+    "_allgather_base in place": of_many("_allgather_base", joined_in_place),
+    "_allgather_base of sparse": of_many("_allgather_base", lambda s: (s.blank(s.joined()), sparse(s)[0])),
+    "allgather_into_tensor_coalesced of the same twice": of_many(
+        "allgather_into_tensor_coalesced", lambda s: with_first_repeated(s, "input")
+    ),
+    "allgather_into_tensor_coalesced into the same twice": of_many(
+        "allgather_into_tensor_coalesced", lambda s: with_first_repeated(s, "output")
+    ),
+    "gather of two": of_many("gather", lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], two(s))),
+    "gather in place": of_many(
+        "gather",
+        lambda s: gathered_in_place(s) if s.rank == 0 else ([], [s.tensor(shape=(2,))]),
+    ),
+    "scatter to two": of_many(
+        "scatter",
+        lambda s: (
+            [s.blank(), s.blank()],
+            [[s.tensor(rank) for rank in s.ranks]] * 2 if s.rank == 0 else [],
+        ),
+    ),
+    "scatter of the same": of_many(
+        "scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world] if s.rank == 0 else [])
+    ),
+    "reduce_scatter to two": of_many(
+        "reduce_scatter",
+        lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2),
+    ),
+    "reduce_scatter of the same": of_many(
+        "reduce_scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world])
+    ),
+    "_reduce_scatter_base in place": of_many("_reduce_scatter_base", scattered_in_place),
+    "reduce_scatter_tensor_coalesced of the same twice": of_many(
+        "reduce_scatter_tensor_coalesced",
+        lambda s: ([s.blank(), s.blank()], [s.tensor(shape=s.joined())] * 2),
+    ),
+    "reduce_scatter_tensor_coalesced into the same twice": of_many(
+        "reduce_scatter_tensor_coalesced",
+        lambda s: ([s.blank()] * 2, [s.tensor(shape=s.joined()), s.tensor(1, s.joined())]),
+    ),
+    "alltoall in place": of_many("alltoall", exchanged_in_place),
+    "alltoall of the same": of_many("alltoall", lambda s: (s.blanks(), [s.tensor()] * s.world)),
+    "alltoall into the same": of_many("alltoall", same_output_everywhere),
+    "alltoall_base in place": of_many("alltoall_base", all_exchanged_in_place),
+}
+
+
+def _coalesced(calls: Sequence[Callable[[Scene], tuple[Any, ...]]]) -> Case:
+    """Functions in `_coalescing_manager`; it makes one call of those that are the same function."""
+
+    def case(s: Scene) -> Any:
+        with c10d._coalescing_manager(s.group) as manager:
+            seen = [call(s) for call in calls]
+        for work in manager.works:
+            work.wait()
+        return seen
+
+    return case
+
+
+def _reduced(operation: Any = ReduceOp.SUM, change: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+    def call(s: Scene) -> Tensor:
+        tensor = change(s.tensor())
+        dist.all_reduce(tensor, operation, group=s.group)
+        return tensor
+
+    return call
+
+
+def _same_twice_in_one(s: Scene) -> Any:
+    tensor = s.tensor()
+    with c10d._coalescing_manager(s.group):
+        dist.all_reduce(tensor, group=s.group)
+        dist.all_reduce(tensor, group=s.group)
+    return tensor
+
+
+COALESCING: dict[str, Case] = {
+    "nothing": _coalesced([]),
+    "one": _coalesced([_reduced()]),
+    "averages": _coalesced([_reduced(ReduceOp.AVG), _reduced(ReduceOp.AVG)]),
+    "different reductions": _coalesced([_reduced(), _reduced(ReduceOp.MAX)]),
+    "two dtypes": _coalesced([_reduced(), _reduced(change=lambda t: t.long())]),
+    "the same twice": _same_twice_in_one,
+}
+
+
+FORMS: dict[str, Case] = {
+    **{
+        f"{name} of {words}, {reduction}": reducing(name, take, operation)
+        for name in ("allreduce", "allreduce_coalesced")
+        for words, take in LISTS.items()
+        for reduction, operation in REDUCTIONS.items()
+    },
+    **{f"broadcast of {words}": broadcasting(take) for words, take in LISTS.items()},
+    "broadcast of the second of two": broadcasting(two, 1),
+    "broadcast of no such tensor": broadcasting(two, 2),
+    **OTHERS,
+    **{f"coalescing of {words}": case for words, case in COALESCING.items()},
+}
+
+AVERAGES = {f"average of {words}": averaging(take) for words, take in LISTS.items()}
