@@ -40,7 +40,7 @@ format: $(READY)  ## rewrite the sources in the project's format
 proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 	$(BIN)/python tools/generate_wire.py
 
-bench: $(READY)  ## every benchmark, beside torchft 0.2.0 in the same run
+bench: $(READY)  ## every benchmark, beside torchft 0.2.0 and its nightly in the same run
 	$(BIN)/python -m benchmarks.run
 
 # Without a C compiler: `make simulate SIMULATE=`, which takes more than twice as long.

@@ -175,10 +175,13 @@ class Reconfigurable(_Unmanaged):
 
 
 def configure(group: Any, port: int, prefix: str, rank: int, world_size: int) -> None:
-    """By keyword: torchft has `replica_id` in another place."""
-    group.configure(
-        store_addr=f"127.0.0.1:{port}/{prefix}", replica_id=str(rank), rank=rank, world_size=world_size
-    )
+    """By keyword: torchft has `replica_id` in another place. Its nightly has a function instead."""
+    store_addr = f"127.0.0.1:{port}/{prefix}"
+    if hasattr(group, "configure"):
+        group.configure(store_addr=store_addr, replica_id=str(rank), rank=rank, world_size=world_size)
+        return
+    groups = importlib.import_module("torchft.process_group")
+    groups.reconfigure_with_store(group, store_addr, rank, world_size, timeout=LIMIT)
 
 
 class Managed:

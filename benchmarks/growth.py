@@ -13,9 +13,9 @@ import psutil
 
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.report import Result
-from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT, System, start_job, take_turn
+from benchmarks.systems import OURS, PEER_VERSIONS, PEERS, PLAIN_DDP, System, start_job, take_turn
 
-SYSTEMS = (PLAIN_DDP, TORCHFT, OURS)
+SYSTEMS = (PLAIN_DDP, *PEERS, OURS)
 REPLICA_COUNTS = (2, 4, 8)
 STEPS_PER_TURN = 50
 
@@ -24,6 +24,7 @@ METHOD = [
     f"each process. A sample is the mean step of a turn of {STEPS_PER_TURN} on replica 0.",
     "Memory after the last turn: resident (RSS), and unique to the process (USS), which leaves out what "
     "processes share, such as torch's libraries.",
+    PEER_VERSIONS,
     "torchft's lighthouse is measured as its users start it, by a Python process that imports torchft and "
     "with it torch; the lighthouse of this project imports no torch.",
 ]

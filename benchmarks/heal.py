@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Result
-from benchmarks.systems import FOLDER, OURS, TORCHFT, System
+from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System
 
 MEGABYTES = (1, 16, 64, 256)
 CONTESTANTS = (
     OURS,
-    TORCHFT,
-    replace(TORCHFT, name="torchft, 4 chunks", worker_options=("--chunks=4",)),
+    *PEERS,
+    *(replace(peer, name=f"{peer.name}, 4 chunks", worker_options=("--chunks=4",)) for peer in PEERS),
 )
 SECONDS_MAX = 60.0
 
@@ -21,6 +21,7 @@ METHOD = [
     "its package's HTTPTransport, the other fetches it. The sender's snapshot and the transfer are both "
     "counted, the snapshot also by itself; process start and connection to the lighthouse are not.",
     "The systems take turns. Every fetched state was compared with the offered one by checksum.",
+    PEER_VERSIONS,
     "torchft sends the live tensors, unchecked; ours a snapshot with a checksum for every chunk.",
 ]
 

@@ -1,7 +1,7 @@
 """What a lighthouse costs: CPU for a quorum round of N replicas, and for sessions that only stay open.
 
 The replicas are simulated: a gRPC channel each, with a TCP connection of its own, and nothing behind
-it. Both lighthouses answer the same clients over torchft's unary wire. The CPU is that of the
+it. All lighthouses answer the same clients over torchft's unary wire. The CPU is that of the
 lighthouse's process, user and system time, as the kernel counts it; what the clients use is not in it.
 """
 
@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.processes import Fleet
 from benchmarks.report import Bar, Result
-from benchmarks.systems import OURS, TORCHFT, Lighthouse, System, start_lighthouse
+from benchmarks.systems import OURS, PEER_VERSIONS, PEERS, Lighthouse, System, start_lighthouse
 from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import Keepalive, make_aio_channel
@@ -35,7 +35,8 @@ _NO_PINGS = Keepalive(time_ms=24 * 3_600_000, timeout_ms=20_000)
 
 METHOD = [
     "N simulated replicas, one TCP connection each, all in one client process; the lighthouse is a process "
-    "of its own with default settings, except min_replicas = N and a heartbeat timeout of 10 minutes.",
+    "of its own with default settings, except min_replicas = N and a heartbeat timeout of 10 minutes. "
+    f"{PEER_VERSIONS}",
     "A round: every replica calls Quorum (unary, torchft's wire) and has read the whole answer. A sample is "
     "the lighthouse's CPU time (user + system) over a block of rounds, divided by their number; one block "
     "before is not counted. Members carry a 41-character id and two addresses, as in a real job.",
@@ -67,7 +68,7 @@ def main(plan: Plan | None = None) -> Result:
         METHOD,
     )
     for replicas in plan.replicas:
-        for system in (OURS, TORCHFT):
+        for system in (OURS, *PEERS):
             samples = asyncio.run(_round_costs(system, replicas, plan))
             result.add(_round_case(replicas), system.name, "ms of CPU", samples)
     percents, megabytes = asyncio.run(_idle_costs(plan))
@@ -88,13 +89,14 @@ def _bars(result: Result, plan: Plan) -> list[Bar]:
     return [
         *(
             Bar(
-                f"{_round_case(replicas)}: over torchft's",
-                result.ratio(_round_case(replicas), OURS.name, TORCHFT.name),
+                f"{_round_case(replicas)}: over that of {peer.name}",
+                result.ratio(_round_case(replicas), OURS.name, peer.name),
                 CPU_RATIO_MAX,
                 "x",
             )
             for replicas in plan.replicas
             if replicas == BAR_REPLICAS
+            for peer in PEERS
         ),
         Bar("1,000 idle sessions: CPU", cpu, IDLE_CPU_PERCENT_MAX, "% of a core"),
         Bar("1,000 idle sessions: memory", memory, IDLE_MEMORY_MB_MAX, "MB"),

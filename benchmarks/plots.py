@@ -12,11 +12,12 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.process_groups import CONTESTANTS, SHARED
 from benchmarks.report import RESULTS
-from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT
+from benchmarks.systems import OURS, PEERS, PLAIN_DDP
 
 COLUMNS_MAX = 4
 LINEAR_SPAN_MAX = 20
-COLORS = {system.name: system.color for system in (OURS, TORCHFT, PLAIN_DDP, *CONTESTANTS)}
+SYSTEMS = (OURS, *PEERS, PLAIN_DDP)
+COLORS = {of.name: of.color for of in SYSTEMS} | {of.name: of.color for of in CONTESTANTS}
 OTHER_COLORS = ("tab:red", "tab:purple", "tab:brown")
 
 Case = list[dict[str, Any]]

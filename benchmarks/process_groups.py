@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
-from benchmarks.systems import FOLDER, OURS, TORCHFT, System, start_lighthouse
+from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System, start_lighthouse
 
 SECONDS_MAX = 60.0  # for one answer
 SIZE_SECONDS_MAX = 75.0  # for all rounds of a size, of a number of ranks, and of fresh processes
@@ -56,9 +56,11 @@ CONTESTANTS = (
     Contestant("ErrorSwallowing", OURS, "ErrorSwallowing"),
     Contestant("Managed", OURS, "Managed"),
     Contestant("BabyGloo", OURS, "BabyGloo"),
-    Contestant("torchft's Gloo", TORCHFT, "Gloo"),
-    Contestant("torchft's Managed", TORCHFT, "Managed"),
-    Contestant("torchft's BabyGloo", TORCHFT, "BabyGloo"),
+    *(
+        Contestant(f"{peer.name}'s {group}", peer, group)
+        for peer in PEERS
+        for group in ("Gloo", "Managed", "BabyGloo")
+    ),
 )
 
 
@@ -207,6 +209,7 @@ ALLREDUCE_METHOD = [
     "Added: the block's median minus that of torch's own ProcessGroupGloo in the same round; over: divided "
     "by it. With two processes on two cores, what one rank adds to its own call delays the other, too. Own "
     "cores: each rank, with the threads of its groups, was bound to one; else the system moves them.",
+    PEER_VERSIONS,
 ]
 
 
@@ -215,7 +218,7 @@ def allreduce(plan: Plan) -> Result:
     result = Result("process_groups", "What does an allreduce cost in each process group?", ALLREDUCE_METHOD)
     with Fleet() as fleet:
         store = start_store(fleet)
-        pairs = {system: Pair(fleet, system, store) for system in (OURS, TORCHFT)}
+        pairs = {system: Pair(fleet, system, store) for system in (OURS, *PEERS)}
         for contestant in CONTESTANTS:
             pairs[contestant.package].meet("make", contestant.group)
         for size in SIZES:
@@ -282,9 +285,15 @@ CONFIGURE_METHOD = [
     "them is configured; the first is not counted.",
     f"{RAW}: a new client of the store, a new device and a new group, as `new_group` makes them; the "
     "destruction of the group before is outside the time. The others end the one before inside it.",
+    PEER_VERSIONS,
+    "The nightly has no `configure`: its users call `reconfigure_with_store`, which exchanges "
+    "handles through the store first.",
 ]
 CONFIGURED = tuple(contestant for contestant in CONTESTANTS if contestant.group not in ("raw", "Managed"))
-GROWING = ((RAW, "torch", OURS), ("Gloo", "torchft_like", OURS), ("torchft's Gloo", "torchft", TORCHFT))
+GROWING = (
+    (RAW, "torch", OURS),
+    *((c.name, c.package.package, c.package) for c in CONTESTANTS if c.group == "Gloo"),
+)
 
 
 def configure(plan: Plan) -> Result:
@@ -305,7 +314,7 @@ def _measure_classes(result: Result, fleet: Fleet, store: int, plan: Plan) -> No
     first: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
     again: dict[str, list[float]] = {contestant.name: [] for contestant in CONFIGURED}
     for _ in turns(plan.fresh_pairs - 1, CLASSES_SECONDS_MAX):
-        pairs = {system: Pair(fleet, system, store) for system in (OURS, TORCHFT)}
+        pairs = {system: Pair(fleet, system, store) for system in (OURS, *PEERS)}
         for contestant in CONFIGURED:
             first[contestant.name].append(pairs[contestant.package].meet("make", contestant.group))
         for _ in turns(plan.reconfigurations - 1, AGAIN_SECONDS_MAX):
@@ -346,6 +355,7 @@ MEMORY_METHOD = [
     "only this process holds; PSS: with its share of what it shares (libraries, the fork server's pages).",
     "Ours: the server has torch loaded and forks; the child runs the backend; the spare waits for the next "
     "configure; server and spare serve all Baby groups of a process. torchft: every group spawns a child.",
+    PEER_VERSIONS,
 ]
 
 
@@ -355,7 +365,7 @@ def memory(plan: Plan) -> Result:
     found: dict[tuple[str, str], list[float]] = {}
     with Fleet() as fleet:
         store = start_store(fleet)
-        for system, name in ((OURS, "BabyGloo"), (TORCHFT, "torchft's BabyGloo")):
+        for name, system in [(c.name, c.package) for c in CONTESTANTS if c.is_baby]:
             pair = Pair(fleet, system, store)
             pair.meet("make", "BabyGloo")
             pair.meet("configure", "BabyGloo")
@@ -390,7 +400,7 @@ def _await_spares(pair: Pair) -> list[Record]:
     deadline = time.monotonic() + SECONDS_MAX
     while True:
         answers = pair.ask(do="roles", group="BabyGloo")
-        if pair.system is TORCHFT or all("spare" in answer["roles"] for answer in answers):
+        if pair.system is not OURS or all("spare" in answer["roles"] for answer in answers):
             return answers
         if time.monotonic() > deadline:
             raise TimeoutError(f"no spare within {SECONDS_MAX} s: {answers}")

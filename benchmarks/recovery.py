@@ -17,7 +17,16 @@ from typing import Protocol
 
 from benchmarks.processes import Fleet, FleetProcess, NotReportedError, Record
 from benchmarks.report import Bar, Result
-from benchmarks.systems import OURS, TORCHFT, Lighthouse, System, start_lighthouse, start_worker
+from benchmarks.systems import (
+    OURS,
+    PEER_VERSIONS,
+    TORCHFT,
+    TORCHFT_NIGHTLY,
+    Lighthouse,
+    System,
+    start_lighthouse,
+    start_worker,
+)
 
 REPLICAS = 3
 STOP_OPERATION_TIMEOUT_S = 10
@@ -30,15 +39,21 @@ KILL = "SIGKILL of a replica"
 STOP = "SIGSTOP inside a collective"
 AWAY = "lighthouse killed, back after 2 s"
 
-# torchft's own DDP wrapper does not outlive a dead peer, so its gradients go through its allreduce.
-PEER = replace(TORCHFT, worker_options=("--gradients=allreduce",))
-PEER_QUICK_HEARTBEAT = replace(
-    PEER, name="torchft, heartbeat timeout 1 s", lighthouse_options=("--heartbeat_timeout_ms=1000",)
+# The DDP wrapper of torchft 0.2.0 does not outlive a dead peer, so its gradients go through its allreduce.
+PEERS = (replace(TORCHFT, worker_options=("--gradients=allreduce",)), TORCHFT_NIGHTLY)
+QUICK_HEARTBEAT = tuple(
+    replace(
+        peer, name=f"{peer.name}, heartbeat timeout 1 s", lighthouse_options=("--heartbeat_timeout_ms=1000",)
+    )
+    for peer in PEERS
 )
-PEER_RETRIES = replace(
-    PEER,
-    name="torchft, quorum_retries 10",
-    worker_options=(*PEER.worker_options, "--quorum-retries=10"),
+RETRIES = tuple(
+    replace(
+        peer,
+        name=f"{peer.name}, quorum_retries 10",
+        worker_options=(*peer.worker_options, "--quorum-retries=10"),
+    )
+    for peer in PEERS
 )
 
 METHOD = [
@@ -51,8 +66,8 @@ METHOD = [
     f"timeout is {STOP_OPERATION_TIMEOUT_S} s for every system (the default of torchft is 60 s).",
     f"Between faults the victim is started again and all three replicas commit {SETTLED_STEPS} steps "
     "together. Every lighthouse outage is that of a fresh job.",
-    "torchft averages gradients with Manager.allreduce, because its DistributedDataParallel raises in the "
-    "survivors when a peer dies; ours uses DistributedDataParallel.",
+    f"{PEER_VERSIONS} 0.2.0 averages gradients with Manager.allreduce, because its DistributedDataParallel "
+    "raises in the survivors when a peer dies; the nightly and ours use DistributedDataParallel.",
 ]
 
 
@@ -85,30 +100,35 @@ def main(plan: Plan = Plan()) -> Result:
 def _bars(result: Result) -> list[Bar]:
     return [
         Bar("SIGKILL to next committed step, median", result.median(KILL, OURS.name), 0.20, "s"),
-        Bar("the same over torchft's", result.ratio(KILL, OURS.name, PEER.name), 1 / 20, "x"),
+        *(
+            Bar(f"the same over that of {peer.name}", result.ratio(KILL, OURS.name, peer.name), 1 / 20, "x")
+            for peer in PEERS
+        ),
         Bar("SIGSTOP to next committed step, median", result.median(STOP, OURS.name), 1.6, "s"),
         Bar("lighthouse back to next committed step, median", result.median(AWAY, OURS.name), 0.8, "s"),
     ]
 
 
 def _measure_kills(result: Result, plan: Plan) -> None:
-    for system, count in (
-        (OURS, plan.kills),
-        (PEER, plan.kills_peer),
-        (PEER_QUICK_HEARTBEAT, plan.kills_peer),
-    ):
+    for system in (OURS, *PEERS, *QUICK_HEARTBEAT):
+        count = plan.kills if system is OURS else plan.kills_peer
         with _job(system) as job:
             result.add(KILL, system.name, "s", [job.sample(_kill) for _ in range(count)])
 
 
 def _measure_stops(result: Result, plan: Plan) -> None:
-    for system, count in ((OURS, plan.stops), (PEER, plan.stops_peer)):
+    for system in (OURS, *PEERS):
+        count = plan.stops if system is OURS else plan.stops_peer
         with _job(system, f"--timeout={STOP_OPERATION_TIMEOUT_S}") as job:
             result.add(STOP, system.name, "s", [job.sample(_stop) for _ in range(count)])
 
 
 def _measure_lighthouse(result: Result, plan: Plan) -> None:
-    counts = ((OURS, plan.aways), (PEER, plan.aways_peer), (PEER_RETRIES, plan.aways_retries))
+    counts = (
+        (OURS, plan.aways),
+        *((peer, plan.aways_peer) for peer in PEERS),
+        *((peer, plan.aways_retries) for peer in RETRIES),
+    )
     for system, count in counts:
         samples = []
         for _ in range(count):

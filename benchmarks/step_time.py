@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from benchmarks.processes import Fleet
 from benchmarks.report import Bar, Result
-from benchmarks.systems import OURS, PLAIN_DDP, TORCHFT, System, start_job, take_turn
+from benchmarks.systems import OURS, PEER_VERSIONS, PEERS, PLAIN_DDP, System, start_job, take_turn
 
-SYSTEMS = (PLAIN_DDP, TORCHFT, OURS)
+SYSTEMS = (PLAIN_DDP, *PEERS, OURS)
 REPLICAS = 2
 STEPS_PER_TURN = {"tiny": 200, "0.3M": 150, "4M": 30}
 
 METHOD = [
     f"{REPLICAS} replicas of a three-layer MLP (tiny, 0.3M and 4M parameters), batch 32, SGD with momentum, "
     "gloo, one torch thread for each process, all processes on one machine.",
-    "Every system through its DistributedDataParallel; torchft and ours with their Optimizer (a quorum and "
-    "a vote in every step) and their own lighthouse daemon.",
+    "Every system through its DistributedDataParallel; torchft's and ours with their Optimizer (a quorum and "
+    f"a vote in every step) and their own lighthouse daemon. {PEER_VERSIONS}",
     "The systems run at the same time and take turns; a sample is the mean step of a turn on replica 0. "
     "Every step of every turn was committed by all replicas, or the benchmark fails.",
     "The ratio is the median over rounds of a system's sample over plain DDP's of the same round.",
@@ -50,14 +50,19 @@ def _measure_model(result: Result, plan: Plan, model: str, steps: int) -> None:
     for system in SYSTEMS:
         result.add(f"{model} MLP", system.name, "ms", samples[system.name])
     over_plain = {}
-    for system in (TORCHFT, OURS):
+    for system in (*PEERS, OURS):
         ratios = [a / b for a, b in zip(samples[system.name], samples[PLAIN_DDP.name], strict=True)]
         over_plain[system.name] = statistics.median(ratios)
         result.add(f"{model} MLP, over plain DDP", system.name, "x", ratios)
-    limit = over_plain[TORCHFT.name]
-    result.bars.append(
-        Bar(f"{model} MLP: over plain DDP, against torchft's", over_plain[OURS.name], limit, "x")
-    )
+    result.bars += [
+        Bar(
+            f"{model} MLP: over plain DDP, against that of {peer.name}",
+            over_plain[OURS.name],
+            over_plain[peer.name],
+            "x",
+        )
+        for peer in PEERS
+    ]
 
 
 def step_times(

@@ -37,9 +37,12 @@ class System:
 
 OURS = System("torchft_like", "torchft_like", "tab:blue")
 TORCHFT = System("torchft", "torchft", "tab:orange", RELEASE)
-TORCHFT_NIGHTLY = System("torchft nightly", "torchft", "tab:red", NIGHTLY)
+TORCHFT_NIGHTLY = System("torchft nightly", "torchft", "tab:green", NIGHTLY)
 PEERS = (TORCHFT, TORCHFT_NIGHTLY)
 PLAIN_DDP = System("plain DDP", "ddp", "tab:gray")
+
+# A line for the method of every benchmark with peers.
+PEER_VERSIONS = ", ".join(f"{system.name} is {system.peer}" for system in PEERS) + ", from the package index."
 
 
 @dataclass
