@@ -34,8 +34,9 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
 
     The subprocess is a fork of a process that has torch loaded; it never runs the caller's main module.
     A spare is kept ready, so only `prepare`, or else the first `configure` of a process, waits for torch
-    to load. It ends with this process, however that ends. When it dies, or is killed, what is under way
-    raises SubprocessLostError at once, and the next `configure` uses another.
+    to load, which does not count against the timeout. It ends with this process, however that ends. When it
+    dies, or is killed, what is under way raises SubprocessLostError at once, and the next `configure` uses
+    another.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.

@@ -33,7 +33,7 @@ from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
 HOW_ENDED_S_MAX = 5.0
-LOAD_S_MAX = 60.0
+LOAD_S_MAX = 300.0  # for what takes 3 s at rest: a machine that starts a job is busy
 ENDS_KNOWN_MAX = 64
 
 _BOOTSTRAP = (
@@ -123,6 +123,9 @@ class Nursery:
     def take(self, abort: Abort, timeout_s: float) -> Child:
         """A fork: the spare if there is one.
 
+        Args:
+            timeout_s: from when the server has loaded torch, for which it has `LOAD_S_MAX`.
+
         Raises:
             SubprocessLostError: none could be had.
             ProcessGroupAbortedError: `abort` was set meanwhile.
@@ -132,7 +135,7 @@ class Nursery:
             with self._changed:
                 self._takers += 1
                 try:
-                    return self._wait_for_fork(abort, time.monotonic() + timeout_s)
+                    return self._wait_for_fork(abort, timeout_s)
                 finally:
                     self._takers -= 1
         finally:
@@ -196,8 +199,8 @@ class Nursery:
         with self._changed:
             return {} if self._server is None else self._server.pids()
 
-    def _wait_for_fork(self, abort: Abort, deadline: float) -> Child:
-        server = self._running()
+    def _wait_for_fork(self, abort: Abort, timeout_s: float) -> Child:
+        server, since = self._running(), time.monotonic()
         asked = server.asked
         server.expect(self._takers)
         while (child := server.take()) is None:
@@ -205,8 +208,8 @@ class Nursery:
             if server.last_refused > asked:
                 raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
             server.expect(self._takers)  # one that was on its way before may have been refused
-            if server.is_gone or not self._changed.wait(deadline - time.monotonic()):
-                server.is_given_up = server.is_late
+            if server.is_gone or not self._changed.wait(server.deadline(since, timeout_s) - time.monotonic()):
+                server.is_given_up = True
                 raise SubprocessLostError(
                     f"the fork server of the Baby groups gave no subprocess in time; {server}. If it left "
                     "no message on stderr: is the machine out of memory, processes or file descriptors?"
@@ -244,7 +247,7 @@ class _Server:
         self.why_refused = ""
         self.is_gone = False
         self.is_given_up = False
-        self._has_loaded = False
+        self._loaded_at: float | None = None
         self._late_at = time.monotonic() + LOAD_S_MAX
         self._process, self._control = _start_server()
         threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
@@ -258,10 +261,9 @@ class _Server:
             self.asked += 1
             self._expected += 1
 
-    @property
-    def is_late(self) -> bool:
-        """Whether it hangs, if somebody has waited in vain: loading torch takes long on a busy machine."""
-        return self._has_loaded or time.monotonic() > self._late_at
+    def deadline(self, since: float, timeout_s: float) -> float:
+        """For somebody who has waited for a fork since then."""
+        return self._late_at if self._loaded_at is None else max(since, self._loaded_at) + timeout_s
 
     def has_spare(self) -> bool:
         return bool(self._spares)
@@ -286,7 +288,7 @@ class _Server:
         code = self._process.poll()
         if code is not None:
             return f"it exited with code {code}"
-        return "it runs" if self._has_loaded else "it has not loaded torch yet, so try again"
+        return f"it has not loaded torch in {LOAD_S_MAX:g} s" if self._loaded_at is None else "it runs"
 
     def _tell(self, message: tuple[int, ...]) -> bool:
         try:
@@ -316,7 +318,7 @@ class _Server:
         except DescriptorsLostError as error:  # the fork ends, as nobody holds the other end of its channel
             pid, rest, descriptors = 0, [str(error)], []
         with self._changed:
-            self._has_loaded = True
+            self._loaded_at = self._loaded_at or time.monotonic()
             match kind:
                 case FromServer.FORKED:
                     self._add(pid, *descriptors)

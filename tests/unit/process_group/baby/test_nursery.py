@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from torchft_like.errors import SubprocessLostError
+from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group.baby.nursery import Nursery
+from torchft_like.process_group.generation import AbortSignal
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
+SHORT_S = 0.1
 FOREVER_S = 10 * 3600.0
 
 
@@ -37,6 +40,18 @@ def nursery() -> Iterator[Nursery]:
 
 
 @contextmanager
+def loading(nursery: Nursery) -> Iterator[psutil.Process]:
+    """The server is stopped before it has torch."""
+    nursery.start()
+    server = psutil.Process(nursery.pids()["server"])
+    server.suspend()
+    try:
+        yield server
+    finally:
+        server.resume()
+
+
+@contextmanager
 def no_descriptors_for(pid: int) -> Iterator[None]:
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
@@ -46,20 +61,54 @@ def no_descriptors_for(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_a_server_that_takes_its_time_to_load_torch_is_not_given_up(nursery: Nursery) -> None:
-    """Where each try began with a new one, none would ever come to its end on a busy machine."""
-    nursery.start()
-    server = psutil.Process(nursery.pids()["server"])
-    server.suspend()
-    try:
-        with pytest.raises(SubprocessLostError, match="has not loaded torch yet"):
-            nursery.take(Never(), 0.1)
-    finally:
+def test_loading_torch_does_not_count_against_the_timeout(nursery: Nursery) -> None:
+    with loading(nursery) as server, ThreadPoolExecutor(1) as aside:
+        taken = aside.submit(nursery.take, Never(), SHORT_S)
+        with pytest.raises(TimeoutError):
+            taken.result(5 * SHORT_S)
         server.resume()
-    child = nursery.take(Never(), LIMIT_S)
+        child = taken.result(LIMIT_S)
     assert nursery.pids()["server"] == server.pid
     child.kill()
     child.close()
+
+
+def test_an_abort_ends_the_wait_for_a_server_that_loads_torch(nursery: Nursery) -> None:
+    abort = AbortSignal()
+    with loading(nursery), ThreadPoolExecutor(1) as aside:
+        taken = aside.submit(nursery.take, abort, LIMIT_S)
+        with pytest.raises(TimeoutError):
+            taken.result(SHORT_S)
+        abort.set("the test says so")
+        with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
+            taken.result(LIMIT_S)
+
+
+def test_a_server_that_never_loads_torch_is_given_up(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_like.process_group.baby.nursery.LOAD_S_MAX", SHORT_S)
+    with loading(nursery) as server:
+        with pytest.raises(SubprocessLostError, match=f"has not loaded torch in {SHORT_S:g} s"):
+            nursery.take(Never(), LIMIT_S)
+        monkeypatch.undo()
+        child = nursery.take(Never(), LIMIT_S)
+        assert nursery.pids()["server"] != server.pid
+        child.kill()
+        child.close()
+
+
+def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(nursery: Nursery) -> None:
+    nursery.take(Never(), LIMIT_S).close()
+    server = psutil.Process(nursery.pids()["server"])
+    server.suspend()
+    try:
+        with pytest.raises(SubprocessLostError, match="in time; it runs"):
+            nursery.take(Never(), SHORT_S)
+        nursery.take(Never(), LIMIT_S).close()
+        assert nursery.pids()["server"] != server.pid
+    finally:
+        server.resume()
 
 
 @pytest.mark.parametrize("whose", ["trainer", "server"])
