@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import BroadcastOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives
+from torchft_like.process_group.controls import Controls
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
 from torchft_like.process_group.work import Taker
@@ -36,7 +37,7 @@ class About(TypedDict, total=False):
 
 
 @install_collectives
-class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
+class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
     """A `torch.distributed.ProcessGroup` whose members can change.
 
     Every collective of torch is a method here; all of them lead to `_run`, which a subclass
@@ -98,10 +99,6 @@ class ProcessGroup(Named, dist.ProcessGroup):  # type: ignore[misc] # the stub t
     @property
     def epoch(self) -> int:
         """How often `configure` was called: an error of an earlier epoch is no news in this one."""
-        raise NotImplementedError
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation, and of `configure`, from now on."""
         raise NotImplementedError
 
     def size(self) -> int:

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import Collective, refuse_overlap
+from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import DoneWork
 
 
@@ -37,6 +38,7 @@ class ProcessGroupDummy(ProcessGroup):
             raise ValueError(f"a dummy group is rank 0 of a world of 1, not rank {rank} of {world}")
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self._timeout = DEFAULT_TIMEOUT
         self.configure_count = 0
         self.wait_count = 0
         self.get_future_count = 0
@@ -60,8 +62,14 @@ class ProcessGroupDummy(ProcessGroup):
         """How often it was configured."""
         return self.configure_count
 
+    @property
+    def timeout(self) -> timedelta:
+        """What was set: nothing takes time."""
+        return self._timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Nothing takes time."""
+        self._timeout = timeout
 
     def size(self) -> int:
         """1."""

@@ -30,8 +30,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lighthouse.address import Address
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.controls import adopt_timeout_setter
 from torchft_like.process_group.served_store import own_host, serve_store
 from torchft_like.process_group.store import StoreAddress, parse_store_address
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 
 class Origin(NamedTuple):
@@ -58,6 +60,7 @@ def register_backends() -> None:
     for name, origin in BACKENDS.items():
         create = functools.partial(_create, name)
         dist.Backend.register_backend(name, create, extended_api=True, devices=list(origin.devices))
+    adopt_timeout_setter()
 
 
 def abort_groups_of_torch(reason: str) -> None:
@@ -83,6 +86,8 @@ def _create(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
             group.configure(str(address), wanted.group_rank, wanted.group_size, global_ranks=global_ranks)
             if _server_of(wanted.store) is None:
                 group.barrier().wait()
+        if isinstance(group, ReconfigurableProcessGroup):
+            group.adopt_store(wanted.store)
     except BaseException:
         group.shutdown()
         raise

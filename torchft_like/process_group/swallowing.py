@@ -150,7 +150,12 @@ def _place_in(pg: ProcessGroup) -> _Place:
 
 
 def _fill_in(call: Call, place: _Place) -> None:
-    """What `call` gives when nobody else takes part; zeros if its tensors do not fit the group's size."""
+    """What `call` gives when nobody else takes part; zeros if its tensors do not fit the group's size.
+
+    What it would read and write is left as it is.
+    """
+    if call.collective.input is call.collective.output:
+        return
     try:
         call.apply_locally(*place)
     except (IndexError, RuntimeError, ValueError) as error:

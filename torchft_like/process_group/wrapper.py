@@ -13,14 +13,19 @@ from datetime import timedelta
 from typing import Any, Self, Unpack
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress, parse_store_address
+from torchft_like.process_group.store import (
+    DEFAULT_TIMEOUT,
+    StoreAddress,
+    create_store_client,
+    parse_store_address,
+)
 from torchft_like.process_group.work import Taker
 
 SHUTDOWN_SECONDS = 10.0
@@ -78,6 +83,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """See ProcessGroup.epoch."""
         return self.parent.epoch  # type: ignore[no-any-return]
 
+    @property
+    def timeout(self) -> timedelta:
+        """See ProcessGroup.timeout."""
+        return self.parent.timeout  # type: ignore[no-any-return]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""
         self._timeout = timeout
@@ -128,6 +138,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         self._generation: Generation | None = None
         self._epoch = 0
         self._members: Membership | None = None  # of the last generation that was made
+        self._store: Store | None = None  # that those share, once somebody has asked for it
 
     def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
         """Make the inner group; may block, and ends early when `abort` is set.
@@ -166,6 +177,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             previous.end("the group is being configured anew")
         generation.make(checked(self._create, generation.handle) if self._is_checking else self._create)
         self._members = members
+        self._store = None
         self._global_ranks = global_ranks
         self._refresh_registration()
 
@@ -203,6 +215,18 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def rank(self) -> int:
         """The caller's place in the last generation that was made."""
         return self._last_members().rank
+
+    def get_group_store(self) -> Store:
+        """See ProcessGroup.get_group_store: a part of the store that the members met in."""
+        if self._store is None:
+            self._store = PrefixStore(
+                "shared", create_store_client(str(self._last_members().store), self._timeout)
+            )
+        return self._store
+
+    def adopt_store(self, store: Store) -> None:
+        """Until the next `configure`, this is the store that the members share."""
+        self._store = store
 
     @property
     def store_address(self) -> StoreAddress | None:

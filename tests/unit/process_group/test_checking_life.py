@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore, Work
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import DebugLevel, TCPStore, Work
 from torch.distributed import ReduceOp
 
 from tests.conftest import Processes
@@ -26,7 +27,7 @@ from torchft_like.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
+from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend, is_wanted
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party, wait_until
@@ -273,6 +274,30 @@ def test_the_argument_beats_the_environment(
     assert_goes_on(party, groups)
 
 
+@pytest.mark.parametrize(
+    ("level", "environment", "expected"),
+    [
+        (DebugLevel.DETAIL, None, True),
+        (DebugLevel.INFO, None, False),
+        (DebugLevel.DETAIL, "0", False),
+        (DebugLevel.OFF, "1", True),
+    ],
+)
+def test_torchs_debug_level_switches_it_on_unless_our_environment_says_no(
+    monkeypatch: pytest.MonkeyPatch, level: DebugLevel, environment: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv(CHECK_ENV, raising=False)
+    if environment is not None:
+        monkeypatch.setenv(CHECK_ENV, environment)
+    before = c10d.get_debug_level()
+    c10d.set_debug_level(level)
+    try:
+        assert is_wanted(None) == expected
+        assert is_wanted(False) is False
+    finally:
+        c10d.set_debug_level(before)
+
+
 def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_ENV, "yes")
     with pytest.raises(ConfigError, match=f"{CHECK_ENV} is 'yes': it must be 0 or 1"):
@@ -321,18 +346,26 @@ def test_without_the_check_a_longer_target_is_half_filled(party: Party) -> None:
     assert party.together(unchecked(party), act)[1] == [0.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {CHECK_ENV: "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}],
+    ids=["no check", "our environment", "torch's environment"],
+)
 def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
-    processes: Processes, store: TCPStore, party: Party, check: bool
+    processes: Processes,
+    store: TCPStore,
+    party: Party,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
 ) -> None:
+    monkeypatch.delenv(CHECK_ENV, raising=False)
     script = Path(__file__).with_name("checking_member.py")
     prefix = party.prefix()
     members = [
-        processes.start(sys.executable, str(script), prefix, str(rank), env={CHECK_ENV: str(int(check))})
-        for rank in range(2)
+        processes.start(sys.executable, str(script), prefix, str(rank), env=environment) for rank in range(2)
     ]
     codes = [member.wait() for member in members]
-    if check:
+    if environment:
         assert codes == [0, 0]
         texts = {member.wait_for_output("refused: (.*)").group(1) for member in members}
         assert texts == {

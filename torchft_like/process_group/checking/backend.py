@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
 
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -68,14 +68,15 @@ def checked(create: Create, handle: Handle) -> Create:
 
 
 def is_wanted(check_collectives: bool | None) -> bool:
-    """The argument, or where that is None, the environment.
+    """The argument, or where that is None, the environment: ours, or else torch's TORCH_DISTRIBUTED_DEBUG.
 
     Raises:
         ConfigError: the environment says neither yes nor no.
     """
     if check_collectives is not None:
         return check_collectives
-    text = os.environ.get(CHECK_ENV, "0")
+    if (text := os.environ.get(CHECK_ENV)) is None:
+        return get_debug_level() == DebugLevel.DETAIL
     if text not in ("0", "1"):
         raise ConfigError(f"the environment variable {CHECK_ENV} is {text!r}: it must be 0 or 1")
     return text == "1"

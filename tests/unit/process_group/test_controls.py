@@ -1,0 +1,211 @@
+"""torch's own settings of a group do what they do to torch's groups, or say that they cannot."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from torchft_like.errors import NotSupportedError
+from torchft_like.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    ProcessGroupWrapper,
+)
+
+from .conftest import Party
+
+SEVEN = timedelta(seconds=7)
+CPU = torch.device("cpu")
+_names = itertools.count()
+
+
+@pytest.fixture(
+    params=["torchft-gloo", "torchft-baby-gloo", "torchft-dummy", "registered", "unregistered", "wrapped"]
+)
+def group(party: Party, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Of one member; made by torch where the name is a backend's."""
+    kind = request.param
+    if kind.startswith("torchft-"):
+        made_by_torch(kind)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+        return
+    (own,) = party.meet(1)
+    if kind == "wrapped":
+        own = ProcessGroupWrapper(pg=ErrorSwallowingProcessGroupWrapper(own))
+    yield own.register(f"controls-{next(_names)}") if kind == "registered" else own
+    own.unregister()
+
+
+def made_by_torch(backend: str, **more: Any) -> None:
+    limit = timedelta(seconds=30)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit, **more)
+
+
+def all_reduce(group: Any) -> float:
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+# Timeouts
+
+
+def by_function(group: Any) -> None:
+    c10d._set_pg_timeout(SEVEN, group)
+
+
+def by_backend(group: Any) -> None:
+    group._get_backend(CPU)._set_default_timeout(SEVEN)
+
+
+def by_options(group: Any) -> None:
+    group._get_backend(CPU).options._timeout = SEVEN
+
+
+def by_method(group: Any) -> None:
+    group.set_timeout(SEVEN)
+
+
+@pytest.mark.parametrize("set_timeout", [by_function, by_backend, by_options, by_method])
+def test_a_timeout_can_be_set_in_each_of_torchs_ways(group: Any, set_timeout: Callable[[Any], None]) -> None:
+    set_timeout(group)
+    assert group.timeout == SEVEN
+    assert group._get_backend(CPU).options._timeout == SEVEN
+    assert all_reduce(group) == 1.0
+
+
+@pytest.mark.parametrize("set_timeout", [by_function, by_backend, by_options, by_method])
+def test_the_timeout_that_was_set_ends_a_wait_for_a_peer_now_and_after_configure(
+    party: Party, monkeypatch: pytest.MonkeyPatch, set_timeout: Callable[[Any], None]
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SEVEN", timedelta(seconds=0.2))
+    groups = party.meet(2, lambda: ProcessGroupGloo(3600))
+    for group in groups:
+        set_timeout(group)
+    with pytest.raises(RuntimeError, match=r"(?i)timed ?out|in time|within|0\.2 s"):
+        all_reduce(groups[0])
+    for group in groups:
+        group.set_timeout(timedelta(hours=1))
+    party.configure(groups)
+    set_timeout(groups[1])
+    with pytest.raises(RuntimeError, match=r"(?i)timed ?out|in time|within|0\.2 s"):
+        all_reduce(groups[1])
+
+
+def test_the_default_group_and_those_of_torch_are_set_as_before() -> None:
+    for backend in ("gloo", "torchft-gloo"):
+        made_by_torch(backend)
+        c10d._set_pg_timeout(SEVEN)
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD._get_backend(CPU).options._timeout == SEVEN
+        dist.destroy_process_group()
+
+
+def test_options_say_what_torchs_say(group: Any) -> None:
+    options = group._get_backend(CPU).options
+    assert isinstance(options, Backend.Options)
+    assert options.backend == group.getBackendName()
+    assert options.global_ranks_in_group == [0]
+
+
+@pytest.mark.parametrize("function", ["init_process_group", "new_group"])
+def test_options_that_a_group_does_not_take_are_refused(function: str) -> None:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
+    if function == "init_process_group":
+        with pytest.raises(NotSupportedError, match="takes no pg_options"):
+            made_by_torch("torchft-gloo", pg_options=options)
+        return
+    made_by_torch("torchft-gloo")
+    with pytest.raises(NotSupportedError, match="takes no pg_options"):
+        dist.new_group([0], pg_options=options)
+    dist.destroy_process_group()
+
+
+# The sequence number
+
+
+def test_the_sequence_number_counts_operations_as_torchs_does(party: Party) -> None:
+    for group in [*party.meet(1), ProcessGroupWrapper(pg=party.meet(1)[0])]:
+        group._set_sequence_number_for_group()
+        before = group._get_sequence_number_for_group()
+        for _ in range(3):
+            all_reduce(group)
+        assert group._get_sequence_number_for_group() == before + 3
+        assert group._get_backend(CPU)._get_sequence_number_for_group() == before + 3
+
+
+def test_a_group_that_does_not_count_says_so() -> None:
+    group = ProcessGroupDummy(0, 1)
+    for act in (group._get_sequence_number_for_group, group._set_sequence_number_for_group):
+        with pytest.raises(NotSupportedError, match="sequence_number"):
+            act()
+
+
+# The store
+
+
+def test_members_share_a_store_until_they_are_others(party: Party) -> None:
+    groups = party.meet(2)
+
+    def share(rank: int, group: ProcessGroup) -> bytes:
+        group.get_group_store().set(f"said/{rank}", f"by {rank}")
+        return group.get_group_store().get(f"said/{1 - rank}")
+
+    assert party.together(groups, share) == [b"by 1", b"by 0"]
+    party.configure(groups)
+    assert not groups[0].get_group_store().check(["said/0"])
+    assert party.together(groups, share) == [b"by 1", b"by 0"]
+
+
+def test_the_store_of_a_group_that_torch_made_is_the_one_that_torch_was_given() -> None:
+    made_by_torch("torchft-gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    group.get_group_store().set("said", "here")
+    store = c10d._get_process_group_store(group)
+    assert PrefixStore("cpu/", store).get("said") == b"here"  # which is the part of it for the device
+    dist.destroy_process_group()
+
+
+def test_a_group_that_met_nowhere_has_no_store() -> None:
+    with pytest.raises(NotSupportedError, match="get_group_store"):
+        ProcessGroupDummy(0, 1).get_group_store()
+
+
+# What is refused. Left to torch, some of these end the process.
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda g: g._get_backend(CPU).create_device(interface="lo"), "GLOO_SOCKET_IFNAME"),
+        (lambda g: g._get_backend(CPU).create_default_device(), "GLOO_SOCKET_IFNAME"),
+        (lambda g: g.split_group([0], SEVEN, None, "name", "description"), "new_group"),
+        (lambda g: g.merge_remote_group(HashStore(), 1, SEVEN, "name", "description"), "new_group"),
+        (lambda g: g._register_on_completion_hook(print), "futures"),
+        (lambda g: g._wait_for_pending_works(), "futures"),
+    ],
+    ids=["create_device", "create_default_device", "split", "merge", "hook", "pending"],
+)
+def test_what_a_group_cannot_do_is_a_typed_error_with_the_cure(
+    group: Any, call: Callable[[Any], object], cure: str
+) -> None:
+    with pytest.raises(NotSupportedError, match=cure):
+        call(group)
+    assert all_reduce(group) == 1.0
+
+
+def test_an_ephemeral_timeout_warns_that_it_has_no_effect(group: Any) -> None:
+    with pytest.warns(UserWarning, match="set_timeout"):
+        group._add_ephemeral_timeout(SEVEN)
