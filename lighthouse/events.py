@@ -55,10 +55,13 @@ class Event:
     quorum_id: int = -1
     fields: Mapping[str, Field] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Field]:
+        """Plain values; the fields of the kind stand beside the common ones."""
+        return {**{k: v for k, v in vars(self).items() if k != "fields"}, **self.fields}
+
     def to_json(self) -> str:
-        """One line of JSON; the fields of the kind stand beside the common ones."""
-        common = {k: v for k, v in vars(self).items() if k != "fields"}
-        return json.dumps({**common, **self.fields}, separators=(",", ":"))
+        """`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
 
     def to_text(self) -> str:
         """One line for people; `short_name` makes ids readable."""
@@ -184,7 +187,7 @@ class EventLog:
         if not self._subscribers and not self._logger.isEnabledFor(level):
             return
         event = Event(kind, self._source, time.time(), replica_id, group_rank, step, quorum_id, fields)
-        self._logger.log(level, "%s", event.to_text(), extra={"event": event})
+        self._logger.log(level, "%s", event.to_text(), extra={"event": event.to_dict()})
         for subscriber in self._subscribers:
             try:
                 subscriber(event)

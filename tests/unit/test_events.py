@@ -109,6 +109,15 @@ def test_a_line_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "missing")) == []
 
 
+def test_a_log_record_carries_its_event_as_plain_values_for_handlers_that_write_json(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger.name):
+        EventLog("manager", logger).emit("abort", step=3, reason="lost b")
+    carried = json.loads(json.dumps(vars(caplog.records[0])["event"]))
+    assert (carried["kind"], carried["step"], carried["reason"]) == ("abort", 3, "lost b")
+
+
 def test_a_failing_subscriber_is_logged_and_stops_nothing(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,93 @@
+"""PGTransport between members of one group: what arrives, and what ends a transfer."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from torchft_like.checkpointing import PGTransport
+from torchft_like.checkpointing.pg_transport import MESSAGE_BYTES
+from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.process_group import ProcessGroup
+
+from .conftest import Party, wait_until
+
+LIMIT = timedelta(seconds=60)
+State = dict[str, Any]
+
+
+def transport(group: ProcessGroup) -> PGTransport[State]:
+    return PGTransport(group, LIMIT, "cpu")
+
+
+def state_of(megabytes: int) -> State:
+    return {"model": {"w": torch.randn(megabytes << 18), "b": torch.arange(7)}, "step": 3, "lr": 0.1}
+
+
+@pytest.mark.parametrize("megabytes", [0, 4, 9])
+def test_two_receivers_get_the_state_bit_for_bit(party: Party, megabytes: int) -> None:
+    state = state_of(megabytes)
+
+    def act(rank: int, group: ProcessGroup) -> State:
+        if rank == 1:
+            transport(group).send_checkpoint([0, 2], 5, state, LIMIT)
+            return state
+        return transport(group).recv_checkpoint(1, "", 5, LIMIT)
+
+    for received in party.together(party.meet(3), act):
+        assert received["step"] == 3
+        assert all(torch.equal(received["model"][name], value) for name, value in state["model"].items())
+
+
+def test_collectives_of_another_thread_do_not_disturb_it(party: Party) -> None:
+    groups = party.meet(2)
+    sums = [torch.ones(1000) for _ in groups]
+
+    def train(rank: int, group: ProcessGroup) -> None:
+        for _ in range(50):
+            group.allreduce([sums[rank]]).wait()
+
+    training = [party.aside(train, rank, group) for rank, group in enumerate(groups)]
+    state = state_of(3 * MESSAGE_BYTES >> 20)
+    sending = party.aside(transport(groups[0]).send_checkpoint, [1], 5, state, LIMIT)
+    received = party.aside(transport(groups[1]).recv_checkpoint, 0, "", 5, LIMIT).result(60)
+    sending.result(60)
+    for thread in training:
+        thread.result(60)
+    assert torch.equal(received["model"]["w"], state["model"]["w"])
+    assert [float(tensor[0]) for tensor in sums] == [2.0**50] * 2
+
+
+def test_the_state_of_another_step_is_refused(party: Party) -> None:
+    sender, receiver = party.meet(2)
+    sending = party.aside(transport(sender).send_checkpoint, [1], 4, state_of(0), LIMIT)
+    with pytest.raises(CheckpointError, match="replica 0 sent state of step 4, not of 5"):
+        transport(receiver).recv_checkpoint(0, "", 5, LIMIT)
+    receiver.abort("it does not want that state")
+    assert sending.exception(60) is None or isinstance(sending.exception(60), CheckpointError)
+
+
+def test_an_abort_of_the_group_ends_a_transfer(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = party.meet(2)
+    begun, recv = threading.Event(), groups[1].recv
+
+    def announced(*args: Any) -> object:
+        begun.set()
+        return recv(*args)
+
+    monkeypatch.setattr(groups[1], "recv", announced)
+    receiving = party.aside(transport(groups[1]).recv_checkpoint, 0, "", 5, LIMIT)
+    wait_until(begun)
+    groups[1].abort("a member was lost")
+    with pytest.raises(CheckpointError, match=r"no state to or from replica 0: .*a member was lost"):
+        receiving.result(60)
+
+
+def test_a_state_that_does_not_travel_is_refused_before_anything_is_sent(party: Party) -> None:
+    sender, _ = party.meet(2)
+    with pytest.raises(CheckpointFormatError, match="model"):
+        transport(sender).send_checkpoint([1], 4, {"model": object()}, LIMIT)

@@ -1,0 +1,152 @@
+"""State over the process group that trains: for scripts of torchft that ask for it.
+
+The bytes are those of `state_stream`, cut into messages: first one of two numbers (step, bytes that
+follow), then messages of 4 MiB, the last shorter. A group that is aborted, because a member is lost or
+the step has failed, ends the transfer with it; the receiver heals in a later quorum.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from itertools import chain
+from typing import TypeVar, cast
+
+import torch
+from torch.distributed import ProcessGroup
+
+from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import CheckpointError
+
+T = TypeVar("T")
+MESSAGE_BYTES = 4 * 1024 * 1024
+_TAG = 0x7F7
+
+_logger = logging.getLogger(__name__)
+
+
+class PGTransport(CheckpointTransport[T]):
+    """Sends this rank's state to others through the group's `send` and receives theirs through `recv`.
+
+    `HTTPTransport`, the Manager's own, shares no time limit with the collectives and needs no room on a
+    device: prefer it unless the group reaches peers that sockets do not.
+
+    Args:
+        pg: the group that the Manager configures; replica ranks are its ranks.
+        timeout: for all messages of one transfer; a shorter one of the Manager's counts.
+        device: where messages are staged: the one that `pg` transfers from.
+        state_dict: accepted from scripts of torchft; the state arrives in memory of its own nevertheless.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        timeout: timedelta,
+        device: torch.device | str,
+        state_dict: Callable[[], object] | None = None,
+    ) -> None:
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout {timeout} must be above 0")
+        self._pg = pg
+        self._timeout_s = timeout.total_seconds()
+        self._device = torch.device(device)
+        if state_dict is not None:
+            _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
+
+    def metadata(self) -> str:
+        """Nothing: a receiver has the same group."""
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Send a snapshot to all of `dst_ranks`; returns when they have it.
+
+        Raises:
+            CheckpointFormatError: the state holds something that does not travel.
+            CheckpointError: the group could not transfer it, or not in time.
+        """
+        encoded = EncodedState(state_dict)
+        line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replicas {dst_ranks}")
+        announcement = torch.tensor([step, encoded.part_nbytes()], dtype=torch.int64)
+        for message in chain([announcement], _messages(encoded.part())):
+            line.send(message.to(self._device), dst_ranks)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.
+
+        Raises:
+            CheckpointFormatError: what came is corrupt.
+            CheckpointError: the group could not transfer it, not in time, or it is of another step.
+        """
+        line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replica {src_rank}")
+        announcement = torch.empty(2, dtype=torch.int64, device=self._device)
+        line.recv(announcement, src_rank)
+        sent, length = announcement.tolist()
+        if sent != step:
+            raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
+        source = _Arriving(line, src_rank, length, self._device)
+        incoming = IncomingState(read_header(source))
+        incoming.check_length(length - incoming.header_nbytes)
+        incoming.allocate()
+        incoming.read_part(source)
+        return cast(T, incoming.state())
+
+
+class _Line:
+    """Messages over the group until a common deadline."""
+
+    def __init__(self, pg: ProcessGroup, timeout_s: float, peer: str) -> None:
+        self._pg = pg
+        self._deadline = time.monotonic() + timeout_s
+        self._peer = peer
+
+    def send(self, message: torch.Tensor, ranks: Iterable[int]) -> None:
+        self._complete(lambda: [self._pg.send([message], rank, _TAG) for rank in ranks])
+
+    def recv(self, message: torch.Tensor, rank: int) -> None:
+        self._complete(lambda: [self._pg.recv([message], rank, _TAG)])
+
+    def _complete(self, begin: Callable[[], list[torch.distributed.Work]]) -> None:
+        try:
+            for work in begin():
+                work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:  # torch's own, and those of our groups
+            raise CheckpointError(f"the group moved no state to or from {self._peer}: {error}") from error
+
+
+class _Arriving:
+    """The bytes of a stream as the messages bring them: a source for `state_stream`."""
+
+    def __init__(self, line: _Line, rank: int, length: int, device: torch.device) -> None:
+        self._line, self._rank, self._left, self._device = line, rank, length, device
+        self._message = memoryview(b"")
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if not self._message and self._left > 0:
+            size = min(self._left, MESSAGE_BYTES)
+            message = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._line.recv(message, self._rank)
+            self._left -= size
+            self._message = message.cpu().numpy().data
+        count = min(len(buffer), len(self._message))
+        buffer[:count] = self._message[:count]
+        self._message = self._message[count:]
+        return count
+
+
+def _messages(pieces: Iterable[bytes | memoryview]) -> Iterator[torch.Tensor]:
+    """The same bytes in tensors of MESSAGE_BYTES, the last perhaps shorter."""
+    gathered = bytearray()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            room = MESSAGE_BYTES - len(gathered)
+            gathered += rest[:room]
+            rest = rest[room:]
+            if len(gathered) == MESSAGE_BYTES:
+                yield torch.frombuffer(gathered, dtype=torch.uint8)
+                gathered = bytearray()
+    if gathered:
+        yield torch.frombuffer(gathered, dtype=torch.uint8)
