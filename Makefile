@@ -54,6 +54,9 @@ slow: $(READY)  ## the tests that are too long for `make test`, but for those be
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \
 		tests/integration tests/chaos tests/stress
 
+dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
+	$(BIN)/python -m tests.dropin
+
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
 

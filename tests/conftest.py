@@ -47,6 +47,8 @@ def _first_square_root() -> None:
 class RunningProcess:
     """A process of a test and what it has written to stdout and stderr so far."""
 
+    folder = ROOT  # where it runs
+
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.command = list(command)
         self._popen = self._launch({**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env})
@@ -59,6 +61,11 @@ class RunningProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._popen.poll()
 
     @property
     def output(self) -> str:
@@ -109,7 +116,7 @@ class RunningProcess:
     def _launch(self, env: Mapping[str, str]) -> subprocess.Popen[str] | WarmProcess:
         return subprocess.Popen(
             [*_PDEATHSIG, *self.command],
-            cwd=ROOT,
+            cwd=self.folder,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -51,11 +51,6 @@ class Daemon(RunningProcess):
         return WarmProcess(module, arguments, env)
 
     @property
-    def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
-        return self._popen.poll()
-
-    @property
     def is_stopped(self) -> bool:
         return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
 

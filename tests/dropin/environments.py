@@ -1,0 +1,120 @@
+"""What the scripts run in: an environment for each, its sources, and the data that comes from no hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.peer import CONSTRAINTS, ENVIRONMENTS, locked, run_installer
+from tests.dropin.scripts import NIGHTLY, OURS, RELEASE, Script
+
+# A source distribution is taken with `pip download`, which asks its build tool for the name and the
+# version first. torchft's is a compiler; this answers instead of it.
+_BUILD_TOOL = """
+import pathlib
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = pathlib.Path(folder, "torchft-0.2.0.dist-info")
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\\nName: torchft\\nVersion: 0.2.0\\n")
+    return info.name
+"""
+_SOURCE = "torchft==0.2.0 --hash=sha256:542e17910039735d6686517f98ed49686ba23fc4283b15cf1d984a251eb1546a\n"
+
+
+def python_for(script: Script) -> Path:
+    """The interpreter of the script's environment, made where it is missing or was made of something else.
+
+    Raises:
+        PeerUnavailableError: it cannot be installed here; the message says why.
+    """
+    packages, constraints = [*OURS, *script.requirements], _constraints(script)
+    contents = "\n".join([*packages, *script.without_dependencies, sys.version, constraints])
+    folder = ENVIRONMENTS / f"dropin-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+    python = folder / "bin" / "python"
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / ".ready").exists():
+            run_installer([sys.executable, "-m", "venv", "--clear", str(folder)], script.name)
+            (folder / "constraints.txt").write_text(constraints)
+            pip = [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--constraint",
+                str(folder / "constraints.txt"),
+            ]
+            run_installer([*pip, *packages], script.name)
+            if script.without_dependencies:
+                run_installer([*pip, "--no-deps", *script.without_dependencies], script.name)
+            (folder / ".ready").touch()  # last: an interrupted installation shows
+    return python
+
+
+def _constraints(script: Script) -> str:
+    lines = CONSTRAINTS.read_text().splitlines()
+    if script.torch:
+        lines = [f"torch=={script.torch}" if line.startswith("torch==") else line for line in lines]
+    return "\n".join(lines)
+
+
+def sources() -> Path:
+    """A folder with torchft's source distribution, and a nightly wheel of its, unpacked.
+
+    They are not installed: no torchft but ours can be imported beside the scripts.
+
+    Raises:
+        PeerUnavailableError: they cannot be had here; the message says why.
+    """
+    folder = ENVIRONMENTS / "dropin-sources"
+    with locked(folder.with_suffix(".lock")):
+        if not (folder / ".ready").exists():
+            (folder / "tool").mkdir(parents=True, exist_ok=True)
+            (folder / "tool" / "maturin.py").write_text(_BUILD_TOOL)
+            (folder / "requirements.txt").write_text(_SOURCE)
+            take = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+            build = [
+                "--no-binary=:all:",
+                "--no-build-isolation",
+                "--requirement",
+                str(folder / "requirements.txt"),
+            ]
+            run_installer(["env", f"PYTHONPATH={folder / 'tool'}", *take, *build], RELEASE)
+            run_installer([*take, NIGHTLY], NIGHTLY)
+            shutil.unpack_archive(folder / "torchft-0.2.0.tar.gz", folder, filter="data")
+            shutil.unpack_archive(next(folder.glob("*.whl")), folder / "nightly", "zip")
+            (folder / ".ready").touch()
+    return folder
+
+
+def make_data(folder: Path, python: Path) -> Path:
+    """A tokenizer and a text data set of made words, in the files that Hugging Face's loaders read.
+
+    Args:
+        folder: where to write them.
+        python: of an environment that has `tokenizers`.
+    """
+    dice = random.Random(0)
+    words = sorted({"".join(dice.choices("abcdefghijklmnop", k=dice.randint(2, 8))) for _ in range(1500)})
+    (folder / "texts").mkdir(parents=True)
+    (folder / "tokenizer").mkdir()
+    with (folder / "texts" / "data.json").open("w") as file:
+        for _ in range(2000):
+            file.write(json.dumps({"text": " ".join(dice.choices(words, k=300))}) + "\n")
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", "<unk>", *words])}
+    program = (
+        "import json, sys; from tokenizers import Tokenizer, models, pre_tokenizers;"
+        "tokenizer = Tokenizer(models.WordLevel(json.load(sys.stdin), unk_token='<unk>'));"
+        "tokenizer.pre_tokenizer = pre_tokenizers.Whitespace(); tokenizer.save(sys.argv[1])"
+    )
+    path = folder / "tokenizer" / "tokenizer.json"
+    subprocess.run([python, "-c", program, path], input=json.dumps(vocabulary), text=True, check=True)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
+    return folder

@@ -1,0 +1,163 @@
+"""The upstream scripts: what is installed, what is run, and what it needs that the machine lacks.
+
+A script that is not run says why. To try another one, add a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from benchmarks import peer
+
+# What torchft_like needs, in the versions that constraints.txt pins.
+OURS = ("torch", "numpy", "grpcio", "protobuf", "psutil", "pyzmq")
+
+RELEASE, NIGHTLY = str(peer.RELEASE), str(peer.NIGHTLY)
+ALIAS = "torchft_like.as_torchft"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script of somebody else's.
+
+    Attributes:
+        name: of the row.
+        source: the package that the script is in, with its version.
+        requirements: of its environment, besides `OURS`.
+        without_dependencies: packages that would bring more than the script uses.
+        torch: the version, where the script needs another one than constraints.txt pins.
+        command: after the interpreter, of one replica group; `{replica}`, `{data}` (the made tokenizer
+            and texts), `{folder}` (its working directory) and `{sources}` (unpacked source
+            distributions) are filled in.
+        ranks: of each replica group.
+        steps: to go on for after the kill and the heal.
+        variables: of its environment.
+        supplies: what `stage/sitecustomize.py` adds.
+        limit_s: from the start to the verdict, without installing.
+        not_run: why it is not run; empty for a script that is.
+        starts_all: one command starts all replica groups.
+        has_lighthouse: it starts a lighthouse itself.
+    """
+
+    name: str
+    source: str
+    requirements: tuple[str, ...] = ()
+    without_dependencies: tuple[str, ...] = ()
+    torch: str = ""
+    command: tuple[str, ...] = ()
+    ranks: int = 1
+    steps: int = 3
+    variables: dict[str, str] = field(default_factory=dict)
+    supplies: str = ""
+    limit_s: float = 180.0
+    not_run: str = ""
+    starts_all: bool = False
+    has_lighthouse: bool = False
+
+
+_TRAIN_DDP = ("torchdata==0.11.0", "pillow==13.0.0")
+_TITAN = {
+    "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU takes longer than the rest of the run
+    "HF_HUB_OFFLINE": "1",
+}
+
+SCRIPTS = (
+    Script(
+        name="torchft: train_ddp.py",
+        source=RELEASE,
+        requirements=_TRAIN_DDP,
+        without_dependencies=("torchvision==0.28.0",),  # a torch for CUDA: gigabytes
+        command=(*TORCHRUN, "-m", ALIAS, "{sources}/torchft-0.2.0/train_ddp.py"),
+        steps=2,
+        variables={"REPLICA_GROUP_ID": "{replica}", "NUM_REPLICA_GROUPS": "2"},
+        supplies="images",
+        limit_s=420.0,
+    ),
+    Script(
+        name="torchft nightly: torchx component, train_ddp.py",
+        source=NIGHTLY,
+        requirements=(*_TRAIN_DDP, "torchx==0.7.0"),
+        without_dependencies=("torchvision==0.28.0",),
+        command=(
+            *("-m", "torchx.cli.main", "run", "--scheduler", "local_cwd"),
+            *("{sources}/nightly/torchft/torchx.py:hsdp", "--replicas", "2", "--script=-m"),
+            *("--", ALIAS, "{sources}/torchft-0.2.0/train_ddp.py"),
+        ),
+        starts_all=True,
+        supplies="images",
+        limit_s=420.0,
+    ),
+    Script(
+        name="torchtitan 0.3: debug model, FSDP2",
+        source="torchtitan==0.3.0",
+        requirements=("torchtitan==0.3.0",),
+        torch="2.14.1",  # for `torch.distributed.set_timeout`
+        command=(
+            *(*TORCHRUN, "--nproc-per-node=2", "-m", ALIAS, "-m", "torchtitan.train"),
+            *("--module", "titan_config", "--config", "debug_model"),
+            *("--hf-assets-path", "{data}/tokenizer", "--dataloader.dataset-path", "{data}/texts"),
+            *("--training.seq-len", "64", "--training.local-batch-size", "2", "--training.steps", "100000"),
+            *("--fault-tolerance.semi-sync-method", "None", "--fault-tolerance.process-group", "gloo"),
+            *("--fault-tolerance.replica-id", "{replica}", "--fault-tolerance.group-size", "2"),
+            *("--parallelism.data-parallel-shard-degree", "2"),
+            *("--parallelism.spmd-backend", "partial_dtensor"),
+            *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
+            *("--profiler.no-enable-profiling", "--validator.no-enable"),
+            *("--dump-folder", "{folder}/out"),
+        ),
+        ranks=2,
+        variables=_TITAN,
+        supplies="accelerator",
+    ),
+    Script(
+        name="torchtitan 0.2: debug model, FSDP2",
+        source="torchtitan==0.2.2",
+        requirements=("torchtitan==0.2.2", "triton==3.9.0"),
+        command=(
+            *(*TORCHRUN, "--nproc-per-node=2", "-m", ALIAS, "-m", "torchtitan.experiments.ft.train"),
+            *("--model.name", "llama3", "--model.flavor", "debugmodel"),
+            *("--model.hf_assets_path", "{data}/tokenizer", "--training.dataset_path", "{data}/texts"),
+            *("--training.dataset", "c4_test", "--training.seq_len", "64"),
+            *("--training.local_batch_size", "2", "--training.steps", "100000"),
+            *("--fault_tolerance.enable", "--fault_tolerance.process_group", "gloo"),
+            *("--fault_tolerance.replica_id", "{replica}", "--fault_tolerance.group_size", "2"),
+            *("--parallelism.data_parallel_shard_degree", "2"),
+            *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
+            *("--job.dump_folder", "{folder}/out"),
+        ),
+        ranks=2,
+        variables=_TITAN,
+        supplies="accelerator",
+    ),
+    Script(
+        name="Ray Train: TorchftConfig",
+        source="ray==2.60.0",
+        requirements=("ray[train]==2.60.0",),
+        command=("-m", ALIAS, "-m", "ray_train", "{folder}/storage"),
+        variables={"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        steps=50,
+        starts_all=True,
+        has_lighthouse=True,
+    ),
+    Script(
+        name="torchft: train_diloco.py",
+        source=RELEASE,
+        not_run="`torchft.local_sgd` is not there yet",
+    ),
+    Script(
+        name="torchft nightly: _test/diloco_trainer.py",
+        source=NIGHTLY,
+        not_run="`torchft.local_sgd` is not there yet",
+    ),
+    Script(
+        name="torchft nightly: examples/slurm/runner.py",
+        source=NIGHTLY,
+        not_run="it submits to Slurm",
+    ),
+    Script(
+        name="torchft: examples/monarch",
+        source=RELEASE,
+        not_run="it trains a torchtitan older than 0.3 on GPUs, under a Monarch controller",
+    ),
+)
