@@ -38,10 +38,12 @@ from torchft_like.process_group import (
     ProcessGroupBaby,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupNCCL,
     ProcessGroupWrapper,
+    ProcessGroupXCCL,
 )
 from torchft_like.process_group.registration import register_backends
 from torchft_like.shutdown_signals import stop_on_signals
@@ -98,12 +100,14 @@ __all__ = [
     "ProcessGroupBaby",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProcessGroupNotConfiguredError",
     "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "PureDistributedDataParallel",
     "QuorumTimeoutError",
     "ShutdownError",

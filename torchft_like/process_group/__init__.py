@@ -14,6 +14,7 @@ from torchft_like.process_group.nccl import ProcessGroupNCCL
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
+from torchft_like.process_group.xccl import ProcessGroupBabyXCCL, ProcessGroupXCCL
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
@@ -25,10 +26,12 @@ __all__ = [
     "ProcessGroupBaby",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "create_store_client",
     "extend_device_mesh",
     "ft_init_device_mesh",

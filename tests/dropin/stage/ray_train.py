@@ -12,15 +12,8 @@ from ray.train.v2.examples.pytorch.torchft_linear_example import train_func
 from ray.train.v2.torch.torchft_config import TorchftConfig
 
 
-def take_torchfts_place() -> None:
-    """In each of Ray's processes, before it runs anything of a user's."""
-    import torchft_like.as_torchft  # noqa: F401, PLC0415
-
-
 def main(storage_path: str) -> None:
-    ray.init(
-        num_cpus=8, include_dashboard=False, runtime_env={"worker_process_setup_hook": take_torchfts_place}
-    )
+    ray.init(num_cpus=8, include_dashboard=False)
     TorchTrainer(
         train_func,
         train_loop_config={"num_steps": 10**9, "training_requires_all_workers": False},
