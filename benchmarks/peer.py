@@ -1,8 +1,8 @@
 """An environment of its own for each torchft that is a peer here, made once by the ordinary pip.
 
 A peer is never imported into our own interpreter: benchmarks and interop tests run it as processes
-of its environment, so that no package can lend another a dependency. The torch and numpy in it are
-the ones that constraints.txt pins, the same as in ours.
+of its environment, so that no package can lend another a dependency. What else is in it is what
+constraints.txt pins, the same torch as in ours.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".cache"
 CONSTRAINTS = ROOT / "constraints.txt"
 INSTALL_SECONDS_MAX = 600.0
+BESIDE = ("torch", "numpy", "pytest", "parameterized", "expecttest")  # the last three are for its own tests
 
 
 class PeerUnavailableError(RuntimeError):
@@ -67,7 +68,8 @@ class Peer:
 
     @property
     def _fingerprint(self) -> str:
-        return f"{self}\npython {sys.version_info.major}.{sys.version_info.minor}\n{CONSTRAINTS.read_text()}"
+        python = f"python {sys.version_info.major}.{sys.version_info.minor}"
+        return "\n".join([str(self), *BESIDE, python, CONSTRAINTS.read_text()])
 
     def _is_complete(self) -> bool:
         ready = self._ready_file
@@ -79,7 +81,7 @@ class Peer:
         python = str(self._interpreter)
         run_installer([sys.executable, "-m", "venv", str(self.environment)], str(self))
         pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
-        run_installer([*pip, str(self), "torch", "numpy"], str(self))
+        run_installer([*pip, str(self), *BESIDE], str(self))
         run_installer([python, "-c", "import torchft"], str(self))
         # Last, so that whatever interrupts the lines above leaves no environment that looks complete.
         self._ready_file.write_text(self._fingerprint)

@@ -37,13 +37,17 @@ __all__ = [
 ]
 
 
+EMBEDDED_JOIN_TIMEOUT_MS = 100
+
+
 class LighthouseServer:
     """A lighthouse inside this process, on the coordination loop. `python -m lighthouse` is the daemon.
 
     Args:
         bind: `host:port`; port 0 takes a free one. Loopback by default.
         min_replicas: a quorum never has fewer members.
-        settings: any other field of `LighthouseConfig`, such as `join_timeout_ms`; None is the default.
+        settings: any other field of `LighthouseConfig`; None is the default, which for `join_timeout_ms` is
+            100 here, as in torchft, and 60,000 for the daemon.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -51,6 +55,7 @@ class LighthouseServer:
 
     def __init__(self, bind: str = "127.0.0.1:0", min_replicas: int = 1, **settings: int | None) -> None:
         given = {name: value for name, value in settings.items() if value is not None}
+        given.setdefault("join_timeout_ms", EMBEDDED_JOIN_TIMEOUT_MS)
         unknown = given.keys() - LighthouseConfig.__dataclass_fields__.keys()
         if unknown:
             raise ConfigError(f"a lighthouse has no setting {', '.join(sorted(unknown))}")

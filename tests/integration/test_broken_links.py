@@ -46,7 +46,8 @@ def test_one_end_of_a_broken_link_is_left_out_and_told_until_the_link_works(tmp_
 
 
 def test_a_manager_that_is_left_out_gives_up_only_when_it_is_asked_to_stop() -> None:
-    lighthouse, net = LighthouseServer(min_replicas=2), nn.Linear(1, 1)
+    lighthouse = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    net = nn.Linear(1, 1)
     told, errors = threading.Event(), list[str]()
 
     def wait() -> None:

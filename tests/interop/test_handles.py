@@ -47,7 +47,7 @@ signal.pause()
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer(min_replicas=2)
+    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
     yield server
     server.shutdown()
 
