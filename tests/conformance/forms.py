@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptio
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
+from torchft_like.writing import writing_to
+
 from .scene import Case, Scene, finish
 
 Tensors = list[Tensor]
@@ -135,7 +137,8 @@ def averaging(take: Take) -> Case:
         seen, tensors = reducing("allreduce", take, ReduceOp.SUM)(s)
         quotients = [tensor / s.world for tensor in tensors]
         for tensor, quotient in zip(tensors, quotients, strict=True):
-            tensor.copy_(quotient)
+            with writing_to(tensor):
+                tensor.copy_(quotient)
         return seen, tensors
 
     return case
@@ -172,7 +175,8 @@ def parts(tensor: Tensor, count: int) -> Tensors:
 
 def own_place(s: Scene, places: Tensors) -> Tensors:
     """The places of all ranks, with the caller's tensor in its own."""
-    places[s.rank].copy_(s.tensor(shape=tuple(places[s.rank].shape)))
+    with writing_to(places[s.rank]):
+        places[s.rank].copy_(s.tensor(shape=tuple(places[s.rank].shape)))
     return places
 
 

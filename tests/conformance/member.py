@@ -19,7 +19,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import registry
-from .scene import PLAIN, Case, Kind, Outcome, Scene, difference, is_like, is_only_clearer, outcome_of
+from .scene import (
+    FOR_OURS_ONLY,
+    PLAIN,
+    Case,
+    Kind,
+    Outcome,
+    Scene,
+    difference,
+    is_like,
+    is_only_clearer,
+    outcome_of,
+)
 from .subjects import BY_NAME, Seat
 
 STORE_TIMEOUT_S = 60.0
@@ -85,7 +96,8 @@ class Member:
 
     def _expected(self, subject: str, case: Case, kind: Kind, mode: str) -> list[Outcome]:
         """What torch's own group gives; of layouts that it makes nonsense of, for plain tensors as well."""
-        kinds = [kind] if kind.layout == "plain" else [replace(kind, layout="plain"), kind]
+        plain = replace(kind, layout="plain")
+        kinds = [plain] if kind.layout in ("plain", *FOR_OURS_ONLY) else [plain, kind]
         scenes = (self._scene(subject, self.reference(subject), each, mode) for each in kinds)
         return [outcome_of(case, scene, lambda: None) for scene in scenes]
 

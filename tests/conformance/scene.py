@@ -26,7 +26,7 @@ class Kind:
 
     dtype: torch.dtype = torch.float32
     shape: Size = (2, 3)
-    layout: str = "plain"  # or "transposed", "strided", "offset"
+    layout: str = "plain"  # or one of `LAYOUTS`, or "conjugated"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -47,7 +47,9 @@ DTYPES = (
     torch.complex128,
 )
 SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
-LAYOUTS = ("transposed", "strided", "offset")
+LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", "shared")
+# Of which torch's own fails on some ranks, while the others wait: it shows what is right with plain ones.
+FOR_OURS_ONLY = ("negated", "conjugated", "leaf")
 
 PLAIN = Kind()
 KINDS = (
@@ -56,6 +58,7 @@ KINDS = (
     *(Kind(shape=shape) for shape in SHAPES),
     *(Kind(layout=layout) for layout in LAYOUTS),
 )
+CONJUGATED = Kind(dtype=torch.complex64, layout="conjugated")  # not for functions of torch.distributed
 
 
 @dataclass
@@ -130,6 +133,21 @@ class Scene:
             return torch.stack([tensor, tensor], -1)[..., 0]
         if self.kind.layout == "offset":
             return torch.cat([tensor.new_zeros(3), tensor.reshape(-1)])[3:].view(tensor.shape)
+        if self.kind.layout == "negated" and tensor.is_floating_point():
+            return torch._neg_view(tensor.neg())
+        if self.kind.layout == "conjugated" and tensor.is_complex():
+            return tensor.conj().resolve_conj().conj()
+        return self._made_specially(tensor)
+
+    def _made_specially(self, tensor: Tensor) -> Tensor:
+        """One that autograd watches, that was made in inference mode, or that other processes see."""
+        if self.kind.layout == "leaf" and tensor.is_floating_point():
+            return tensor.requires_grad_()
+        if self.kind.layout == "inference":
+            with torch.inference_mode():
+                return tensor.clone()
+        if self.kind.layout == "shared":
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         return tensor
 
 

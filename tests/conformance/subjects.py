@@ -125,6 +125,7 @@ class Subject:
         device: where its tensors are.
         swallows: its errors are found at its seat.
         moves_nothing: so it accepts what torch's own cannot move.
+        forwards: all that it does is seen with plain tensors, and another subject shows the rest.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Subject:
     device: str = "cpu"
     swallows: bool = False
     moves_nothing: bool = False
+    forwards: bool = False
 
     @property
     def exists(self) -> bool:
@@ -157,8 +159,12 @@ SUBJECTS: tuple[Subject, ...] = (
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
         swallows=True,
     ),
-    Subject("FaultInjecting", lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S)))),
-    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True))),
+    Subject(
+        "FaultInjecting",
+        lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
+        forwards=True,
+    ),
+    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),

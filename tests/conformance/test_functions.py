@@ -63,6 +63,8 @@ def test_functional_collectives_give_what_torchs_give(
 def test_compiled_code_gets_what_torchs_group_gives(
     fleet: Fleet, subject: Subject, world: int, name: str
 ) -> None:
+    if subject.forwards:
+        pytest.skip("compiling is another subject's")
     fleet.check(subject.name, world, f"compiled {name}")
 
 

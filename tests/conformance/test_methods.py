@@ -8,7 +8,7 @@ from torchft_like.process_group.collectives import BY_NAME, POINT_TO_POINT
 
 from .fleet import Fleet
 from .methods import METHODS, THREADED, WRONG
-from .scene import PLAIN
+from .scene import CONJUGATED, KINDS, PLAIN
 from .subjects import WORLD_MAX, Subject
 
 pytestmark = pytest.mark.integration
@@ -33,7 +33,8 @@ def test_every_row_of_the_table_is_called() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_give_what_torchs_methods_give(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
-    fleet.check(subject.name, world, f"method {name}")
+    for kind in (*(kind for kind in KINDS if kind.shape == PLAIN.shape), CONJUGATED):
+        fleet.check(subject.name, world, f"method {name}", kind)
 
 
 @pytest.mark.parametrize("case", WRONG)
