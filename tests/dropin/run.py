@@ -35,7 +35,7 @@ RECORDS = "DROPIN_RECORDS"
 REPLICAS = 2
 POLL_S = 0.5
 ENDING_S = 30.0
-TAIL_LINES = 40
+TAIL_LINES = 400
 LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
 

@@ -60,6 +60,8 @@ _TRAIN_DDP = ("torchdata==0.11.0", "pillow==13.0.0")
 _TITAN = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU takes longer than the rest of the run
     "HF_HUB_OFFLINE": "1",
+    # Else torchrun's restarted workers find Gloo's addresses of those before them, and call these.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 SCRIPTS = (
@@ -104,6 +106,7 @@ SCRIPTS = (
             *("--parallelism.spmd-backend", "partial_dtensor"),
             *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
             *("--profiler.no-enable-profiling", "--validator.no-enable"),
+            *("--lr-scheduler.warmup-steps", "0", "--lr-scheduler.min-lr-factor", "1.0"),
             *("--dump-folder", "{folder}/out"),
         ),
         ranks=2,
@@ -124,6 +127,7 @@ SCRIPTS = (
             *("--fault_tolerance.replica_id", "{replica}", "--fault_tolerance.group_size", "2"),
             *("--parallelism.data_parallel_shard_degree", "2"),
             *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
+            *("--lr_scheduler.warmup_steps", "0", "--lr_scheduler.min_lr_factor", "1.0"),
             *("--job.dump_folder", "{folder}/out"),
         ),
         ranks=2,

@@ -7,7 +7,8 @@ which is what pickle would do.
 What is kept: values bit for bit, dtypes and shapes, key types and order, the module versions that
 `Module.state_dict()` hangs on its OrderedDict, and that equal views of the same memory (tied
 weights) are one memory again. What is not: tensors arrive contiguous on the CPU and need no
-gradient, a Parameter arrives as the tensor in it, tensors that overlap without being equal arrive
+gradient, a Parameter arrives as the tensor in it, a DTensor as a `Shard`, which `shards.place` puts on the
+receiver's mesh, tensors that overlap without being equal arrive
 as separate copies, and so do containers that occur twice.
 
 This module knows nothing of files, sockets or checksums.
@@ -24,7 +25,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from torchft_like.checkpointing.shards import Layout, Shard, shard_of
 from torchft_like.dtypes import DTYPE_OF, NAME_OF, is_numpy_number, numpy_dtype
 from torchft_like.errors import CheckpointFormatError
 
@@ -35,7 +38,7 @@ DEPTH_MAX = 64
 DIMENSIONS_MAX = 64
 ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, "
-    "torch.dtype, torch.device, plain dense tensors, numpy arrays and scalars of numbers"
+    "torch.dtype, torch.device, plain dense tensors, DTensors, numpy arrays and scalars of numbers"
 )
 
 
@@ -170,6 +173,18 @@ def _encode_tensor(flattener: _Flattener, value: torch.Tensor, path: Path) -> Js
     return ["tensor", flattener.add_tensor(value.detach()), name, list(value.shape)]
 
 
+def _encode_dtensor(flattener: _Flattener, value: DTensor, path: Path) -> Json:
+    shard = shard_of(value)
+    layout = shard.layout
+    forms: list[Json] = [
+        list(layout.shape),
+        list(layout.mesh_shape),
+        list(layout.mesh_names),
+        list(layout.placements),
+    ]
+    return ["dtensor", _encode_tensor(flattener, shard.local, path), *forms]
+
+
 def _encode_array(flattener: _Flattener, value: np.ndarray, path: Path) -> Json:
     index = flattener.add_bytes(value.tobytes())
     return ["array", index, _numpy_dtype_name(value.dtype, path), list(value.shape)]
@@ -179,9 +194,8 @@ def _encode_other(flattener: _Flattener, value: object, path: Path) -> Json:
     if isinstance(value, np.generic):
         index = flattener.add_bytes(value.tobytes())
         return ["scalar", index, _numpy_dtype_name(value.dtype, path)]
-    hint = "; pass its local shard, `.to_local()`" if hasattr(value, "to_local") else ""
     raise CheckpointFormatError(
-        f"{_show(path)} is a {_type_name(value)}: it does not travel{hint}. What does: {ALLOWED}"
+        f"{_show(path)} is a {_type_name(value)}: it does not travel. What does: {ALLOWED}"
     )
 
 
@@ -201,6 +215,7 @@ _ENCODERS: Mapping[type, Callable[..., Json]] = {
     torch.device: _encode_device,
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,
+    DTensor: _encode_dtensor,
     np.ndarray: _encode_array,
 }
 
@@ -342,6 +357,21 @@ def _decode_tensor(
         raise _malformed("a tensor has an impossible shape") from error
 
 
+def _decode_dtensor(
+    unflattener: _Unflattener,
+    depth_left: int,
+    node: list[object],
+    shape: list[object],
+    mesh_shape: list[object],
+    mesh_names: list[object],
+    placements: list[object],
+) -> Shard:
+    local = unflattener.decode(node, depth_left)
+    if not isinstance(local, torch.Tensor):
+        raise _malformed("a shard is no tensor")
+    return Shard(local, Layout(_shape(shape), _shape(mesh_shape), _texts(mesh_names), _texts(placements)))
+
+
 def _decode_array(unflattener: _Unflattener, _: int, index: int, name: str, dims: list[object]) -> np.ndarray:
     raw, dtype, shape = unflattener.buffer(index), _numpy_dtype(name), _shape(dims)
     _require(math.prod(shape) * dtype.itemsize == raw.numel(), "an array is not as large as its buffer")
@@ -373,6 +403,7 @@ _DECODERS: Mapping[str, tuple[_Kinds, Callable[..., object]]] = {
     "dtype": ((str,), _decode_dtype),
     "device": ((str,), _decode_device),
     "tensor": ((int, str, list), _decode_tensor),
+    "dtensor": ((list, list, list, list, list), _decode_dtensor),
     "array": ((int, str, list), _decode_array),
     "scalar": ((int, str), _decode_scalar),
 }
@@ -389,6 +420,12 @@ def _shape(dims: list[object]) -> tuple[int, ...]:
     sizes = tuple(dim for dim in dims if type(dim) is int and 0 <= dim < 2**63)
     _require(len(sizes) == len(dims), "a dimension is not a size")
     return sizes
+
+
+def _texts(items: list[object]) -> tuple[str, ...]:
+    texts = tuple(item for item in items if isinstance(item, str))
+    _require(len(texts) == len(items) <= DIMENSIONS_MAX, "a name or a placement is no text")
+    return texts
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

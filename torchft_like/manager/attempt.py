@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchft_like.errors import QuorumTimeoutError
+from torchft_like.errors import CheckpointError, QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import Pending, Report
@@ -49,6 +49,7 @@ class Attempt:
         self._is_configured = False  # as the event says, which is asked before every collective
         self._ready = threading.Event()
         self._decided = threading.Event()
+        self._at_rest = threading.Event()  # the training thread waits for `ready`: no module computes
         is_on_device = torch.accelerator.is_available()
         self._updated = torch.accelerator.current_stream().record_event() if is_on_device else None
 
@@ -96,7 +97,7 @@ class Attempt:
     def fail(self, error: Exception) -> None:
         """The attempt cannot go on; whoever waits gets the error."""
         self.error = self.error or error
-        for gate in (self._agreed, self._configured, self._ready, self._decided):
+        for gate in (self._agreed, self._configured, self._ready, self._decided, self._at_rest):
             gate.set()
 
     def wait_configured(self, describe: Callable[[], str]) -> None:
@@ -112,6 +113,7 @@ class Attempt:
 
     def wait_ready(self, describe: Callable[[], str]) -> None:
         """Wait until nothing more happens in the background."""
+        self._at_rest.set()
         self._wait_agreed(describe)
         self._ready.wait()
         self._raise_error()
@@ -129,6 +131,18 @@ class Attempt:
         """Wait until the device has done the last update: another thread's streams do not wait for it."""
         if self._updated is not None:
             self._updated.synchronize()
+
+    def wait_at_rest(self, timeout_s: float) -> None:
+        """Wait until the training thread waits, between two steps, for what happens in the background.
+
+        Raises:
+            CheckpointError: it does not within the timeout.
+        """
+        if not self._at_rest.wait(timeout_s):
+            raise CheckpointError(
+                f"the training thread did not come to the end of its step in {timeout_s:g} s"
+            )
+        self._raise_error()
 
     def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""

@@ -228,6 +228,7 @@ class Manager:
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         )
+        self._state.look()
         attempt = Attempt(allow_heal, quorum_timeout_s * (1 + self._config.quorum_retries))
         own = self._driver.begin(attempt)
         join = RankJoin(

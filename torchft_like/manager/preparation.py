@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from torchft_like.checkpointing.shards import Shard
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError
 from torchft_like.manager.assignment import QuorumResult
@@ -105,6 +106,8 @@ def fetch_state(
 
 def state_bytes(state: object) -> int:
     """Bytes of all tensors in nested containers."""
+    if isinstance(state, Shard):
+        return state_bytes(state.local)
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, Mapping):

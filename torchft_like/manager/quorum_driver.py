@@ -298,6 +298,8 @@ class QuorumDriver:
         self._is_serving = True
         try:
             attempt.wait_updated()
+            if self._state.is_read_between_steps:
+                attempt.wait_at_rest(self._config.timeout_s)
             with self._state.reading(self._config.timeout_s) as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.errors import CheckpointError, ConfigError
 
 LoadFunction = Callable[[Any], None]
@@ -18,6 +20,7 @@ class StateRegistry:
 
     def __init__(self) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
+        self._holds_shards: bool | None = None
         self._reading = threading.Lock()
         self._is_read_allowed = True
 
@@ -30,6 +33,25 @@ class StateRegistry:
         if key in self._functions:
             raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
         self._functions[key] = load, save
+        self._holds_shards = None
+
+    @property
+    def is_read_between_steps(self) -> bool:
+        """Whether the functions must be called where the training thread waits.
+
+        Those of a state with DTensors: `model.state_dict()` of FSDP takes the gathered parameters out of the
+        modules that compute with them.
+        """
+        return self._holds_shards is not False
+
+    def look(self) -> None:
+        """On the training thread, at the beginning of a step: find out what the functions return.
+
+        It calls them once. What they raise here they raise again where the state is wanted.
+        """
+        if self._holds_shards is None and self._is_read_allowed:
+            with contextlib.suppress(Exception):
+                self._holds_shards = _has_shards([save() for _, save in self._functions.values()])
 
     def check(self) -> None:
         """Is there anything to save and to load?
@@ -83,5 +105,9 @@ class StateRegistry:
                 f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
                 "every replica must register the same keys"
             )
-        for key, (load, _) in self._functions.items():
-            load(state[key])
+        for key, (load, save) in self._functions.items():
+            load(place(state[key], save(), key) if _has_shards(state[key]) else state[key])
+
+
+def _has_shards(state: object) -> bool:
+    return next(shards_in(state), None) is not None

@@ -1,0 +1,100 @@
+"""DTensors travel as the rank's shard, and come to lie on the receiver's mesh or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.distributed import fake_pg
+
+from tests.unit.checkpointing.states import round_trip
+from torchft_like.checkpointing.shards import Shard as Sent
+from torchft_like.checkpointing.shards import place, shards_in
+from torchft_like.errors import CheckpointFormatError, ConfigError
+from torchft_like.manager.state_registry import StateRegistry
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
+    yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",))
+    torch.distributed.destroy_process_group()
+
+
+def lying(mesh: DeviceMesh, local: torch.Tensor, placement: Placement | None = None) -> DTensor:
+    return DTensor.from_local(local, mesh, [placement or Shard(0)], run_check=False)
+
+
+def test_a_parameter_comes_back_where_it_lay(mesh: DeviceMesh) -> None:
+    local = torch.randn(3, 4)
+    state = {"model": {"w": nn.Parameter(lying(mesh, local))}, "parts": [(lying(mesh, local + 1), 7)]}
+    own = {"model": {"w": lying(mesh, torch.zeros(3, 4))}, "parts": [(lying(mesh, torch.zeros(3, 4)), 0)]}
+    placed: Any = place(round_trip(state), own, "train")
+    weight = placed["model"]["w"]
+    assert (weight.shape, weight.placements, weight.device_mesh) == ((6, 4), (Shard(0),), mesh)
+    assert torch.equal(weight.to_local(), local)
+    assert torch.equal(placed["parts"][0][0].to_local(), local + 1)
+    assert placed["parts"][0][1] == 7
+
+
+def test_a_tensor_that_the_receiver_does_not_have_yet_is_put_on_the_mesh_of_the_others(
+    mesh: DeviceMesh,
+) -> None:
+    sent = round_trip({"w": lying(mesh, torch.ones(3)), "moments": {0: lying(mesh, torch.ones(3))}})
+    placed: Any = place(sent, {"w": lying(mesh, torch.zeros(3)), "moments": {}}, "train")
+    assert (placed["moments"][0].device_mesh, placed["moments"][0].stride()) == (mesh, (1,))
+
+
+@pytest.mark.parametrize(
+    ("own_shape", "placement"), [((2, 4), Shard(0)), ((3, 4), Replicate()), ((3, 4), Shard(1))], ids=str
+)
+def test_a_tensor_that_lies_otherwise_is_refused_by_its_path(
+    mesh: DeviceMesh, own_shape: tuple[int, ...], placement: Placement
+) -> None:
+    sent = round_trip({"model": {"w": lying(mesh, torch.ones(3, 4))}})
+    own = {"model": {"w": lying(mesh, torch.zeros(own_shape), placement)}}
+    with pytest.raises(
+        CheckpointFormatError, match=r"train\['model'\]\['w'\] is .* here, and \(6, 4\) placed S\(0\)"
+    ):
+        place(sent, own, "train")
+
+
+def test_without_a_mesh_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
+    sent = round_trip([lying(mesh, torch.ones(3))])
+    with pytest.raises(CheckpointFormatError, match=r"train\[0\] is .* no DTensor there"):
+        place(sent, [torch.ones(6)], "train")
+
+
+def test_what_travels_says_how_it_lies(mesh: DeviceMesh) -> None:
+    (sent,) = shards_in(round_trip([lying(mesh, torch.ones(3, 4), Replicate())]))
+    assert isinstance(sent, Sent)
+    assert str(sent.layout) == "(3, 4) placed R on a mesh (2,) ('shard',)"
+
+
+def test_a_registry_knows_when_its_functions_must_be_called(mesh: DeviceMesh) -> None:
+    registry, loaded = StateRegistry(), list[Any]()
+    registry.register("plain", loaded.append, lambda: torch.ones(2))
+    registry.look()
+    assert not registry.is_read_between_steps
+    registry.register("sharded", loaded.append, lambda: {"w": lying(mesh, torch.ones(2))})
+    assert registry.is_read_between_steps  # until somebody has looked
+    registry.look()
+    assert registry.is_read_between_steps
+    with registry.reading(1) as state:
+        registry.load(round_trip(state))
+    assert torch.equal(loaded[1]["w"].to_local(), torch.ones(2))
+
+
+def test_functions_that_fail_are_called_between_steps(mesh: DeviceMesh) -> None:
+    def fail() -> None:
+        raise ConfigError("not built yet")
+
+    registry = StateRegistry()
+    registry.register("train", print, fail)
+    registry.look()
+    assert registry.is_read_between_steps
