@@ -47,7 +47,8 @@ DTYPES = (
     torch.complex128,
 )
 SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
-LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", "shared")
+IN_INFERENCE_MODE = "plain, in inference mode"  # the call, and not the tensors alone
+LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", IN_INFERENCE_MODE, "shared")
 # Of which torch's own fails on some ranks, while the others wait: it shows what is right with plain ones.
 FOR_OURS_ONLY = ("negated", "conjugated", "leaf")
 
@@ -214,7 +215,8 @@ Case = Callable[[Scene], Any]
 def outcome_of(case: Case, scene: Scene, swallowed: Callable[[], Exception | None]) -> Outcome:
     """Run a case; an error that the group swallowed counts as raised."""
     try:
-        value = detached(case(scene))
+        with torch.inference_mode(scene.kind.layout == IN_INFERENCE_MODE):
+            value = detached(case(scene))
     except Exception as error:  # noqa: BLE001 - it is compared
         return Outcome(error=error)
     return Outcome(value, swallowed())
