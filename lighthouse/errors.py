@@ -20,3 +20,7 @@ class ConfigError(CoordinationError, ValueError):
 
 class BindError(CoordinationError, OSError):
     """A server cannot listen where it was told to."""
+
+
+class ForkError(CoordinationError, RuntimeError):
+    """A forked process would speak gRPC, which its parent has spoken: gRPC would wait forever."""

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import os
 import resource
 import socket
 import threading
@@ -29,9 +30,10 @@ import grpc.aio
 
 from lighthouse.address import Address
 from lighthouse.config import MESSAGE_BYTES_MAX
-from lighthouse.errors import BindError
+from lighthouse.errors import BindError, ForkError
 
 T = TypeVar("T")
+_grpc_process: int | None = None  # which has made a channel or a server
 _DESCRIPTORS_KEPT = 128  # for everything that is no client's connection
 
 
@@ -120,11 +122,13 @@ _CHANNEL_OPTIONS = [
 
 def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
     """A blocking channel; connects lazily, reconnects by itself."""
+    _begin_grpc()
     return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
 def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
     """An asyncio channel; call it on the loop that will use it."""
+    _begin_grpc()
     return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
@@ -142,6 +146,7 @@ def make_aio_server(
     if _why_unbindable(bind) is not None:  # asked first, because gRPC fails with lines of its own
         raise bind_error(bind, None)
     options = [*_SERVER_OPTIONS, *limits.options(), *keepalive.options()]
+    _begin_grpc()
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
@@ -151,6 +156,21 @@ def make_aio_server(
     if port == 0:
         raise bind_error(bind, None)
     return server, Address(bind.host, port)
+
+
+def _begin_grpc() -> None:
+    """In the process that begins it gRPC has its threads, in a fork of that process it has none.
+
+    Raises:
+        ForkError: this is such a fork.
+    """
+    global _grpc_process  # noqa: PLW0603 - gRPC's threads are one set per process, too
+    _grpc_process = _grpc_process or os.getpid()
+    if _grpc_process != os.getpid():
+        raise ForkError(
+            f"process {_grpc_process} spoke gRPC before it forked this one, which therefore cannot: start a "
+            "process that has a Manager, or a client of a lighthouse, by spawn or forkserver"
+        )
 
 
 def listen_tcp(bind: Address) -> socket.socket:
