@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 Field = str | int | float | bool | None | list[str]
 
 LEVELS: Mapping[str, int] = {
+    "settings": logging.INFO,  # a Manager starts: settings, each with its value and where it came from
     "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
     "register": logging.INFO,  # a replica group opened its session
     "leave": logging.INFO,  # a replica group left in good order: reason
@@ -129,6 +130,7 @@ def _divergence_sentence(fields: Fields) -> str:
 
 
 _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
+    "settings": lambda f: f"settings: {', '.join(f['settings'] if isinstance(f['settings'], list) else [])}",
     "quorum": _quorum_sentence,
     "register": lambda _: "registered",
     "leave": lambda f: f"left: {f['reason']}",

@@ -12,6 +12,7 @@ from lighthouse.errors import ConfigError
 from lighthouse.events import EVENT_FILE_ENV, LEVELS, Event, EventLog, Field, read_events, short_name
 
 EXAMPLES: dict[str, dict[str, Field]] = {
+    "settings": {"settings": ["timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)"]},
     "quorum": {
         "members": ["a:1234567", "b:89abcde"],
         "joined": ["b:89abcde"],

@@ -1,4 +1,7 @@
-"""What a Manager was told: arguments first, then the environment, then defaults.
+"""What a Manager was told, by whoever operates the job, by the script, or by nobody.
+
+`TORCHFT_*` variables beat arguments: the operator of a job cannot reach the arguments that a library passes.
+Arguments beat the variables of the launcher (RANK, MASTER_ADDR, ...): a script may make several groups.
 
 The environment is read here and nowhere else, and only through the mapping that is passed in.
 """
@@ -6,14 +9,18 @@ The environment is read here and nowhere else, and only through the mapping that
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from lighthouse.address import Address, local_host_towards, parse_address, parse_host
 from torchft_like.errors import ConfigError
 
+T = TypeVar("T")
+
 DEFAULT_TIMEOUT_S = 60.0
+_OPERATORS = "TORCHFT_"
 SECONDS_MAX = 10 * 365 * 24 * 3600.0  # clocks and timers of the system end somewhere above this
 PORT_MAX = 65535
 
@@ -49,6 +56,7 @@ class ManagerConfig:
         host: what this process binds to and advertises.
         replica_id: the user's name for the group, made unique for this incarnation.
         incarnation: what distinguishes this start of the group from earlier ones on the same store.
+        sources: each setting with its value and where it came from, for the log.
     """
 
     timeout_s: float
@@ -65,6 +73,7 @@ class ManagerConfig:
     replica_id: str
     quorum_retries: int
     incarnation: str
+    sources: tuple[str, ...]
 
 
 def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerConfig:
@@ -81,11 +90,11 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         raise ConfigError(
             f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
         )
-    lighthouse = _lighthouse(arguments, environ) if rank == 0 else None
+    lighthouse = _lighthouse(arguments, given) if rank == 0 else None
     store = _store(arguments, given, world_size)
     return ManagerConfig(
         timeout_s=given.seconds(arguments.timeout, "timeout", "TORCHFT_TIMEOUT_SEC"),
-        timeout_given=arguments.timeout is not None or "TORCHFT_TIMEOUT_SEC" in environ,
+        timeout_given=arguments.timeout is not None or "TORCHFT_TIMEOUT_SEC" in given.environ,
         quorum_timeout_s=given.seconds(
             arguments.quorum_timeout, "quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"
         ),
@@ -104,6 +113,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
             arguments.quorum_retries, "quorum_retries", "TORCHFT_QUORUM_RETRIES", default=0
         ),
         incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
+        sources=tuple(given.sources),
     )
 
 
@@ -123,9 +133,9 @@ def seconds_of(value: timedelta | float, name: str) -> float:
     return float(seconds)
 
 
-def _lighthouse(arguments: ManagerArguments, environ: Mapping[str, str]) -> Address:
-    text = arguments.lighthouse_addr or environ.get("TORCHFT_LIGHTHOUSE")
-    if not text:
+def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:
+    text = given.text(arguments.lighthouse_addr, "lighthouse_addr", "TORCHFT_LIGHTHOUSE")
+    if text is None:
         raise ConfigError(
             "no lighthouse: pass lighthouse_addr or set TORCHFT_LIGHTHOUSE to the address that "
             "`python -m lighthouse` prints, such as http://127.0.0.1:29510"
@@ -134,9 +144,9 @@ def _lighthouse(arguments: ManagerArguments, environ: Mapping[str, str]) -> Addr
 
 
 def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Address | None:
-    host = arguments.store_addr or given.environ.get("MASTER_ADDR")
+    host = given.text(arguments.store_addr, "store_addr", "MASTER_ADDR")
     has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
-    if host and has_port:
+    if host is not None and has_port:
         port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0)
         return Address(parse_host(host, "store_addr (MASTER_ADDR)"), _port(port, "store_port"))
     if world_size > 1:
@@ -162,35 +172,55 @@ def _port(number: int, name: str) -> int:
 
 
 class _Settings:
-    """Looks a setting up in argument, environment and default, in this order."""
+    """Looks settings up, and keeps for the log where each one came from."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = environ
+        # An operator who blanks a variable wants what holds without it.
+        self.environ = {k: v for k, v in environ.items() if v or not k.startswith(_OPERATORS)}
+        self.sources: list[str] = []
+
+    def text(self, argument: str | None, name: str, variable: str) -> str | None:
+        """None where neither is given; an empty text is none."""
+        return self._first(argument or None, name, variable, str, default=None) or None
 
     def integer(self, argument: int | None, name: str, variable: str, default: int) -> int:
-        if argument is not None:
-            if not isinstance(argument, int) or isinstance(argument, bool):
-                raise ConfigError(f"{name} is {argument!r}: it must be a whole number")
-            return argument
-        text = self.environ.get(variable)
-        if text is None:
-            return default
-        try:
-            return int(text)
-        except ValueError:
-            raise ConfigError(
-                f"the environment variable {variable} is {text!r:.100}: it must be a whole number"
-            ) from None
+        if argument is not None and (not isinstance(argument, int) or isinstance(argument, bool)):
+            raise ConfigError(f"{name} is {argument!r}: it must be a whole number")
+
+        def parse(text: str) -> int:
+            try:
+                return int(text)
+            except ValueError:
+                raise ConfigError(
+                    f"the environment variable {variable} is {text!r:.100}: it must be a whole number"
+                ) from None
+
+        return self._first(argument, name, variable, parse, default)
 
     def seconds(self, argument: timedelta | float | None, name: str, variable: str) -> float:
-        if argument is not None:
-            return seconds_of(argument, name)
+        def parse(text: str) -> float:
+            try:
+                return seconds_of(float(text), f"the environment variable {variable}")
+            except ValueError:
+                raise ConfigError(
+                    f"the environment variable {variable} is {text!r:.99}: it must be a number of seconds "
+                    "above 0"
+                ) from None
+
+        given = None if argument is None else seconds_of(argument, name)
+        return self._first(given, name, variable, parse, DEFAULT_TIMEOUT_S)
+
+    def _first(
+        self, argument: T | None, name: str, variable: str, parse: Callable[[str], T], default: T
+    ) -> T:
         text = self.environ.get(variable)
-        if text is None:
-            return DEFAULT_TIMEOUT_S
-        try:
-            return seconds_of(float(text), f"the environment variable {variable}")
-        except ValueError:
-            raise ConfigError(
-                f"the environment variable {variable} is {text!r:.99}: it must be a number of seconds above 0"
-            ) from None
+        if text is not None and (argument is None or variable.startswith(_OPERATORS)):
+            value, source = parse(text), variable
+            if argument is not None and argument != value:
+                source += f" instead of the argument {argument}"
+        elif argument is not None:
+            value, source = argument, "argument"
+        else:
+            value, source = default, "default"
+        self.sources.append(f"{name}={value} ({source})")
+        return value

@@ -57,7 +57,7 @@ WORKER_STOP_S = 5.0
 
 
 class Manager:
-    """Keeps one rank of one replica group in step with its peers. Names and arguments are torchft's.
+    """Keeps one rank of one replica group in step with its peers. A TORCHFT_* variable beats its argument.
 
     Args:
         pg: the group that joins this rank of every replica group; the Manager configures it.
@@ -66,9 +66,9 @@ class Manager:
         use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
             it must where gradients are divided by a number of the state (a GradScaler's).
-        timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each unless
-            TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC say otherwise.
-            `timeout` bounds collectives, votes and state transfers.
+        timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each (TORCHFT_TIMEOUT_SEC,
+            TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
+            and state transfers.
         rank, world_size: in the replica group (RANK, WORLD_SIZE; 0 of 1 when unset).
         store_addr, store_port: the group's TCPStore (MASTER_ADDR, MASTER_PORT); a group of one rank
             makes its own when none is given.
@@ -127,8 +127,7 @@ class Manager:
             quorum_retries=quorum_retries,
         )
         self._config = config = resolve(arguments, os.environ)
-        rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
-        self._rules = rules
+        self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._replica_id = config.replica_id
         self._init_sync = init_sync
         self._protocol = StepProtocol(rules)
@@ -136,6 +135,7 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self.events = EventLog("manager", logger)
+        self._emit("settings", settings=list(config.sources))
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:
             pg.set_timeout(timedelta(seconds=config.timeout_s))

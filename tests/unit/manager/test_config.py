@@ -1,4 +1,4 @@
-"""Settings: argument, then environment, then default; one clear error for each wrong one."""
+"""Settings: TORCHFT_* variable, argument, launcher's variable, default; a clear error for each wrong one."""
 
 from __future__ import annotations
 
@@ -35,17 +35,46 @@ def test_the_environment_of_torchrun_is_understood() -> None:
     assert resolved.lighthouse is None, "only rank 0 speaks to it"
 
 
-def test_an_argument_beats_the_environment() -> None:
+def test_a_torchft_variable_beats_the_argument() -> None:
     environ = {
         "TORCHFT_TIMEOUT_SEC": "5",
+        "TORCHFT_QUORUM_TIMEOUT_SEC": "6",
+        "TORCHFT_CONNECT_TIMEOUT_SEC": "7",
         "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1",
         "TORCHFT_MANAGER_PORT": "9",
+        "TORCHFT_QUORUM_RETRIES": "3",
     }
-    resolved = config(environ, timeout=timedelta(seconds=7), lighthouse_addr="127.0.0.1:2", port=10)
-    assert resolved.timeout_s == 7
-    assert resolved.lighthouse == Address("127.0.0.1", 2)
-    assert resolved.port == 10
-    assert config(environ).timeout_s == 5
+    other = timedelta(seconds=99)
+    arguments = {"timeout": other, "quorum_timeout": other, "connect_timeout": other, "port": 10}
+    resolved = config(environ, lighthouse_addr="127.0.0.1:2", quorum_retries=1, **arguments)
+    assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (5, 6, 7)
+    assert resolved.lighthouse == Address("127.0.0.1", 1)
+    assert (resolved.port, resolved.quorum_retries) == (9, 3)
+    assert resolved.timeout_given
+
+
+def test_an_argument_counts_where_the_operator_says_nothing() -> None:
+    for environ in ({}, {"TORCHFT_TIMEOUT_SEC": "", "TORCHFT_MANAGER_PORT": ""}):
+        resolved = config(environ, timeout=timedelta(seconds=7), port=10)
+        assert (resolved.timeout_s, resolved.port) == (7, 10)
+    blank = resolve(ManagerArguments(lighthouse_addr="127.0.0.1:2"), {"TORCHFT_LIGHTHOUSE": ""})
+    assert blank.lighthouse == Address("127.0.0.1", 2)
+
+
+def test_an_argument_beats_the_variables_of_the_launcher() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}
+    resolved = config(environ, rank=2, world_size=3, store_addr="127.0.0.2", store_port=78)
+    assert (resolved.group_rank, resolved.group_world_size) == (2, 3)
+    assert resolved.store == Address("127.0.0.2", 78)
+
+
+def test_where_each_setting_came_from_is_told() -> None:
+    told = config({"TORCHFT_TIMEOUT_SEC": "5", "RANK": "0"}, timeout=7, port=10).sources
+    assert "timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)" in told
+    assert "quorum_timeout=60.0 (default)" in told
+    assert "port=10 (argument)" in told
+    assert "rank=0 (RANK)" in told
+    assert "lighthouse_addr=http://127.0.0.1:1234 (TORCHFT_LIGHTHOUSE)" in told
 
 
 def test_each_start_has_an_id_of_its_own() -> None:
