@@ -148,7 +148,7 @@ class Fetch:
 
     def _check(self, response: http.client.HTTPResponse) -> None:
         if response.status != HTTPStatus.OK:
-            raise CheckpointError(f"it answered {response.status} {printable(response.reason[:200])}")
+            raise CheckpointError(f"it answered {response.status} {printable(response.reason[:400])}")
         step = response.getheader("Checkpoint-Step")
         if step != str(self._options.step):
             raise CheckpointFormatError(f"it sent step {printable(str(step)[:100])}")

@@ -6,6 +6,7 @@
     202  nothing is offered yet; it was waited for `wait_ms`, ask again
     400  not such a request
     410  a later step is offered: this one will not come again
+    424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again; or the server ends
 
 A connection carries one request. Whatever a client does, or does not do, it holds one of a limited
@@ -31,6 +32,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 
 from lighthouse.address import Address
+from lighthouse.events import printable
 from lighthouse.net import listen_tcp
 from torchft_like.checkpointing.state_stream import EncodedState
 from torchft_like.futures import context_timeout
@@ -39,6 +41,7 @@ _logger = logging.getLogger(__name__)
 
 WAIT_S_MAX = 5.0
 SILENT_S = 0.25  # after which a client without a request may lose its place to another
+REASON_LENGTH_MAX = 400
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
 _ACCEPT_RETRY_S = 0.1
@@ -63,10 +66,11 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Offer:
-    """A snapshot that may be fetched."""
+    """A snapshot that may be fetched, or why there is none of that step."""
 
     step: int
-    state: EncodedState
+    state: EncodedState | None
+    refusal: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -93,10 +97,17 @@ class CheckpointServer:
             self._listener.close()
             raise
 
+    def refuse(self, step: int, reason: str) -> None:
+        """Tell who asks for the step, or waits for it, that it will not come from here."""
+        self._announce(Offer(step, None, reason))
+
     def offer(self, step: int, state: EncodedState) -> None:
         """Offer `state` from now on, and wake who waits for it."""
+        self._announce(Offer(step, state))
+
+    def _announce(self, offer: Offer) -> None:
         with self._changed:
-            self._offer = Offer(step, state)
+            self._offer = offer
             self._recent_ids.append(self._offer.id)
             outdated = [
                 c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
@@ -272,8 +283,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_without_offer()
         elif offer.step > step:
             self.send_error(HTTPStatus.GONE, f"step {offer.step} is offered by now")
+        elif offer.state is None:
+            self.send_error(HTTPStatus.FAILED_DEPENDENCY, printable(offer.refusal[:REASON_LENGTH_MAX]))
         else:
-            self._send(offer, part, parts)
+            self._send(offer, offer.state, part, parts)
 
     def _answer_without_offer(self) -> None:
         if self._owner.server.closing:
@@ -282,15 +295,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.ACCEPTED)
         self.end_headers()
 
-    def _send(self, offer: Offer, part: int, parts: int) -> None:
+    def _send(self, offer: Offer, state: EncodedState, part: int, parts: int) -> None:
         self._owner.offer = offer
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/octet-stream")
-        self.send_header("Content-Length", str(offer.state.part_nbytes(part, parts)))
+        self.send_header("Content-Length", str(state.part_nbytes(part, parts)))
         self.send_header("Checkpoint-Step", str(offer.step))
         self.send_header("Checkpoint-Id", offer.id)
         self.end_headers()
-        for piece in offer.state.part(part, parts):
+        for piece in state.part(part, parts):
             self._owner.peer.sendall(piece)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name

@@ -14,6 +14,7 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
 
@@ -73,6 +74,14 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._check_open()
         self._server.offer(step, EncodedState(state_dict))
+
+    def check_state(self, state_dict: T) -> None:
+        """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
+        flatten_state(state_dict)
+
+    def refuse_checkpoint(self, step: int, reason: str) -> None:
+        """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
+        self._server.refuse(step, reason)
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing to new requests. Transfers in progress finish: the copy is theirs."""

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
+from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError
 
@@ -72,6 +73,10 @@ class PGTransport(CheckpointTransport[T]):
         announcement = torch.tensor([step, encoded.part_nbytes()], dtype=torch.int64)
         for message in chain([announcement], _messages(encoded.part())):
             line.send(message.to(self._device), dst_ranks)
+
+    def check_state(self, state_dict: T) -> None:
+        """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
+        flatten_state(state_dict)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.

@@ -46,6 +46,12 @@ class CheckpointTransport(ABC, Generic[T]):
                 receive was aborted; the message names the peer.
         """
 
+    def check_state(self, state_dict: T) -> None:
+        """Raise CheckpointFormatError, which names the path and the type, where a state can never travel."""
+
+    def refuse_checkpoint(self, step: int, reason: str) -> None:
+        """Tell receivers of `step` at once that it will not come from here, where they can be told."""
+
     def disallow_checkpoint(self) -> None:
         """The step is over: offer its state to nobody new."""
 

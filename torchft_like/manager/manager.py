@@ -218,6 +218,7 @@ class Manager:
             QuorumTimeoutError: only where it waits here: with `use_async_quorum=False`, and for the quorum
                 of a step that was given up before it was known.
             GroupLostError: another rank of this replica group is gone.
+            CheckpointFormatError: the state that was registered can never travel; names path and type.
         """
         self._driver.raise_if_over()
         last = self._driver.attempt
@@ -228,7 +229,7 @@ class Manager:
         quorum_timeout_s = (
             self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         )
-        self._state.look()
+        self._state.look(self._transport.check_state)
         attempt = Attempt(allow_heal, quorum_timeout_s * (1 + self._config.quorum_retries))
         own = self._driver.begin(attempt)
         join = RankJoin(

@@ -14,7 +14,6 @@ from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
-    CheckpointFormatError,
     ConfigError,
     FaultToleranceError,
     GroupLostError,
@@ -253,7 +252,7 @@ class QuorumDriver:
             if is_configured:
                 attempt.open_configured()
             if plan.heal or (plan.serve and result.max_step == 0):  # later it is the joiner's error
-                self._state.check()
+                self._state.check_registered()
             if plan.serve:  # whatever became of the process group: who heals may have configured, and waits
                 self._serve(attempt, result)
             if plan.heal and is_configured:
@@ -288,11 +287,7 @@ class QuorumDriver:
         return configured
 
     def _serve(self, attempt: Attempt, result: QuorumResult) -> None:
-        """Offer this replica's state. A failure is the joiner's loss, not this step's.
-
-        But a state that cannot be read or cannot travel, found before the first step, is an error in the
-        script: nobody could ever heal, and nothing is lost yet by saying so.
-        """
+        """Offer this replica's state. A failure is the joiner's loss, never this replica's or this step's."""
         timeout = timedelta(seconds=self._config.timeout_s)
         ranks = list(result.recover_dst_replica_ranks)
         self._is_serving = True
@@ -305,9 +300,7 @@ class QuorumDriver:
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
         except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory end
             self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
-            is_from_outside = isinstance(error, FaultToleranceError | OSError)
-            if result.max_step == 0 and (isinstance(error, CheckpointFormatError) or not is_from_outside):
-                attempt.fail(error)
+            self._transport.refuse_checkpoint(result.max_step, f"{type(error).__name__}: {error}")
         else:
             self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
 

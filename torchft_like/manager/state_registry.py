@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,16 +43,21 @@ class StateRegistry:
         """
         return self._holds_shards is not False
 
-    def look(self) -> None:
-        """On the training thread, at the beginning of a step: find out what the functions return.
+    def look(self, check: Callable[[Any], object]) -> None:
+        """On the training thread, before the first step: call the functions and look at what they return.
 
-        It calls them once. What they raise here they raise again where the state is wanted.
+        A state that cannot be read, or can never travel, is thus found on the replica whose state it is and
+        while nobody needs it. What the functions raise goes to the caller.
+
+        Args:
+            check: raises CheckpointFormatError for a state that the transport cannot carry.
         """
         if self._holds_shards is None and self._is_read_allowed:
-            with contextlib.suppress(Exception):
-                self._holds_shards = _has_shards([save() for _, save in self._functions.values()])
+            state = {key: save() for key, (_, save) in self._functions.items()}
+            check(state)
+            self._holds_shards = _has_shards(state)
 
-    def check(self) -> None:
+    def check_registered(self) -> None:
         """Is there anything to save and to load?
 
         Raises:

@@ -105,6 +105,18 @@ class TestHostileClients:
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"200"
 
+    def test_who_waits_for_a_step_is_told_why_it_does_not_come_and_an_offer_ends_that(
+        self, server: CheckpointServer
+    ) -> None:
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") as waiting:
+            server.refuse(5, "TypeError: no\r\nstate")
+            answer = b"".join(iter(lambda: waiting.recv(4096), b"")).decode()
+        assert answer.startswith("HTTP/1.0 424 TypeError: no")
+        assert "\r\nstate" not in answer.partition("\r\n\r\n")[0]
+        server.offer(5, EncodedState(None))
+        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+            assert client.recv(1000).split()[1] == b"200"
+
     def test_a_wait_is_bounded_whatever_the_client_asks(
         self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

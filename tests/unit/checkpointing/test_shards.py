@@ -15,6 +15,7 @@ from torch.testing._internal.distributed import fake_pg
 from tests.unit.checkpointing.states import round_trip
 from torchft_like.checkpointing.shards import Shard as Sent
 from torchft_like.checkpointing.shards import place, shards_in
+from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import StateRegistry
 
@@ -79,22 +80,38 @@ def test_what_travels_says_how_it_lies(mesh: DeviceMesh) -> None:
 def test_a_registry_knows_when_its_functions_must_be_called(mesh: DeviceMesh) -> None:
     registry, loaded = StateRegistry(), list[Any]()
     registry.register("plain", loaded.append, lambda: torch.ones(2))
-    registry.look()
+    registry.look(flatten_state)
     assert not registry.is_read_between_steps
     registry.register("sharded", loaded.append, lambda: {"w": lying(mesh, torch.ones(2))})
     assert registry.is_read_between_steps  # until somebody has looked
-    registry.look()
+    registry.look(flatten_state)
     assert registry.is_read_between_steps
     with registry.reading(1) as state:
         registry.load(round_trip(state))
     assert torch.equal(loaded[1]["w"].to_local(), torch.ones(2))
 
 
-def test_functions_that_fail_are_called_between_steps(mesh: DeviceMesh) -> None:
+def test_what_a_function_raises_when_it_is_looked_at_meets_the_script() -> None:
     def fail() -> None:
         raise ConfigError("not built yet")
 
     registry = StateRegistry()
     registry.register("train", print, fail)
-    registry.look()
+    with pytest.raises(ConfigError, match="not built yet"):
+        registry.look(flatten_state)
     assert registry.is_read_between_steps
+
+
+def test_a_state_that_can_never_travel_is_refused_before_it_is_needed() -> None:
+    registry = StateRegistry()
+    registry.register("train", print, lambda: {"rng": torch.Generator()})
+    with pytest.raises(CheckpointFormatError, match=r"train\.rng is a torch\._C\.Generator"):
+        registry.look(flatten_state)
+
+
+def test_a_state_is_looked_at_once() -> None:
+    registry, calls = StateRegistry(), list[int]()
+    registry.register("train", print, lambda: calls.append(1))
+    for _ in range(3):
+        registry.look(flatten_state)
+    assert calls == [1]

@@ -392,9 +392,9 @@ class TestStateRegistry:
     def test_whoever_has_to_heal_must_have_registered_something(self) -> None:
         registry = StateRegistry()
         with pytest.raises(ConfigError, match="register_state_dict_fn"):
-            registry.check()
+            registry.check_registered()
         registry.register("model", lambda _: None, dict)
-        registry.check()
+        registry.check_registered()
 
     def test_a_key_is_taken_once(self) -> None:
         registry = StateRegistry()

@@ -132,15 +132,19 @@ def test_a_state_is_read_for_a_peer_when_the_device_has_done_the_last_update(
     assert stream.seen == ["recorded", "waited for", "read"]
 
 
-def test_a_state_that_cannot_be_read_before_the_first_step_is_the_script_s_error(
-    driver: QuorumDriver,
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_replica_that_cannot_serve_goes_on_and_tells_who_asks_for_its_state(
+    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
+    refused: list[tuple[int, str]] = []
+    monkeypatch.setattr(driver._transport, "refuse_checkpoint", lambda *told: refused.append(told))
     driver._state.register("model", ignore, no_memory)
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
-    driver.quorum(quorum(5, a=0, b=0))
-    with pytest.raises(RuntimeError, match="no memory for a copy"):
-        attempt.wait_ready(str)
+    driver.quorum(quorum(5, a=step, b=0))
+    attempt.wait_ready(str)
+    assert refused == [(step, "RuntimeError: no memory for a copy")]
+    assert protocol.vote()
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
