@@ -24,7 +24,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     try:
         for script in SCRIPTS:
-            if not arguments.words or any(word in script.name for word in arguments.words):
+            if not arguments.words or any(word.lower() in script.name.lower() for word in arguments.words):
                 outcomes.append(run_script(script, deadline - time.monotonic()))
                 print(table(outcomes[-1:]), flush=True)
     finally:

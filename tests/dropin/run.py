@@ -73,6 +73,9 @@ def run_script(script: Script, seconds_left: float) -> Outcome:
     outcome = Outcome(script.name, script.source, script.supplies, not_run=script.not_run)
     if script.not_run:
         return outcome
+    if seconds_left <= 0:
+        outcome.failed = "no time was left for it"
+        return outcome
     began = time.monotonic()
     try:
         python = python_for(script)

@@ -150,11 +150,6 @@ SCRIPTS = (
         not_run="`torchft.local_sgd` is not there yet",
     ),
     Script(
-        name="torchft nightly: _test/diloco_trainer.py",
-        source=NIGHTLY,
-        not_run="`torchft.local_sgd` is not there yet",
-    ),
-    Script(
         name="torchft nightly: examples/slurm/runner.py",
         source=NIGHTLY,
         not_run="it submits to Slurm",

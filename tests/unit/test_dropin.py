@@ -8,9 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
+from tests.dropin import environments
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
-from tests.dropin.scripts import SCRIPTS
+from tests.dropin.run import run_script
+from tests.dropin.scripts import SCRIPTS, Script
+from tests.dropin.table import PAGE, page
 
 SCRIPT = """
 import torch
@@ -76,3 +81,22 @@ def test_the_observer_writes_one_record_for_each_step_after_a_commit(tmp_path: P
 
 def test_a_script_is_run_or_says_why_not() -> None:
     assert [script.name for script in SCRIPTS if bool(script.command) is bool(script.not_run)] == []
+
+
+def test_what_cannot_be_installed_is_not_run_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(environments, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    outcome = run_script(Script("x", "x==1", ("no-such-package==1",), ("-c", "pass")), seconds_left=60.0)
+    assert "x cannot be installed" in outcome.not_run
+    assert not outcome.failed
+
+
+def test_a_script_for_which_no_time_is_left_fails() -> None:
+    assert run_script(Script("x", "x==1", command=("-c", "pass")), seconds_left=0.0).failed
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    assert PAGE.read_text() == page(), "run `make dropin` with --save, or tests.dropin.table.page"
