@@ -3,7 +3,24 @@
 `step`, `group` and `assignment` decide and are pure; `manager`, `server` and the links act.
 """
 
+from torchft_like.manager.config import (
+    CONNECT_TIMEOUT_SEC_ENV,
+    MANAGER_PORT_ENV,
+    QUORUM_RETRIES_ENV,
+    QUORUM_TIMEOUT_SEC_ENV,
+    TIMEOUT_SEC_ENV,
+    get_timeout,
+)
 from torchft_like.manager.manager import Manager
 from torchft_like.manager.step import WorldSizeMode
 
-__all__ = ["Manager", "WorldSizeMode"]
+__all__ = [
+    "CONNECT_TIMEOUT_SEC_ENV",
+    "MANAGER_PORT_ENV",
+    "QUORUM_RETRIES_ENV",
+    "QUORUM_TIMEOUT_SEC_ENV",
+    "TIMEOUT_SEC_ENV",
+    "Manager",
+    "WorldSizeMode",
+    "get_timeout",
+]

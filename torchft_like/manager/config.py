@@ -21,6 +21,11 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
 _OPERATORS = "TORCHFT_"
+MANAGER_PORT_ENV = "TORCHFT_MANAGER_PORT"
+TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
+QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
+CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
+QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 SECONDS_MAX = 10 * 365 * 24 * 3600.0  # clocks and timers of the system end somewhere above this
 PORT_MAX = 65535
 
@@ -93,13 +98,11 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
     lighthouse = _lighthouse(arguments, given) if rank == 0 else None
     store = _store(arguments, given, world_size)
     return ManagerConfig(
-        timeout_s=given.seconds(arguments.timeout, "timeout", "TORCHFT_TIMEOUT_SEC"),
-        timeout_given=arguments.timeout is not None or "TORCHFT_TIMEOUT_SEC" in given.environ,
-        quorum_timeout_s=given.seconds(
-            arguments.quorum_timeout, "quorum_timeout", "TORCHFT_QUORUM_TIMEOUT_SEC"
-        ),
+        timeout_s=given.seconds(arguments.timeout, "timeout", TIMEOUT_SEC_ENV),
+        timeout_given=arguments.timeout is not None or TIMEOUT_SEC_ENV in given.environ,
+        quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", QUORUM_TIMEOUT_SEC_ENV),
         connect_timeout_s=given.seconds(
-            arguments.connect_timeout, "connect_timeout", "TORCHFT_CONNECT_TIMEOUT_SEC"
+            arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),
         group_rank=rank,
         group_world_size=world_size,
@@ -107,14 +110,24 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         store=store,
         store_is_agents=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         host=_host(arguments.hostname, lighthouse, store),
-        port=_port(given.integer(arguments.port, "port", "TORCHFT_MANAGER_PORT", default=0), "port"),
+        port=_port(given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), "port"),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
         quorum_retries=given.integer(
-            arguments.quorum_retries, "quorum_retries", "TORCHFT_QUORUM_RETRIES", default=0
+            arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV, default=0
         ),
         incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
         sources=tuple(given.sources),
     )
+
+
+def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> timedelta:
+    """torchft's helper: the seconds that a variable gives, or else the default.
+
+    Raises:
+        ConfigError: the text is not a number of seconds above 0.
+    """
+    settings = _Settings({} if timeout_sec_env is None else {TIMEOUT_SEC_ENV: timeout_sec_env})
+    return timedelta(seconds=settings.seconds(default_timeout_sec, "default_timeout_sec", TIMEOUT_SEC_ENV))
 
 
 def seconds_of(value: timedelta | float, name: str) -> float:

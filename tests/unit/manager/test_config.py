@@ -9,6 +9,7 @@ import pytest
 
 from lighthouse.address import Address
 from torchft_like.errors import AddressError, ConfigError
+from torchft_like.manager import get_timeout
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 
 LIGHTHOUSE = {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1234"}
@@ -116,3 +117,11 @@ def test_a_wrong_argument_is_named() -> None:
         config(timeout=0)
     with pytest.raises(ConfigError, match="port is '80'"):
         config(port="80")
+
+
+def test_the_helper_of_torchft_takes_the_variable_or_the_default() -> None:
+    default = timedelta(seconds=9)
+    assert get_timeout("5", default) == timedelta(seconds=5)
+    assert get_timeout(None, default) == default
+    with pytest.raises(ConfigError, match="'soon'"):
+        get_timeout("soon", default)

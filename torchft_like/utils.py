@@ -1,0 +1,34 @@
+"""Streams and events of whatever accelerator this process has, under torchft's names."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """A block whose operations go to `stream`; for None, or without an accelerator, it changes nothing."""
+    if stream is None or not torch.accelerator.is_available():
+        return nullcontext()
+    return stream
+
+
+def record_event() -> torch.Event:
+    """An event on the current stream, which another process can wait for where the device lets it.
+
+    Raises:
+        RuntimeError: there is no accelerator.
+    """
+    if torch.cuda.is_available():
+        event: torch.Event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().record_event(event)
+        return event
+    return torch.accelerator.current_stream().record_event()
+
+
+def synchronize() -> None:
+    """Wait until the current stream has done its work; without an accelerator there is none."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
