@@ -292,6 +292,8 @@ def test_without_a_quorum_only_should_commit_raises(job: Job) -> None:
         for name in NAMES:
             assert_skipped(group, name)
         assert group.size() == 1
-        assert isinstance(manager.errored(), QuorumTimeoutError)
+        error = manager.errored()
+        assert error is not None
+        assert isinstance(error.original_exception, QuorumTimeoutError)
         with pytest.raises(QuorumTimeoutError):
             manager.should_commit()

@@ -11,6 +11,7 @@ from torchft_like.manager.config import (
     TIMEOUT_SEC_ENV,
     get_timeout,
 )
+from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.manager import Manager
 from torchft_like.manager.step import WorldSizeMode
 
@@ -20,6 +21,7 @@ __all__ = [
     "QUORUM_RETRIES_ENV",
     "QUORUM_TIMEOUT_SEC_ENV",
     "TIMEOUT_SEC_ENV",
+    "ExceptionWithTraceback",
     "Manager",
     "WorldSizeMode",
     "get_timeout",

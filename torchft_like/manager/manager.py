@@ -40,6 +40,7 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.ballot import Ballot
 from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
+from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
@@ -139,9 +140,8 @@ class Manager:
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:
             pg.set_timeout(timedelta(seconds=config.timeout_s))
-        self._transport = checkpoint_transport or HTTPTransport(
-            timeout=timedelta(seconds=config.timeout_s), hostname=config.host
-        )
+        self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
+        self._transport.use_host(config.host)
         self._driver = QuorumDriver(
             config, self._protocol, self._group, self._state, self._transport, self._emit
         )
@@ -309,9 +309,9 @@ class Manager:
         """Whether the ranks of this replica group leave now; looked at between two steps."""
         return self._ballot.stop_agreed
 
-    def errored(self) -> Exception | None:
+    def errored(self) -> ExceptionWithTraceback | None:
         """Why the current step will not be committed, if so."""
-        return self._protocol.failure
+        return ExceptionWithTraceback(error) if (error := self._protocol.failure) else None
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | float | None = None
@@ -359,7 +359,7 @@ class Manager:
         if self._protocol.out_of_retries:
             raise MaxRetriesError(
                 f"{self._protocol.commit_failures} steps in a row were not committed, max_retries is "
-                f"{self._rules.max_retries}; the last one failed with: {self.errored()}"
+                f"{self._rules.max_retries}; the last one failed with: {self._protocol.failure}"
             )
         return committed
 
