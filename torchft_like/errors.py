@@ -17,6 +17,7 @@ __all__ = [
     "ChangeRolledBackError",
     "CheckpointError",
     "CheckpointFormatError",
+    "CheckpointTimeoutError",
     "CollectiveMismatchError",
     "CollectiveRefusedError",
     "CollectiveTimeoutError",
@@ -274,6 +275,10 @@ class QueueDescriptorsError(QueueError):
 
 class CheckpointError(FaultToleranceError):
     """State could not be sent or fetched; another source or a later quorum may succeed."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """State did not arrive in time, or nothing of it for so long that its source counts as dead."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):

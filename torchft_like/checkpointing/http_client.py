@@ -18,7 +18,7 @@ from lighthouse.address import Address
 from lighthouse.events import printable
 from lighthouse.net import connect_tcp
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
-from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.futures import context_timeout
 
 ASK_AGAIN_S = 0.05
@@ -57,6 +57,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._end_reason: str | None = None
+        self._is_overdue = False
         self._offer_id: str | None = None
         self._progress = "it had not answered"
 
@@ -64,6 +65,7 @@ class Fetch:
         """The state.
 
         Raises:
+            CheckpointTimeoutError: not in time, or the peer fell silent.
             CheckpointError: it could not be had; names the peer and why.
         """
         with context_timeout(self._expire, timedelta(seconds=self._options.timeout_s)):
@@ -74,16 +76,17 @@ class Fetch:
             finally:
                 self.end("it is over")
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, is_overdue: bool = False) -> None:
         """Close every connection of this fetch; the first reason is the one that is told."""
         with self._lock:
-            self._end_reason = self._end_reason or reason
+            if self._end_reason is None:
+                self._end_reason, self._is_overdue = reason, is_overdue
             for connection in self._sockets:
                 _shut(connection)
             self._sockets.clear()
 
     def _expire(self) -> None:
-        self.end(f"after {self._options.timeout_s:g} s {self._progress}")
+        self.end(f"after {self._options.timeout_s:g} s {self._progress}", is_overdue=True)
 
     def _fetch(self) -> object:
         with self._response(0) as response:
@@ -105,7 +108,9 @@ class Fetch:
                 for other in others:
                     other.result()
             except BaseException as error:
-                self.end(self._describe(error))  # so that the other parts fail now and not later
+                self.end(
+                    self._describe(error), isinstance(error, TimeoutError)
+                )  # so that the other parts fail now and not later
                 raise
 
     def _read_part(self, incoming: IncomingState, index: int) -> None:
@@ -162,11 +167,11 @@ class Fetch:
     def _explain(self, error: Exception) -> CheckpointError:
         own = self._describe(error)
         cause = self._end_reason or own
-        kind = (
-            CheckpointFormatError
-            if isinstance(error, CheckpointFormatError) and cause == own
-            else CheckpointError
-        )
+        kind = CheckpointError
+        if self._is_overdue or (isinstance(error, TimeoutError) and cause == own):
+            kind = CheckpointTimeoutError
+        elif isinstance(error, CheckpointFormatError) and cause == own:
+            kind = CheckpointFormatError
         return kind(
             f"state of step {self._options.step} could not be fetched from {self._address.url}: {cause}"
         )

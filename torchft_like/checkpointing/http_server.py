@@ -116,6 +116,14 @@ class CheckpointServer:
         for connection in outdated:
             connection.end()
 
+    def offer_as(self, step: int) -> bool:
+        """Offer what is offered as the state of `step`; False where nothing is."""
+        with self._changed:
+            state = self._offer.state if self._offer is not None else None
+        if state is not None:
+            self.offer(step, state)
+        return state is not None
+
     def withdraw(self) -> None:
         """Offer nothing; transfers in progress go on."""
         with self._changed:

@@ -31,7 +31,8 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: the longest that sending the state to one receiver may take.
         num_chunks: over how many connections at a time to fetch; 0 means one.
-        hostname: under which other hosts reach this one. The default serves this host only.
+        hostname: under which other hosts reach this one. By default the Manager that has it says so:
+            as for its own server, the interface that leads to the lighthouse. Without one, this host only.
         bind_host: where to listen; the same as `hostname` unless given.
         stall_timeout: without a byte from the peer; then it counts as dead.
 
@@ -45,7 +46,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
         num_chunks: int = 0,
         *,
-        hostname: str = LOOPBACK,
+        hostname: str | None = None,
         bind_host: str | None = None,
         stall_timeout: timedelta = timedelta(seconds=10),
     ) -> None:
@@ -55,16 +56,43 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError(f"timeout {timeout} and stall_timeout {stall_timeout} must be above 0")
         self._parts = max(1, num_chunks)
         self._stall_s = stall_timeout.total_seconds()
-        limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
-        self._server = CheckpointServer(Address(bind_host or hostname, 0), limits)
-        self._address = Address(hostname, self._server.port)
+        self._limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
+        self._bind_host = bind_host
+        self._has_hostname = hostname is not None
+        self._server, self._address = self._serve(hostname or LOOPBACK)
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
 
+    def use_host(self, host: str) -> None:
+        """Serve under `host` from now on, unless a `hostname` was given; what was offered no longer is.
+
+        Raises:
+            BindError: the address is not of this host.
+        """
+        if self._has_hostname or host == self._address.host:
+            return
+        before = self._server
+        self._server, self._address = self._serve(host)
+        before.close(wait=True)
+
     def metadata(self) -> str:
         """The address of this rank's server, http://host:port."""
         return self._address.url
+
+    def address(self) -> str:
+        """Where the server answers: http://host:port/checkpoint/, and then the step."""
+        return f"{self._address.url}/checkpoint/"
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Offer what is offered as the state of `step`; `send_checkpoint` offers by itself.
+
+        Raises:
+            CheckpointError: nothing is offered; `disallow_checkpoint` lets go of the copy.
+        """
+        self._check_open()
+        if not self._server.offer_as(step):
+            raise CheckpointError(f"there is no state to offer as step {step}: call send_checkpoint")
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Copy the state and offer the copy; receivers fetch it when they come.
@@ -120,6 +148,10 @@ class HTTPTransport(CheckpointTransport[T]):
             self._closed = True
         self.abort_recv("the transport is shut down")
         self._server.close(wait)
+
+    def _serve(self, host: str) -> tuple[CheckpointServer, Address]:
+        server = CheckpointServer(Address(self._bind_host or host, 0), self._limits)
+        return server, Address(host, server.port)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
 from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import CheckpointError
+from torchft_like.errors import CheckpointError, CheckpointTimeoutError
 
 T = TypeVar("T")
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -83,7 +83,8 @@ class PGTransport(CheckpointTransport[T]):
 
         Raises:
             CheckpointFormatError: what came is corrupt.
-            CheckpointError: the group could not transfer it, not in time, or it is of another step.
+            CheckpointTimeoutError: not in time.
+            CheckpointError: the group could not transfer it, or it is of another step.
         """
         line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replica {src_rank}")
         announcement = torch.empty(2, dtype=torch.int64, device=self._device)
@@ -118,7 +119,8 @@ class _Line:
             for work in begin():
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # torch's own, and those of our groups
-            raise CheckpointError(f"the group moved no state to or from {self._peer}: {error}") from error
+            kind = CheckpointTimeoutError if time.monotonic() >= self._deadline else CheckpointError
+            raise kind(f"the group moved no state to or from {self._peer}: {error}") from error
 
 
 class _Arriving:

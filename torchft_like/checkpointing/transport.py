@@ -52,6 +52,9 @@ class CheckpointTransport(ABC, Generic[T]):
     def refuse_checkpoint(self, step: int, reason: str) -> None:
         """Tell receivers of `step` at once that it will not come from here, where they can be told."""
 
+    def use_host(self, host: str) -> None:
+        """The Manager says under which address of this machine its peers reach it."""
+
     def disallow_checkpoint(self) -> None:
         """The step is over: offer its state to nobody new."""
 

@@ -151,6 +151,32 @@ class TestTransfer:
     def test_it_listens_on_loopback_unless_told_otherwise(self, transports: Make) -> None:
         assert parse_address(transports().metadata()).host == LOOPBACK
 
+    def test_it_moves_to_where_its_manager_says(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        before = parse_address(source.metadata())
+        source.use_host("127.0.0.2")
+        assert parse_address(source.metadata()).host == "127.0.0.2"
+        assert source.address() == f"{source.metadata()}/checkpoint/"
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        assert fetch(receiver, source)["step"] == 3
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((before.host, before.port), 10)
+
+    def test_a_hostname_that_was_given_stays(self, transports: Make) -> None:
+        source = transports(hostname="localhost")
+        before = source.metadata()
+        source.use_host("127.0.0.2")
+        assert source.metadata() == before
+
+    def test_what_is_offered_can_be_offered_as_another_step(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        source.send_checkpoint([1], 4, make_state(), LIMIT)
+        source.allow_checkpoint(5)
+        assert fetch(receiver, source)["step"] == 3
+        source.disallow_checkpoint()
+        with pytest.raises(CheckpointError, match="no state to offer as step 6: call send_checkpoint"):
+            source.allow_checkpoint(6)
+
     def test_an_address_of_another_host_is_refused(self) -> None:
         with pytest.raises(BindError, match=r"cannot listen on 192\.0\.2\.1"):
             HTTPTransport(LIMIT, hostname="192.0.2.1")
@@ -185,7 +211,7 @@ class TestSteps:
 
     def test_a_step_that_is_never_offered_ends_with_the_timeout(self, transports: Make) -> None:
         source, receiver = transports(), transports()
-        with pytest.raises(CheckpointError, match=r"http://127.*after 0\.3 s it had not"):
+        with pytest.raises(TimeoutError, match=r"http://127.*after 0\.3 s it had not"):
             receiver.recv_checkpoint(0, source.metadata(), 5, SOON)
 
     def test_a_step_that_is_past_is_refused_at_once(self, transports: Make) -> None:
@@ -256,7 +282,7 @@ class TestFailures:
         receiver = transports(stall_timeout=SOON)
         with (
             listen_tcp(Address(LOOPBACK, 0)) as listener,
-            pytest.raises(CheckpointError, match=r"no byte came for 0\.3 s"),
+            pytest.raises(TimeoutError, match=r"no byte came for 0\.3 s"),
         ):
             receiver.recv_checkpoint(0, f"127.0.0.1:{listener.getsockname()[1]}", 5, LIMIT)
 
@@ -269,7 +295,7 @@ class TestFailures:
             ended.wait(30)
 
         with scripted_server(answer, stop) as address:
-            with pytest.raises(CheckpointError, match=r"no byte came for 0\.3 s"):
+            with pytest.raises(TimeoutError, match=r"no byte came for 0\.3 s"):
                 receiver.recv_checkpoint(0, address, 5, LIMIT)
             ended.set()
 
