@@ -20,15 +20,17 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.torch_backend import GroupBackend, attach_backend
 
 
 class Named:
     """The part of a process group that has to do with names.
 
-    It stands in for C++, which keeps a group's name in backends that our groups do not have.
+    It stands in for C++, which keeps a group's name in backends of its own.
     """
 
     _name: str | None = None
+    _backend_for_torch: GroupBackend | None = None
     _description = "undefined"
     _was_registered_here = False
 
@@ -50,7 +52,7 @@ class Named:
             if full_name in c10d._world.pg_names.values():
                 raise ProcessGroupError(f"a group is registered already as {full_name!r}")
             _enter(self, full_name)
-            self._name = full_name
+            self._set_group_name(full_name)
             self._was_registered_here = True
         return self
 
@@ -88,8 +90,9 @@ class Named:
         raise NotImplementedError
 
     def _set_group_name(self, name: str) -> None:
-        """For torch, when it made the group."""
+        """For torch, when it made the group, and before it looks for its backends."""
         self._name = name
+        attach_backend(self)
 
     def _set_group_desc(self, description: str) -> None:
         """For torch, when it made the group."""
