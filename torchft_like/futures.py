@@ -5,13 +5,18 @@ due; it starts with the first timeout. An entry that is cancelled lets go of its
 so that a long timeout on a short operation holds nothing.
 
 Callbacks run on the timer thread: they must be quick, because the other timeouts wait for them.
+TORCHFT_WATCHDOG_TIMEOUT_SEC says for how long one may run at most: then the process ends, with the stack of
+every thread on stderr, for no other timeout would work any more. Without the variable nothing ends it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import heapq
 import itertools
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +28,10 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from torchft_like.errors import ConfigError
+
 T = TypeVar("T")
+WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
 
 _logger = logging.getLogger(__name__)
 
@@ -148,6 +156,7 @@ class TimerThread:
         self._sequence = itertools.count()
         self._swept_size = _SWEEP_SIZE_MIN
         self._thread: threading.Thread | None = None
+        self._firing: Timer | None = None
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` on the timer thread in `delay_s` seconds."""
@@ -176,13 +185,34 @@ class TimerThread:
     def _start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
+        limit_s = _watchdog_s()
         self._heap.clear()  # in a forked child: these are the parent's
         self._thread = threading.Thread(target=self._run, name="torchft-timer", daemon=True)
         self._thread.start()
+        if limit_s is not None:
+            threading.Thread(
+                target=self._watch, args=(limit_s,), name="torchft-watchdog", daemon=True
+            ).start()
 
     def _run(self) -> None:
         while True:
-            self._next_due().fire()
+            self._firing = self._next_due()
+            self._firing.fire()
+            self._firing = None
+
+    def _watch(self, limit_s: float) -> None:
+        """End the process when one callback has run for `limit_s` seconds.
+
+        Looks are counted and not the clock: a process that was stopped has not been stuck.
+        """
+        seen, looks = None, 0
+        while looks < _LOOKS:
+            time.sleep(limit_s / _LOOKS)
+            now = self._firing
+            seen, looks = now, looks + 1 if now is not None and now is seen else 0
+        sys.stderr.write(f"the callback of a timeout ran for {limit_s:g} s ({WATCHDOG_TIMEOUT_SEC})\n")
+        faulthandler.dump_traceback()
+        os._exit(1)
 
     def _next_due(self) -> Timer:
         with self._changed:
@@ -193,7 +223,21 @@ class TimerThread:
                 self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
 
 
+def _watchdog_s() -> float | None:
+    text = os.environ.get(WATCHDOG_TIMEOUT_SEC)
+    if not text:
+        return None
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{WATCHDOG_TIMEOUT_SEC} is {text!r:.100}: it must be a number of seconds above 0")
+    return limit_s
+
+
 _SWEEP_SIZE_MIN = 64
+_LOOKS = 10
 _TIMERS = TimerThread()
 
 
