@@ -14,6 +14,7 @@ from torchft_like.manager.config import (
 from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.manager import Manager
 from torchft_like.manager.step import WorldSizeMode
+from torchft_like.process_group.flight_recorder import TORCH_FR_DUMP_TEMP_FILE_ENV
 
 __all__ = [
     "CONNECT_TIMEOUT_SEC_ENV",
@@ -21,6 +22,7 @@ __all__ = [
     "QUORUM_RETRIES_ENV",
     "QUORUM_TIMEOUT_SEC_ENV",
     "TIMEOUT_SEC_ENV",
+    "TORCH_FR_DUMP_TEMP_FILE_ENV",
     "ExceptionWithTraceback",
     "Manager",
     "WorldSizeMode",

@@ -7,6 +7,11 @@ from torchft_like.process_group.fault_injection import (
     FakeProcessGroupWrapper,
     FaultInjectingProcessGroup,
 )
+from torchft_like.process_group.flight_recorder import (
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    TORCHFT_TRIGGER_FR_ON_ABORT,
+    trigger_nccl_fr_trace_through_pipe,
+)
 from torchft_like.process_group.gloo import ProcessGroupGloo
 from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
@@ -17,6 +22,8 @@ from torchft_like.process_group.wrapper import ProcessGroupWrapper
 from torchft_like.process_group.xccl import ProcessGroupBabyXCCL, ProcessGroupXCCL
 
 __all__ = [
+    "TORCHFT_TRIGGER_FR_ON_ABORT",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "FaultInjectingProcessGroup",
@@ -35,4 +42,5 @@ __all__ = [
     "create_store_client",
     "extend_device_mesh",
     "ft_init_device_mesh",
+    "trigger_nccl_fr_trace_through_pipe",
 ]

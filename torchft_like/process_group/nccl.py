@@ -30,7 +30,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Unpack
 
@@ -41,6 +41,7 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
+from torchft_like.process_group import flight_recorder
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver
@@ -82,11 +83,13 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         super().__init__(timeout)
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
+        self._dump_path = flight_recorder.DumpPath()
         self._backends: list[_NcclBackend] = []  # the present one, and those that may still be at work
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure."""
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._dump_path.follow(about.get("quorum_id"), _rank_in_job(rank, about.get("global_ranks")))
         limit_s = self._timeout.total_seconds() + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
@@ -97,6 +100,13 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         with context_timeout(give_up, timedelta(seconds=limit_s)):
             super().configure(store_addr, rank, world_size, **about)
             is_done.set()
+
+    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+        """See ProcessGroup.abort. TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace before."""
+        if flight_recorder.is_wanted_on_abort() and (generation := self._generation) is not None:
+            rank = dist.get_rank() if dist.is_initialized() else generation.membership.rank
+            flight_recorder.trigger_nccl_fr_trace_through_pipe(rank)
+        super().abort(reason, quorum_id=quorum_id)
 
     def errored(self) -> Exception | None:
         """Wait for the current stream, then tell what made the group unusable, if anything.
@@ -377,6 +387,10 @@ def require_nccl() -> None:
             "NCCL needs a GPU and torch sees none: check the driver and CUDA_VISIBLE_DEVICES, "
             "or use ProcessGroupGloo"
         )
+
+
+def _rank_in_job(rank: int, global_ranks: Sequence[int] | None) -> int:
+    return global_ranks[rank] if global_ranks else rank
 
 
 def _make_nccl(store: Store, membership: Membership) -> Any:
