@@ -49,6 +49,7 @@ from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
+from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ class Manager:
         self._state = StateRegistry()
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
-        self.events = EventLog("manager", logger)
+        self.events = followed(EventLog("manager", logger))
         self._emit("settings", settings=list(config.sources))
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:
@@ -226,11 +227,9 @@ class Manager:
             # Also one that was given up: a second join could miss the quorum that answers the first, and be
             # taken for one of the step after.
             last.wait_ready(self._driver.why_no_quorum)
-        quorum_timeout_s = (
-            self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        )
+        limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
-        attempt = Attempt(allow_heal, quorum_timeout_s * (1 + self._config.quorum_retries))
+        attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
         own = self._driver.begin(attempt)
         join = RankJoin(
             group_rank=self._config.group_rank,
