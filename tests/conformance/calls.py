@@ -15,6 +15,7 @@ Build = Callable[[Scene], Call]
 
 # Functions of torch that all do the same under names of different ages.
 ALL_GATHER = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base")
+GATHER = ("gather_single",)  # from torch 2.14 on
 REDUCE_SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
 
 
@@ -73,6 +74,24 @@ def all_gather_stacked(s: Scene) -> Call:
 def gather(s: Scene) -> Call:
     outputs = s.blanks() if s.is_root else None
     return Call(dist.gather, (s.tensor(), outputs, s.root), outputs)
+
+
+def gather_joined(function: Any) -> Build:
+    return lambda s: _gather_into_one(s, function, s.joined())
+
+
+def gather_stacked(function: Any) -> Build:
+    return lambda s: _gather_into_one(s, function, (s.world, *s.kind.shape))
+
+
+def _gather_into_one(s: Scene, function: Any, shape: Size) -> Call:
+    """torch's Gloo has no such gather: it is given a list of the parts."""
+    easy = s.easy()
+    output = easy.blank(shape) if s.is_root else None
+    if not s.is_reference:
+        return Call(function, (s.tensor(), output, s.root), output, contents_only=True)
+    parts = None if output is None else list(output.view(s.world, *easy.kind.shape).unbind(0))
+    return Call(dist.gather, (easy.tensor(), parts, s.root), output, contents_only=True)
 
 
 def scatter(s: Scene) -> Call:
@@ -155,6 +174,8 @@ CALLS: dict[str, Build] = {
     **_named(ALL_GATHER, all_gather_joined),
     "all_gather_into_tensor stacked": all_gather_stacked,
     "gather": gather,
+    **_named(GATHER, gather_joined),
+    **{f"{name} stacked": build for name, build in _named(GATHER, gather_stacked).items()},
     "scatter": scatter,
     "reduce_scatter": reduce_scatter,
     **_named(REDUCE_SCATTER, reduce_scatter_joined),

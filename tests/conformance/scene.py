@@ -219,7 +219,8 @@ def outcome_of(case: Case, scene: Scene, swallowed: Callable[[], Exception | Non
             value = detached(case(scene))
     except Exception as error:  # noqa: BLE001 - it is compared
         return Outcome(error=error)
-    return Outcome(value, swallowed())
+    hidden = swallowed()
+    return Outcome(value, getattr(hidden, "original_exception", hidden))
 
 
 def detached(value: Any) -> Any:

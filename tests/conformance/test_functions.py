@@ -18,9 +18,20 @@ from .subjects import Subject
 
 pytestmark = pytest.mark.integration
 
+_WINDOWS = "memory that other ranks write to: no group of ours has it"
+_NATIVE = "how torch configures a group of its own anew: no collective"
+
 # Functions with a group that the suite does not call, and why.
 EXCUSED = {
     "destroy_process_group": "it ends the group: tests/integration/test_registration.py",
+    "gather_into_tensor": "gather_single under its older name, of which torch warns",
+    "get_backend_impl": "tests/unit/process_group/test_torch_backend.py",
+    "set_timeout": "tests/unit/process_group/test_controls.py",
+    "_get_reconfigure_handle": _NATIVE,
+    "_reconfigure": _NATIVE,
+    "_supports_reconfigure": _NATIVE,
+    "_new_window": _WINDOWS,
+    "_supports_window": _WINDOWS,
     "new_subgroups": "it makes groups of torch's own, of the members of the default group only",
 }
 OF_POINT_TO_POINT = [name for name in CASES if re.search("send|recv|P2POp", name)]
@@ -73,7 +84,7 @@ def test_no_function_that_takes_a_group_is_forgotten() -> None:
     called = set(re.findall(r"\w+", " ".join([*CALLS, *CASES])))
     called |= set(re.findall(r"(?:dist|c10d)\.(\w+)", inspect.getsource(cases)))
     assert _functions() - called - set(EXCUSED) == set()
-    assert set(EXCUSED) <= _functions()
+    assert {name for name in EXCUSED if hasattr(dist, name)} <= _functions()
 
 
 def _functions() -> set[str]:

@@ -16,10 +16,10 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, Work
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.collectives import Collective, install_collectives
+from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
 from torchft_like.process_group.controls import Controls
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
@@ -151,6 +151,28 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
     def _coalesce(self, row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any], work: Any) -> None:
         if work is not None and (batch := self._batches.get(threading.get_ident())) is not None:
             batch.append((work, row.bind(args, kwargs).result))
+
+    def gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        opts: GatherOptions | None = None,
+    ) -> Work:
+        """As `gather`, into one tensor: the concatenation of all ranks' tensors, or the stack of them.
+
+        Args:
+            output: at the root; elsewhere it is not looked at.
+            input: of the same shape and dtype on every rank.
+            opts: name the root, rank 0 if they are left out.
+
+        Raises:
+            ProcessGroupError: the output at the root has another shape or dtype.
+        """
+        options = GatherOptions() if opts is None else opts
+        places = [parts_of(output, input, self.size())] if self.rank() == options.rootRank else []
+        return self.gather(places, [input], options)
+
+    gather_into_tensor = gather_single
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         """Send one tensor from `root` to all."""

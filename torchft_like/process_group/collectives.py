@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
-from torchft_like.errors import CollectiveRefusedError
+from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
 from torchft_like.process_group import alone
 from torchft_like.process_group.alone import Tensors, tensors_of
 from torchft_like.process_group.checking.rules import (
@@ -389,6 +389,29 @@ BY_NAME: Mapping[str, Collective] = MappingProxyType(
 )
 
 ALLREDUCE = BY_NAME["allreduce"]
+
+# What newer torches call with one tensor in place of a row's list: `ProcessGroup` turns it into that row.
+IN_ONE_TENSOR: Mapping[str, Collective] = MappingProxyType(
+    dict.fromkeys(("gather_single", "gather_into_tensor"), BY_NAME["gather"])
+)
+
+
+def parts_of(output: Tensor, source: Tensor, world_size: int) -> list[Tensor]:
+    """The part of one output that takes each rank's tensor.
+
+    Raises:
+        ProcessGroupError: it is neither the concatenation nor the stack of tensors such as `source`.
+    """
+    stacked = (world_size, *source.shape)
+    joined = (world_size * source.shape[0], *source.shape[1:]) if source.dim() else stacked
+    if output.dtype != source.dtype or tuple(output.shape) not in (stacked, joined):
+        raise ProcessGroupError(
+            f"the output is {output.dtype} {list(output.shape)}, not {source.dtype} {list(joined)} or "
+            f"{list(stacked)}: it takes {world_size} tensors of {list(source.shape)}"
+        )
+    whole = output.detach()
+    return list(whole.unbind(0) if whole.shape == stacked else whole.tensor_split(world_size))
+
 
 ClassT = TypeVar("ClassT", bound=type)
 

@@ -12,7 +12,10 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, IN_ONE_TENSOR
+
+# What returns a work and moves no tensors.
+WORK_OF_ANOTHER_KIND = {"_end_coalescing", "reconfigure"}
 
 # Methods of torch's class that are not collectives.
 NOT_COLLECTIVES = {
@@ -44,7 +47,11 @@ def test_every_method_of_torchs_class_that_returns_work_has_a_row() -> None:
         for name, method in inspect.getmembers(TorchProcessGroup, callable)
         if not name.startswith("__") and ("c10d::Work" in (method.__doc__ or "") or "barrier" in name)
     }
-    assert methods - {"_end_coalescing"} == set(BY_NAME)
+    assert methods - WORK_OF_ANOTHER_KIND - set(BY_NAME) - set(IN_ONE_TENSOR) == set()
+    for row in COLLECTIVES:
+        assert set(row.names) & methods, f"{row.name} is no method of this torch"
+    for name in IN_ONE_TENSOR:
+        assert name in vars(ProcessGroup)
     assert not NOT_COLLECTIVES & set(BY_NAME)
 
 

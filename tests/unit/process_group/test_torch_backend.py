@@ -36,6 +36,8 @@ def test_torch_makes_a_group_of_each_registered_backend_and_finds_its_devices(gr
     assert isinstance(group, ProcessGroup)
     assert dist.get_pg_count() == 1
     assert group._device_types == [torch.device("cpu")]
+    if hasattr(dist, "get_backend_impl"):
+        assert dist.get_backend_impl() is group
     assert not group._has_hooks()  # torch's C++ asks the default backend
 
 

@@ -42,10 +42,8 @@ OPTIONS_KEPT_MAX = 256
 _TENSOR_KIND = _Kind.TENSOR.value
 _OPTIONS_KIND = _Kind.OPTIONS.value
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_OPTIONS = tuple(
-    getattr(c10d, name)
-    for name in sorted(vars(c10d))
-    if name.endswith("Options") and not name.startswith("_")
+_OPTIONS = tuple(  # of collectives: torch has others, which no collective takes
+    cls for name, cls in sorted(vars(c10d).items()) if name.endswith("Options") and hasattr(cls, "asyncOp")
 )
 _FIELDS = [
     tuple(name for name, value in vars(cls).items() if isinstance(value, property)) for cls in _OPTIONS

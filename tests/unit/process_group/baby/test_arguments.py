@@ -16,7 +16,7 @@ from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby.arguments import decode, encode
 
 TENSORS = [torch.zeros(1), torch.ones(2)]
-OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") and not name.startswith("_")]
+OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") and hasattr(cls, "asyncOp")]
 
 WITHOUT_FACTOR = [op for op in ReduceOp.RedOpType.__members__.values() if op != ReduceOp.PREMUL_SUM]
 
