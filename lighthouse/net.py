@@ -31,6 +31,7 @@ import grpc.aio
 from lighthouse.address import Address
 from lighthouse.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import BindError, ForkError
+from lighthouse.forks import disown
 
 T = TypeVar("T")
 _grpc_process: int | None = None  # which has made a channel or a server
@@ -123,12 +124,14 @@ _CHANNEL_OPTIONS = [
 def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
     """A blocking channel; connects lazily, reconnects by itself."""
     _begin_grpc()
+    disown(address)
     return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
 def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
     """An asyncio channel; call it on the loop that will use it."""
     _begin_grpc()
+    disown(address)
     return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
@@ -155,7 +158,8 @@ def make_aio_server(
         raise bind_error(bind, error) from error
     if port == 0:
         raise bind_error(bind, None)
-    return server, Address(bind.host, port)
+    disown(bound := Address(bind.host, port))
+    return server, bound
 
 
 def _begin_grpc() -> None:
@@ -181,9 +185,11 @@ def listen_tcp(bind: Address) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     try:
-        return socket.create_server((bind.host, bind.port), family=family)
+        listener = socket.create_server((bind.host, bind.port), family=family)
     except OSError as error:
         raise bind_error(bind, error) from error
+    disown(Address(bind.host, listener.getsockname()[1]))
+    return listener
 
 
 def connect_tcp(
@@ -198,6 +204,7 @@ def connect_tcp(
         OSError: the name does not resolve or nobody answers; the error of the last address tried.
     """
     failure: OSError | None = None
+    disown(address)
     for family, kind, proto, _, target in socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM
     ):

@@ -10,7 +10,6 @@ script: through the Manager they agree on the step after which they leave.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
+from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import ShutdownError
 
 
@@ -122,4 +122,4 @@ def _leave_to_the_parent() -> None:
         _to_put_back.pop()()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+in_each_fork(Turn.SIGNALS, _leave_to_the_parent)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
+import psutil
 import pytest
 
 from tests.conftest import Processes
@@ -62,3 +65,49 @@ def test_a_fork_that_would_speak_grpc_is_told_how_it_could(processes: Processes)
     parent = processes.start(sys.executable, "-c", CHILD)
     parent.wait_for_output(r"spoke gRPC before it forked this one.* by spawn or forkserver")
     assert parent.wait() == 0
+
+
+TRAINER = """
+import logging, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+logging.basicConfig(level=logging.WARNING)
+name, workers = sys.argv[1], int(sys.argv[2])
+model = nn.Linear(1, 1)
+manager = Manager(
+    pg=ProcessGroupGloo(), load_state_dict=model.load_state_dict, state_dict=model.state_dict,
+    min_replica_size=1, replica_id=name,
+)
+ddp = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.01))
+loader = DataLoader(torch.ones(10_000_000, 1), batch_size=4, num_workers=workers)
+for batch in loader:
+    optimizer.zero_grad()
+    ddp(batch).sum().backward()
+    optimizer.step()
+    print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
+"""
+
+
+def test_workers_of_a_killed_trainer_do_not_keep_its_connections(processes: Processes) -> None:
+    """The lighthouse probes silent connections once an hour, so only the connection's end shows the death."""
+    options = ("--bind", "127.0.0.1:0", "--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
+    lighthouse = processes.start(sys.executable, "-m", "lighthouse", *options)
+    url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
+    env = {"TORCHFT_LIGHTHOUSE": url}
+    killed, survivor = (
+        processes.start(sys.executable, "-W", "ignore", "-c", TRAINER, name, workers, env=env)
+        for name, workers in (("a", "4"), ("b", "0"))
+    )
+    for trainer in (killed, survivor):
+        trainer.wait_for_output(r"step \d+ of 2")
+    workers = [child for child in psutil.Process(killed.pid).children() if child.status() != "zombie"]
+    assert len(workers) >= 4
+    for worker in workers:  # or they would see that their parent is gone
+        worker.suspend()
+    os.kill(killed.pid, signal.SIGKILL)
+    survivor.wait_for_output(r"lost a:\w+: its connection ended")
+    survivor.wait_for_output(r"step \d+ of 1")
+    assert all(worker.is_running() and worker.status() == "stopped" for worker in workers)

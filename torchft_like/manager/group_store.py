@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
+from lighthouse.forks import disown
 from lighthouse.net import listen_tcp
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import ManagerConfig
@@ -98,6 +99,7 @@ def _host(address: Address, config: ManagerConfig) -> tuple[TCPStore, Address]:
 
 
 def _connect(address: Address, config: ManagerConfig) -> TCPStore:
+    disown(address)
     try:
         return TCPStore(
             address.host,

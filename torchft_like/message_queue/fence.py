@@ -22,9 +22,10 @@ an interpreter does between two statements is far more than a compiler would dar
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
+
+from lighthouse.forks import Turn, in_each_fork
 
 _lock = threading.Lock()
 
@@ -46,7 +47,7 @@ def _renew() -> None:
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew)
+in_each_fork(Turn.LOCKS, _renew)
 
 
 _is_x86 = platform.machine() in ("x86_64", "AMD64", "i686")

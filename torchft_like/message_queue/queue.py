@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
 import time
 import weakref
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
 from torchft_like.message_queue.handle import (
@@ -293,4 +293,4 @@ def _forget_all() -> None:
     _ends.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+in_each_fork(Turn.OBJECTS, _forget_all)

@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import ctypes
 import logging
-import os
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
 
+from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import (
     CollectiveRefusedError,
     ProcessGroupAbortedError,
@@ -364,7 +364,7 @@ def _leave_to_the_parent() -> None:
     _starting = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+in_each_fork(Turn.LOCKS, _leave_to_the_parent)
 
 
 @atexit.register

@@ -44,10 +44,13 @@ import socket
 import stat
 import struct
 import threading
+import weakref
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from lighthouse.forks import Turn, in_each_fork, replace_sockets
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 ATTEMPTS_MAX = 20
@@ -76,6 +79,7 @@ _logger = logging.getLogger(__name__)
 _descriptors = "/proc/self/fd"
 _descriptor_info = "/proc/self/fdinfo"
 _creation = threading.Lock()  # our own devices shall not be mistaken for each other
+_devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
 
 
 class GlooDevice:
@@ -91,6 +95,7 @@ class GlooDevice:
         self._address: tuple[object, ...] | None = None
         self._family = socket.AF_INET
         self.torch_device: object | None = self._create(host)
+        _devices.add(self)
 
     def cut(self) -> int:
         """Shut down every connection of the device; gives their number. Never blocks."""
@@ -113,6 +118,11 @@ class GlooDevice:
             for entry, own in () if self._epoll is None else self._epoll.sockets():
                 if own is not None and not _listens(own) and not entry.is_silenced:
                     self._epoll.silence(entry)  # type: ignore[union-attr] # it has just given this
+
+    def leave_to_parent(self) -> None:
+        """In a fork: hold no copy of a socket of the device. Takes no lock: its owner may not exist here."""
+        if self._epoll is not None:
+            replace_sockets([entry.fd for entry, own in self._epoll.sockets() if own is not None])
 
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
@@ -309,3 +319,13 @@ def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
 def _is_socket(fd: int, inode: int) -> bool:
     status = os.fstat(fd)
     return status.st_ino == inode and stat.S_ISSOCK(status.st_mode)
+
+
+def _leave_devices_to_parent() -> None:
+    global _creation  # noqa: PLW0603 - another thread of the parent may have had it
+    _creation = threading.Lock()
+    for device in list(_devices):
+        device.leave_to_parent()
+
+
+in_each_fork(Turn.SOCKETS, _leave_devices_to_parent)

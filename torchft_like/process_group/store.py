@@ -11,6 +11,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lighthouse.address import Address, parse_address
+from lighthouse.forks import disown
 from torchft_like.errors import AddressError
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
@@ -53,6 +54,7 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
         torch.distributed.DistNetworkError: nobody answers there within `timeout`.
     """
     address = parse_store_address(store_addr)
+    disown(address.server)
     client = TCPStore(
         host_name=address.server.host,
         port=address.server.port,

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, DescriptorsLostError, Message
 from torchft_like.process_group.baby.protocol import FromServer, ToServer
@@ -374,4 +375,4 @@ def _is_open(descriptor: int) -> bool:
 
 nursery = Nursery()
 atexit.register(nursery.stop)
-os.register_at_fork(after_in_child=nursery.forget)
+in_each_fork(Turn.OBJECTS, nursery.forget)

@@ -1,0 +1,141 @@
+"""What a process leaves to its parent when it is forked, as data-loader workers are.
+
+A fork has its parent's memory and descriptors and none of its threads. What the parent's threads worked on
+is of no use to the fork, and may do harm in it:
+
+* a lock that another thread held stays taken for ever;
+* a signal handler acts for the parent;
+* the copy of a connection hides the parent's death: the kernel tells the peer of the end only when the last
+  copy is closed, and workers outlive a killed trainer by seconds.
+
+INVARIANT: a fork holds no copy of a TCP socket that this package, gRPC, Gloo or a TCPStore of this package
+has opened. Python code does not see the sockets of the libraries, so they are told by their ports: `disown`
+is called for each address that is listened on or connected to. In a fork the descriptor of such a socket
+names a socket without a peer from then on. It is not closed, for its number would be used again, and the
+library that remembers it must not meet a stranger there; nor is it shut down, which the parent would feel.
+
+Every module that has something to do in a fork asks here, so that the order is the same in every fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator
+
+from lighthouse.address import Address
+
+ADDRESSES_MAX = 10_000  # those disowned first are forgotten first
+_DESCRIPTORS = "/proc/self/fd"
+
+
+class Turn(enum.IntEnum):
+    """When an action comes in a fork; actions of the same turn are independent of each other."""
+
+    LOCKS = 0  # all that follows may take them
+    SIGNALS = 1  # a signal may come at any time
+    OBJECTS = 2  # which may look at their descriptors
+    SOCKETS = 3
+
+
+_actions: dict[Turn, list[Callable[[], object]]] = {turn: [] for turn in Turn}
+_addresses: dict[tuple[str, int], None] = {}
+
+
+def in_each_fork(turn: Turn, action: Callable[[], object]) -> None:
+    """From now on `action` is called in each process that this one forks, before the fork goes on.
+
+    It must not wait: only the thread that forked exists. What it raises hinders no other action, and Python
+    reports it on standard error.
+    """
+    _actions[turn].append(action)
+
+
+def disown(address: Address) -> None:
+    """No fork shall hold a connection from or to this address, nor listen on it.
+
+    An address that is given as a name means that port of every host.
+    """
+    _addresses.pop(key := (_literal(address.host), address.port), None)
+    _addresses[key] = None
+    if len(_addresses) > ADDRESSES_MAX:
+        del _addresses[next(iter(_addresses))]
+
+
+def replace_sockets(descriptors: Iterable[int]) -> None:
+    """Have these descriptors of this process name a socket whose peer is gone."""
+    with contextlib.closing(_socket_without_peer()) as dead:
+        for descriptor in descriptors:
+            os.dup2(dead.fileno(), descriptor, inheritable=False)
+
+
+def _run_actions() -> None:
+    failures = []
+    for turn in Turn:
+        for action in _actions[turn]:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others are done
+                failures.append(error)
+    if failures:
+        raise ExceptionGroup("some of what this process inherited could not be left to its parent", failures)
+
+
+def _leave_sockets() -> None:
+    if _addresses:
+        replace_sockets(list(_disowned()))
+
+
+def _disowned() -> Iterator[int]:
+    for descriptor in _open_sockets():
+        with contextlib.suppress(OSError):  # it has no address, or no peer any more: nobody is deceived
+            own = socket.socket(fileno=descriptor)
+            try:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and _is_disowned(own):
+                    yield descriptor
+            finally:
+                own.detach()
+
+
+def _is_disowned(own: socket.socket) -> bool:
+    if _matches(own.getsockname()):
+        return True
+    with contextlib.suppress(OSError):  # it listens
+        return _matches(own.getpeername())
+    return False
+
+
+def _matches(name: tuple[str, int]) -> bool:
+    host, port = _literal(name[0]), name[1]
+    return any((known, port) in _addresses for known in (host, "", "0.0.0.0", "::"))
+
+
+def _literal(host: str) -> str:
+    """The address in one spelling; empty for a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return ""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _open_sockets() -> Iterator[int]:
+    for name in os.listdir(_DESCRIPTORS) if os.path.exists(_DESCRIPTORS) else ():
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was read
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                yield int(name)
+
+
+def _socket_without_peer() -> socket.socket:
+    kept, other = socket.socketpair()
+    other.close()
+    return kept
+
+
+in_each_fork(Turn.SOCKETS, _leave_sockets)
+os.register_at_fork(after_in_child=_run_actions)
