@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
+from lighthouse.address import parse_address
 from torchft_like import (
     ConfigError,
     LighthouseServer,
@@ -25,6 +26,7 @@ from torchft_like import (
     QuorumTimeoutError,
     ShutdownError,
 )
+from torchft_like.checkpointing import HTTPTransport
 from torchft_like.digest import state_digest
 from torchft_like.manager import connection
 
@@ -194,6 +196,15 @@ def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
             return manager.current_step()
 
     assert on_both(train) == [1, 1]
+
+
+def test_a_transport_without_a_host_of_its_own_serves_where_the_manager_does(
+    lighthouse: LighthouseServer,
+) -> None:
+    transport: HTTPTransport[object] = HTTPTransport(timedelta(seconds=60))
+    settings = {"checkpoint_transport": transport, "hostname": "127.0.0.2"}
+    with make_manager(lighthouse, "a", nn.Linear(1, 1), **settings):
+        assert parse_address(transport.metadata()).host == "127.0.0.2"
 
 
 def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: LighthouseServer) -> None:
