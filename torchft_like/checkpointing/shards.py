@@ -83,7 +83,7 @@ def place(state: object, own: object, name: str) -> object:
 
     Raises:
         CheckpointFormatError: this rank's tensor at a shard's place lies otherwise, or there is none and
-            no mesh of that form; names the path.
+            no mesh of that form, or several; names the path.
     """
     return _Placing([tensor for tensor in shards_in(own) if isinstance(tensor, DTensor)]).place(
         state, own, (name,)
@@ -92,7 +92,11 @@ def place(state: object, own: object, name: str) -> object:
 
 class _Placing:
     def __init__(self, own: list[DTensor]) -> None:
-        self._meshes = {_mesh_of(shard_of(tensor).layout): tensor.device_mesh for tensor in own}
+        self._meshes: dict[Layout, list[DeviceMesh]] = {}
+        for tensor in own:
+            alike = self._meshes.setdefault(_mesh_of(shard_of(tensor).layout), [])
+            if tensor.device_mesh not in alike:
+                alike.append(tensor.device_mesh)
         self._placements: dict[str, Placement] = {str(p): p for tensor in own for p in tensor.placements}
 
     def place(self, value: object, own: Any, path: tuple[object, ...]) -> object:
@@ -118,14 +122,20 @@ class _Placing:
                     "group must shard the same model over as many ranks"
                 )
             return _tensor(shard, own.device_mesh, own.placements, own.stride())
-        mesh = self._meshes.get(_mesh_of(layout))
+        meshes = self._meshes.get(_mesh_of(layout), [])
         placements = [self._placements[text] for text in layout.placements if text in self._placements]
-        if mesh is None or len(placements) < len(layout.placements):
+        if len(meshes) > 1:
+            raise CheckpointFormatError(
+                f"{_show(path)} is {layout} in the state to load, and {len(meshes)} meshes here have that "
+                "form: give their dimensions of different names, or fill this place before the peer's "
+                "state is loaded"
+            )
+        if not meshes or len(placements) < len(layout.placements):
             raise CheckpointFormatError(
                 f"{_show(path)} is {layout} in the state to load; this rank's own state has no DTensor "
                 "there, and none that lies so"
             )
-        return _tensor(shard, mesh, placements, torch.empty(layout.shape, device="meta").stride())
+        return _tensor(shard, meshes[0], placements, torch.empty(layout.shape, device="meta").stride())
 
 
 def _tensor(

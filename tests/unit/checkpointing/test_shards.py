@@ -71,6 +71,16 @@ def test_without_a_mesh_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
         place(sent, [torch.ones(6)], "train")
 
 
+def test_with_two_meshes_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
+    sent = round_trip({"w": lying(mesh, torch.ones(3)), "moments": [lying(mesh, torch.ones(3))]})
+    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",))
+    own = {"w": lying(mesh, torch.zeros(3)), "v": lying(other, torch.zeros(3)), "moments": None}
+    with pytest.raises(
+        CheckpointFormatError, match=r"train\['moments'\]\[0\] is .* 2 meshes here have that form"
+    ):
+        place(sent, own, "train")
+
+
 def test_what_travels_says_how_it_lies(mesh: DeviceMesh) -> None:
     (sent,) = shards_in(round_trip([lying(mesh, torch.ones(3, 4), Replicate())]))
     assert isinstance(sent, Sent)
