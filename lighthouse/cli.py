@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn
 
+from lighthouse import __version__
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
@@ -82,6 +83,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
         allow_abbrev=False,
         description="Decides who is in the quorum of a fault-tolerant job.",
     )
+    parser.add_argument("--version", action="version", version=f"lighthouse of torchft-like {__version__}")
     parser.add_argument(
         "--bind",
         default=f"{LOOPBACK}:{DEFAULT_PORT}",

@@ -7,6 +7,7 @@ for it, and neither does the subprocess of a Baby group.
 import importlib
 from typing import TYPE_CHECKING
 
+from torchft_like._installation import __version__
 from torchft_like.data import DistributedSampler
 from torchft_like.errors import (
     AddressError,
@@ -114,6 +115,7 @@ __all__ = [
     "StepLostError",
     "SubprocessLostError",
     "WorldSizeMode",
+    "__version__",
     "stop_on_signals",
 ]
 

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from lighthouse import __version__
 from torchft_like.chaos.engine import Engine, Features, Run, features, usable
 from torchft_like.chaos.job import JobError, JobSettings
 from torchft_like.chaos.network import NetworkUnavailableError
@@ -175,6 +176,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="torchft-like", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"torchft-like {__version__}")
     commands = parser.add_subparsers(dest="name", required=True)
     for name, length, what in (
         ("chaos", 60.0, "inject faults into a job of real processes, and check what it wrote"),
