@@ -87,3 +87,37 @@ def test_a_fork_obeys_its_signals_and_its_trainer_hears_nothing_of_them(processe
     trainer = processes.start(sys.executable, "-W", "ignore", "-c", SIGNALS_PROGRAM)
     trainer.wait_for_output(r"told: \[\]")
     assert trainer.wait() == 0
+
+
+CONNECTIONS_PROGRAM = """
+import os, sys, socket, torch
+from concurrent.futures import ThreadPoolExecutor
+import psutil
+from torch.distributed import TCPStore
+from torchft_like import ProcessGroupGloo
+
+def connected():
+    return [c for c in psutil.Process().net_connections("tcp") if c.raddr]
+
+mine = socket.create_server(("127.0.0.1", 0))  # the script's own, which a fork keeps
+client = socket.create_connection(mine.getsockname())  # likewise
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+own = {c.fd for c in connected()}
+groups = [ProcessGroupGloo(60), ProcessGroupGloo(60)]
+pool = ThreadPoolExecutor(2)
+list(pool.map(lambda rank: groups[rank].configure(f"127.0.0.1:{store.port}/a", rank, 2), range(2)))
+before = {c.fd for c in connected()}
+forked = os.fork()
+if forked == 0:
+    print("the fork has its script's only:", {c.fd for c in connected()} == own, flush=True)
+    os._exit(0)
+os.waitpid(forked, 0)
+print("the parent has more, and keeps it:", own < before == {c.fd for c in connected()}, flush=True)
+"""
+
+
+def test_a_fork_keeps_the_connections_of_its_script_and_none_of_ours(processes: Processes) -> None:
+    trainer = processes.start(sys.executable, "-W", "ignore", "-c", CONNECTIONS_PROGRAM)
+    trainer.wait_for_output("the fork has its script's only: True")
+    trainer.wait_for_output("the parent has more, and keeps it: True")
+    assert trainer.wait() == 0

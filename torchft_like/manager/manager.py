@@ -137,7 +137,6 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
-        self._emit("settings", settings=list(config.sources))
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:
             pg.set_timeout(timedelta(seconds=config.timeout_s))
@@ -157,6 +156,7 @@ class Manager:
             raise
         self._ballot = Ballot(config, self._link, self._driver)
         self._replica_id = self._link.replica_id
+        self._emit("settings", settings=list(config.sources))
         atexit.register(self.shutdown, wait=False)
 
     # ------------------------------------------------------------------ the user's state

@@ -122,7 +122,7 @@ class GlooDevice:
     def leave_to_parent(self) -> None:
         """In a fork: hold no copy of a socket of the device. Takes no lock: its owner may not exist here."""
         if self._epoll is not None:
-            replace_sockets([entry.fd for entry, own in self._epoll.sockets() if own is not None])
+            replace_sockets(self._epoll.inherited())
 
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
@@ -196,6 +196,15 @@ class _Epoll:
             except _NoDescriptorError:
                 for own in self._by_reserve(entry.fd, entry.inode):
                     yield entry, own
+
+    def inherited(self) -> list[int]:
+        """In a fork: the descriptors of the sockets that it watches.
+
+        They are read from a file of the fork's own. The parent's has one position for both processes, and the
+        parent may be reading.
+        """
+        watched = _registered(self._own)
+        return [entry.fd for entry in watched if _is_open_socket(entry.fd, entry.inode)]
 
     def silence(self, entry: _Registered) -> None:
         """Tell of errors and the end only, which are always told of, and only once."""
@@ -314,6 +323,13 @@ def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
         return
     with socket.socket(fileno=duplicate) as own:
         yield own
+
+
+def _is_open_socket(fd: int, inode: int) -> bool:
+    try:
+        return _is_socket(fd, inode)
+    except OSError:
+        return False
 
 
 def _is_socket(fd: int, inode: int) -> bool:

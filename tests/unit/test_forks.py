@@ -1,0 +1,61 @@
+"""What a fork leaves to its parent, and in which order."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from lighthouse import forks
+from lighthouse.address import Address
+from lighthouse.forks import Turn, disown, in_each_fork
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_actions", {turn: [] for turn in Turn})
+    monkeypatch.setattr(forks, "_addresses", {})
+
+
+def test_actions_run_in_the_order_of_their_turns_whatever_one_of_them_raises() -> None:
+    ran: list[str] = []
+    in_each_fork(Turn.SOCKETS, lambda: ran.append("sockets"))
+    in_each_fork(Turn.OBJECTS, lambda: ran.append(str(1 // 0)))
+    in_each_fork(Turn.LOCKS, lambda: ran.append("locks"))
+    with pytest.raises(ExceptionGroup, match="could not be left to its parent"):
+        forks._run_actions()
+    assert ran == ["locks", "sockets"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::"])
+def test_both_ends_of_a_connection_to_a_disowned_address_are_given_up(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        disown(Address(host, listener.getsockname()[1]))
+        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as served:
+            assert {listener.fileno(), client.fileno(), served.fileno()} <= set(forks._disowned())
+
+
+def test_connections_of_others_are_kept() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        disown(Address("127.0.0.2", listener.getsockname()[1]))
+        with socket.create_connection(listener.getsockname()), listener.accept()[0]:
+            assert not set(forks._disowned())
+
+
+def test_a_replaced_descriptor_ends_and_its_other_copies_live() -> None:
+    one, other = socket.socketpair()
+    copy = os.dup(one.fileno())
+    with one, other:
+        forks.replace_sockets([copy])
+        with socket.socket(fileno=copy) as replaced:
+            assert replaced.recv(1) == b""
+        one.sendall(b"x")
+        assert other.recv(1) == b"x"
+
+
+def test_the_oldest_addresses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "ADDRESSES_MAX", 2)
+    for port in (1, 2, 1, 3):
+        disown(Address("127.0.0.1", port))
+    assert list(forks._addresses) == [("127.0.0.1", 1), ("127.0.0.1", 3)]
