@@ -9,8 +9,10 @@ is of no use to the fork, and may do harm in it:
   copy is closed, and workers outlive a killed trainer by seconds.
 
 INVARIANT: a fork holds no copy of a TCP socket that this package, gRPC, Gloo or a TCPStore of this package
-has opened. Python code does not see the sockets of the libraries, so they are told by their ports: `disown`
-is called for each address that is listened on or connected to. In a fork the descriptor of such a socket
+has opened. The sockets of ZeroMQ (a queue's remote readers) and of NCCL are not known here: forks have them.
+
+Python code does not see the sockets of the libraries, so they are told by their ports: `disown` is called
+for each address that is listened on or connected to. In a fork the descriptor of such a socket
 names a socket without a peer from then on. It is not closed, for its number would be used again, and the
 library that remembers it must not meet a stranger there; nor is it shut down, which the parent would feel.
 
