@@ -10,13 +10,13 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from benchmarks.peer import PeerUnavailableError
 from benchmarks.process_groups import ask, next_record, start_store, turns
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.queue_worker import PAYLOADS, RANKS
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER
 from benchmarks.vllm_queue import PEER, queue_source
+from tools.environments import UnavailableError
 
 QUEUE = "MessageQueue"
 PIPE = "multiprocessing's connection"
@@ -88,7 +88,7 @@ def main(plan: Plan) -> Result:
 def _vllm_source() -> list[str]:
     try:
         return [f"--vllm={queue_source()}"]
-    except PeerUnavailableError as error:
+    except UnavailableError as error:
         print(f"message_queue: without vLLM's: {error}", file=sys.stderr)
         return []
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from benchmarks.peer import ROOT
+from tools.environments import ROOT
 
 T = TypeVar("T")
 Record = dict[str, Any]

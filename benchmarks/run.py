@@ -26,9 +26,9 @@ from benchmarks import (
     step_time,
     tables,
 )
-from benchmarks.peer import PeerUnavailableError
 from benchmarks.report import RESULTS, Result, load
 from benchmarks.systems import PEERS
+from tools.environments import UnavailableError
 
 
 def _of_groups(name: str) -> Callable[[bool], Result]:
@@ -76,7 +76,7 @@ def _measure_all(names: list[str], quick: bool) -> list[str]:
     try:
         for system in PEERS:  # each is installed where it is missing
             print(f"{system.peer} runs in {system.interpreter}", flush=True)
-    except PeerUnavailableError as error:
+    except UnavailableError as error:
         print(error, file=sys.stderr)
         return names
     return [name for name in names if not _measure(name, quick)]

@@ -31,7 +31,7 @@ class System:
 
     @cached_property
     def interpreter(self) -> str:
-        """Raises PeerUnavailableError for a torchft that cannot be installed."""
+        """Raises UnavailableError for a torchft that cannot be installed."""
         return sys.executable if self.peer is None else str(self.peer.python())
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import shutil
 import socket
 import sys
 import tempfile
@@ -17,10 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.peer import ROOT, PeerUnavailableError, locked, run_installer
+from tools.environments import UnavailableError, make_once, run_installer
 
 PEER = "vllm==0.6.6.post1"
-FOLDER = ROOT / ".cache" / PEER.replace("==", "-")
 MODULE = "vllm/distributed/device_communicators/shm_broadcast.py"
 # What vLLM makes of it for a group of workers.
 CHUNK_BYTES, CHUNKS = 1 << 22, 6
@@ -30,14 +28,9 @@ def queue_source() -> Path:
     """The module's file, which is fetched first where it is missing.
 
     Raises:
-        PeerUnavailableError: it cannot be had here; the message says why.
+        UnavailableError: it cannot be had here; the message says why.
     """
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    source = FOLDER / Path(MODULE).name
-    with locked(FOLDER.with_name(FOLDER.name + ".lock")):
-        if not source.exists():
-            _fetch(source)
-    return source
+    return make_once("vllm", PEER, _fetch) / MODULE
 
 
 def queue_class(source: Path) -> Any:
@@ -50,22 +43,20 @@ def queue_class(source: Path) -> Any:
             setattr(sys.modules[parent], own, module)
     spec = importlib.util.spec_from_file_location("vllm_shm_broadcast", source)
     if spec is None or spec.loader is None:
-        raise PeerUnavailableError(f"{source} is no module")
+        raise UnavailableError(f"{source} is no module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pickle looks for the class of a handle
     spec.loader.exec_module(module)
     return module.MessageQueue
 
 
-def _fetch(source: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
+def _fetch(target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         run_installer([*pip, "--dest", folder, PEER], PEER)
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as content:
-            unpacked = Path(content.extract(MODULE, folder))
-        source.parent.mkdir(exist_ok=True)
-        shutil.move(unpacked, source)
+            content.extract(MODULE, target)
 
 
 def _open_port() -> int:

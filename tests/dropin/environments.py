@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -10,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peer import CONSTRAINTS, ENVIRONMENTS, locked, run_installer
 from tests.dropin.scripts import NIGHTLY, OURS, RELEASE, Script
+from tools.environments import Environment, make_once, run_installer
 
 # A source distribution is taken with `pip download`, which asks its build tool for the name and the
 # version first. torchft's is a compiler; this answers instead of it.
@@ -27,41 +26,14 @@ _SOURCE = "torchft==0.2.0 --hash=sha256:542e17910039735d6686517f98ed49686ba23fc4
 
 
 def python_for(script: Script) -> Path:
-    """The interpreter of the script's environment, made where it is missing or was made of something else.
+    """The interpreter of the script's environment, made where it is missing.
 
     Raises:
-        PeerUnavailableError: it cannot be installed here; the message says why.
+        UnavailableError: it cannot be installed here; the message says why.
     """
-    packages, constraints = [*OURS, *script.requirements], _constraints(script)
-    contents = "\n".join([*packages, *script.without_dependencies, sys.version, constraints])
-    folder = ENVIRONMENTS / f"dropin-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
-    python = folder / "bin" / "python"
-    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_suffix(".lock")):
-        if not (folder / ".ready").exists():
-            run_installer([sys.executable, "-m", "venv", "--clear", str(folder)], script.name)
-            (folder / "constraints.txt").write_text(constraints)
-            pip = [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--constraint",
-                str(folder / "constraints.txt"),
-            ]
-            run_installer([*pip, *packages], script.name)
-            if script.without_dependencies:
-                run_installer([*pip, "--no-deps", *script.without_dependencies], script.name)
-            (folder / ".ready").touch()  # last: an interrupted installation shows
-    return python
-
-
-def _constraints(script: Script) -> str:
-    lines = CONSTRAINTS.read_text().splitlines()
-    if script.torch:
-        lines = [f"torch=={script.torch}" if line.startswith("torch==") else line for line in lines]
-    return "\n".join(lines)
+    pins = (f"torch=={script.torch}",) if script.torch else ()
+    packages = (*OURS, *script.requirements)
+    return Environment(script.name, packages, script.without_dependencies, pins).interpreter()
 
 
 def sources() -> Path:
@@ -70,27 +42,22 @@ def sources() -> Path:
     They are not installed: no torchft but ours can be imported beside the scripts.
 
     Raises:
-        PeerUnavailableError: they cannot be had here; the message says why.
+        UnavailableError: they cannot be had here; the message says why.
     """
-    folder = ENVIRONMENTS / "dropin-sources"
-    with locked(folder.with_suffix(".lock")):
-        if not (folder / ".ready").exists():
-            (folder / "tool").mkdir(parents=True, exist_ok=True)
-            (folder / "tool" / "maturin.py").write_text(_BUILD_TOOL)
-            (folder / "requirements.txt").write_text(_SOURCE)
-            take = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-            build = [
-                "--no-binary=:all:",
-                "--no-build-isolation",
-                "--requirement",
-                str(folder / "requirements.txt"),
-            ]
-            run_installer(["env", f"PYTHONPATH={folder / 'tool'}", *take, *build], RELEASE)
-            run_installer([*take, NIGHTLY], NIGHTLY)
-            shutil.unpack_archive(folder / "torchft-0.2.0.tar.gz", folder, filter="data")
-            shutil.unpack_archive(next(folder.glob("*.whl")), folder / "nightly", "zip")
-            (folder / ".ready").touch()
-    return folder
+    return make_once("dropin-sources", f"{_SOURCE}{_BUILD_TOOL}{NIGHTLY}", _take_sources)
+
+
+def _take_sources(folder: Path) -> None:
+    (folder / "tool").mkdir()
+    (folder / "tool" / "maturin.py").write_text(_BUILD_TOOL)
+    requirements = folder / "requirements.txt"
+    requirements.write_text(_SOURCE)
+    take = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    build = ["--no-binary=:all:", "--no-build-isolation", "--requirement", str(requirements)]
+    run_installer(["env", f"PYTHONPATH={folder / 'tool'}", *take, *build], RELEASE)
+    run_installer([*take, NIGHTLY], NIGHTLY)
+    shutil.unpack_archive(folder / "torchft-0.2.0.tar.gz", folder, filter="data")
+    shutil.unpack_archive(next(folder.glob("*.whl")), folder / "nightly", "zip")
 
 
 def make_data(folder: Path, python: Path) -> Path:

@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import psutil
 
-from benchmarks.peer import PeerUnavailableError
 from lighthouse.events import EVENT_FILE_ENV, read_events
 from tests.conftest import ROOT, RunningProcess
 from tests.dropin.environments import make_data, python_for, sources
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
 from tests.dropin.scripts import Script
+from tools.environments import UnavailableError
 from torchft_like.chaos.processes import wait_ended
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def run_script(script: Script, seconds_left: float) -> Outcome:
     try:
         python = python_for(script)
         folder_of_sources = sources()
-    except PeerUnavailableError as error:
+    except UnavailableError as error:
         outcome.not_run = str(error)
         return outcome
     with tempfile.TemporaryDirectory(prefix="dropin-", ignore_cleanup_errors=True) as folder:

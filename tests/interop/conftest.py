@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.peer import PeerUnavailableError
 from benchmarks.processes import Fleet
 from benchmarks.systems import PEERS, System
+from tools.environments import UnavailableError
 
 
 @pytest.fixture(scope="session", params=PEERS, ids=lambda system: str(system.peer))
@@ -17,7 +17,7 @@ def peer(request: pytest.FixtureRequest) -> System:
     system: System = request.param
     try:
         _ = system.interpreter
-    except PeerUnavailableError as error:
+    except UnavailableError as error:
         pytest.skip(str(error))
     return system
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import peer as peer_module
 from benchmarks import run, tables
-from benchmarks.peer import Peer, PeerUnavailableError
 from benchmarks.processes import Fleet, FleetProcess, NotReportedError, Record
 from benchmarks.systems import System
 
@@ -40,7 +38,7 @@ def test_a_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet, p
     assert peer.peer is not None
     process = fleet.start("peer", [peer.interpreter, "-c", PRINT_ORIGINS, peer.peer.package])
     seen = _first_record(fleet, process)
-    assert all(Path(file).is_relative_to(peer.peer.environment) for file in seen["files"]), seen
+    assert all(Path(file).is_relative_to(Path(peer.interpreter).parents[1]) for file in seen["files"]), seen
     assert seen["version"] == peer.peer.version
 
 
@@ -78,28 +76,6 @@ def test_a_process_does_not_outlive_a_fleet_that_was_killed(fleet: Fleet) -> Non
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_half_made_environment_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(peer_module, "ENVIRONMENTS", tmp_path)
-    one = Peer("torchft", "0")
-    interpreter = tmp_path / "torchft-0" / "bin" / "python"
-    monkeypatch.setattr(
-        peer_module, "run_installer", lambda command, _: _pretend(commands, command, interpreter)
-    )
-    assert one.python() == interpreter
-    made_once = len(commands)
-    one.python()
-    assert len(commands) == made_once, "a complete environment is used as it is"
-    (one.environment / ".ready").unlink()
-    one.python()
-    assert len(commands) == 2 * made_once
-
-
-def test_a_failed_installation_is_told_with_its_reason() -> None:
-    with pytest.raises(PeerUnavailableError, match=r"cannot be installed: .*no such index"):
-        peer_module.run_installer([sys.executable, "-c", "import sys; sys.exit('no such index')"], "it")
-
-
 def test_the_readme_shows_the_saved_results() -> None:
     shown = tables.README.read_text()
     assert shown.endswith(tables.generated(run.saved_results())), "run: python -m benchmarks.run --tables"
@@ -111,10 +87,3 @@ def _start(fleet: Fleet, code: str) -> FleetProcess:
 
 def _first_record(fleet: Fleet, process: FleetProcess) -> Record:
     return fleet.wait_for(lambda: process.records[0] if process.records else None, "record", SECONDS_MAX)
-
-
-def _pretend(commands: list[list[str]], command: list[str], interpreter: Path) -> None:
-    """Leave what `python -m venv` leaves."""
-    commands.append(command)
-    interpreter.parent.mkdir(parents=True, exist_ok=True)
-    interpreter.touch()

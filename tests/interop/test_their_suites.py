@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peer import locked
 from benchmarks.systems import System
 from tests.conftest import ROOT, Processes
+from tools.environments import locked
 
 # The first test of a machine installs the peer, which takes longer than a test may.
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(1500)]

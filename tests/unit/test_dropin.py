@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.dropin import environments
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
 from tests.dropin.run import run_script
 from tests.dropin.scripts import SCRIPTS, Script
 from tests.dropin.table import PAGE, page
+from tools import environments
 
 SCRIPT = """
 import torch
@@ -86,8 +86,9 @@ def test_a_script_is_run_or_says_why_not() -> None:
 def test_what_cannot_be_installed_is_not_run_and_no_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(environments, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(environments, "CACHE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     outcome = run_script(Script("x", "x==1", ("no-such-package==1",), ("-c", "pass")), seconds_left=60.0)
     assert "x cannot be installed" in outcome.not_run
