@@ -22,6 +22,8 @@ class WorkerOptions:
         backend: the process group: "gloo" or "baby-gloo".
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
             for a model that is sharded over the ranks of the group (see `sharded`).
+        state: of a sharded model: "shards" for a ShardedState, "dtensors" for what `state_dict` of modules
+            and optimizer return, which are DTensors.
         inner_backend: of torch's default group, which spans the replica group; empty for torch's choice.
         slices: of the state's fingerprint; 0 does not watch for divergence.
         on_divergence: name of an OnDivergence.
@@ -42,6 +44,7 @@ class WorkerOptions:
     ballast_mb: int = 0
     backend: str = "gloo"
     reduce: str = "ddp"
+    state: str = "shards"
     inner_backend: str = ""
     slices: int = 0
     on_divergence: str = "HEAL"

@@ -51,6 +51,7 @@ class ShardedModel:
         self._name = options.name
         self._rank = int(os.environ["RANK"])
         self._inner_backend = options.inner_backend
+        self._is_as_torch_has_it = options.state == "dtensors"
         self._parts: dict[str, ShardedPart] = {}
         self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
@@ -72,13 +73,19 @@ class ShardedModel:
 
     def digest(self) -> str:
         """Of this rank's shards, those of the optimizer too."""
-        return state_digest(self.state_dict())[:16]
+        return state_digest(self._state.state_dict())[:16]
 
     def state_dict(self) -> dict[str, object]:
+        if self._is_as_torch_has_it:
+            return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state.load_state_dict(state)
+        if self._is_as_torch_has_it:
+            self.net.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self._state.load_state_dict(state)
         self.taken_over(self.digest())
 
     def flip(self, part: str) -> None:
@@ -121,12 +128,12 @@ class ShardedPart:
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if way == "half" else None)
         self._shard(mesh["dp_replicate", "dp_shard"], mp_policy=policy)
         if way == "sum":
-            for module in (self.net[0], self.net[2], self.net):
+            for module in (self.net[0], self.net[2], self.net[3], self.net):
                 assert isinstance(module, FSDPModule)
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard(self, mesh: DeviceMesh, **options: Any) -> None:
-        for layer in (self.net[0], self.net[2]):
+        for layer in (self.net[0], self.net[2], self.net[3]):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(self.net, mesh=mesh, **options)
 
@@ -137,9 +144,9 @@ def flip_bit(tensor: Tensor) -> None:
 
 
 def make_net() -> nn.Sequential:
-    """The same parameters everywhere."""
+    """The same everywhere. Of the last layers one rank has two rows and one, the other one and none."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 1))
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -154,7 +161,7 @@ def data_rank(way: str, rank: int) -> int:
 def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
     """The data of one rank of a replica group in one step."""
     generator = torch.Generator().manual_seed((ord(name) * GROUP_SIZE + rank) * 1_000_000 + step)
-    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 1, generator=generator)
 
 
 class Replayed(NamedTuple):

@@ -17,10 +17,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 
 
+@pytest.mark.parametrize("state", ["shards", "dtensors"])
 def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does(
-    tmp_path: Path,
+    tmp_path: Path, state: str
 ) -> None:
-    options = WorkerOptions(reduce="sharded", pause_s=0.1)
+    options = WorkerOptions(reduce="sharded", state=state, pause_s=0.1)
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         a, b = cluster.start_all("ab", size=GROUP_SIZE, options=options)
         b.kill()

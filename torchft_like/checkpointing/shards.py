@@ -1,15 +1,16 @@
 """DTensors in a state: a rank sends its local shard and says how it lies; a peer puts it on its own mesh.
 
-A mesh does not travel: it is process groups of one replica group. The receiver has the same rank in a
-replica group of the same form, and finds the mesh in its own state, where that state has a DTensor at the
-same place, or else anywhere one on a mesh of that form.
+A mesh does not travel: it is process groups of one replica group. The sender numbers its meshes. The receiver
+has the same rank in a replica group of the same form, and learns which of its own meshes a number stands for
+from the places where its own state has a DTensor too. A number that occurs at none of them stands for the
+only mesh of that form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchft_like.errors import CheckpointFormatError
+
+Path: TypeAlias = "tuple[object, ...]"
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a DTensor, on its way between replica groups."""
+    """A rank's part of a DTensor, on its way between replica groups.
+
+    Attributes:
+        mesh: the number of its mesh among those of the sender's state.
+    """
 
     local: Tensor
     layout: Layout
+    mesh: int
 
 
-def shard_of(tensor: DTensor) -> Shard:
-    """This rank's part, on the memory of the tensor."""
+def shard_of(tensor: DTensor, number: int = 0) -> Shard:
+    """This rank's part, on the memory of the tensor, whose mesh has the number."""
     mesh = tensor.device_mesh
     layout = Layout(
         shape=tuple(tensor.shape),
@@ -58,7 +66,7 @@ def shard_of(tensor: DTensor) -> Shard:
         placements=tuple(map(str, tensor.placements)),
     )
     with torch.no_grad():
-        return Shard(tensor.to_local().detach(), layout)
+        return Shard(tensor.to_local().detach(), layout, number)
 
 
 def shards_in(state: object) -> Iterator[Shard | DTensor]:
@@ -73,69 +81,91 @@ def shards_in(state: object) -> Iterator[Shard | DTensor]:
             yield from shards_in(value)
 
 
-def place(state: object, own: object, name: str) -> object:
+def place(state: object, own: object) -> Any:
     """`state` with a DTensor in the place of each Shard.
 
     Args:
         state: what a peer sent; its containers are changed.
-        own: this rank's own state of the same kind.
-        name: of the state, for errors.
+        own: this rank's own state, of the same form.
 
     Raises:
         CheckpointFormatError: this rank's tensor at a shard's place lies otherwise, or there is none and
             no mesh of that form, or several; names the path.
     """
-    return _Placing([tensor for tensor in shards_in(own) if isinstance(tensor, DTensor)]).place(
-        state, own, (name,)
-    )
+    placing = _Placing([tensor for tensor in shards_in(own) if isinstance(tensor, DTensor)])
+    state = _replace(state, own, (), placing.beside)
+    return _replace(state, own, (), placing.elsewhere)
+
+
+def shown(path: Path) -> str:
+    """As one would write it in Python: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
+    text = ""
+    for key in path[:16]:
+        plain = isinstance(key, str) and key.isidentifier()
+        text += f".{key}" if plain else f"[{key!r:.80}]"
+    return (text.removeprefix(".") or "the state") + ("..." if len(path) > 16 else "")
+
+
+def _replace(value: object, own: Any, path: Path, leaf: Callable[[Shard, object, Path], object]) -> object:
+    """`value` with `leaf(shard, what the own state has there, path)` in the place of each Shard."""
+    if isinstance(value, Shard):
+        return leaf(value, own, path)
+    if isinstance(value, dict):
+        for key in value:
+            beside = own.get(key) if isinstance(own, dict) else None
+            value[key] = _replace(value[key], beside, (*path, key), leaf)
+    elif isinstance(value, list | tuple):
+        beside = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
+        items = [_replace(item, beside[i], (*path, i), leaf) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else type(value)(items)
+    return value
 
 
 class _Placing:
+    """The meshes of this rank's own state, by their form and by the sender's numbers."""
+
     def __init__(self, own: list[DTensor]) -> None:
-        self._meshes: dict[Layout, list[DeviceMesh]] = {}
+        self._by_form: dict[Layout, list[DeviceMesh]] = {}
+        self._by_number: dict[tuple[int, Layout], list[DeviceMesh]] = {}
         for tensor in own:
-            alike = self._meshes.setdefault(_mesh_of(shard_of(tensor).layout), [])
-            if tensor.device_mesh not in alike:
-                alike.append(tensor.device_mesh)
+            _add(self._by_form.setdefault(_mesh_of(shard_of(tensor).layout), []), tensor.device_mesh)
         self._placements: dict[str, Placement] = {str(p): p for tensor in own for p in tensor.placements}
 
-    def place(self, value: object, own: Any, path: tuple[object, ...]) -> object:
-        if isinstance(value, Shard):
-            return self._tensor(value, own, path)
-        if isinstance(value, dict):
-            for key in value:
-                beside = own.get(key) if isinstance(own, dict) else None
-                value[key] = self.place(value[key], beside, (*path, key))
-        elif isinstance(value, list | tuple):
-            beside = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
-            items = [self.place(item, beside[i], (*path, i)) for i, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        return value
+    def beside(self, shard: Shard, own: object, path: Path) -> Shard | DTensor:
+        """The shard where this rank's own state has a DTensor, whose mesh it tells the number of."""
+        if not isinstance(own, DTensor):
+            return shard
+        here = shard_of(own)
+        if (here.layout, here.local.shape) != (shard.layout, shard.local.shape):
+            raise CheckpointFormatError(
+                f"{shown(path)} is {here.layout} here, and {shard.layout} in the state to load: every "
+                "replica group must shard the same model over as many ranks"
+            )
+        _add(self._by_number.setdefault((shard.mesh, _mesh_of(here.layout)), []), own.device_mesh)
+        return _tensor(shard, own.device_mesh, own.placements, own.stride())
 
-    def _tensor(self, shard: Shard, own: object, path: tuple[object, ...]) -> DTensor:
-        layout = shard.layout
-        if isinstance(own, DTensor):
-            here = shard_of(own)
-            if (here.layout, here.local.shape) != (layout, shard.local.shape):
-                raise CheckpointFormatError(
-                    f"{_show(path)} is {here.layout} here, and {layout} in the state to load: every replica "
-                    "group must shard the same model over as many ranks"
-                )
-            return _tensor(shard, own.device_mesh, own.placements, own.stride())
-        meshes = self._meshes.get(_mesh_of(layout), [])
+    def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:
+        """The shard where this rank's own state has none."""
+        layout, form = shard.layout, _mesh_of(shard.layout)
+        meshes = self._by_number.get((shard.mesh, form)) or self._by_form.get(form, [])
         placements = [self._placements[text] for text in layout.placements if text in self._placements]
         if len(meshes) > 1:
             raise CheckpointFormatError(
-                f"{_show(path)} is {layout} in the state to load, and {len(meshes)} meshes here have that "
-                "form: give their dimensions of different names, or fill this place before the peer's "
-                "state is loaded"
+                f"{shown(path)} is {layout} in the state to load, and {len(meshes)} meshes here have that "
+                "form: register a state that has all of them with it, give their dimensions of different "
+                "names, or fill this place before the peer's state is loaded"
             )
         if not meshes or len(placements) < len(layout.placements):
             raise CheckpointFormatError(
-                f"{_show(path)} is {layout} in the state to load; this rank's own state has no DTensor "
+                f"{shown(path)} is {layout} in the state to load; this rank's own state has no DTensor "
                 "there, and none that lies so"
             )
         return _tensor(shard, meshes[0], placements, torch.empty(layout.shape, device="meta").stride())
+
+
+def _add(meshes: list[DeviceMesh], mesh: DeviceMesh) -> None:
+    if mesh not in meshes:
+        meshes.append(mesh)
 
 
 def _tensor(
@@ -147,8 +177,3 @@ def _tensor(
 
 def _mesh_of(layout: Layout) -> Layout:
     return replace(layout, shape=(), placements=())
-
-
-def _show(path: tuple[object, ...]) -> str:
-    name, *keys = path
-    return str(name) + "".join(f"[{key!r:.80}]" for key in keys)

@@ -25,14 +25,14 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchft_like.checkpointing.shards import Layout, Shard, shard_of
+from torchft_like.checkpointing.shards import Layout, Path, Shard, shard_of, shown
 from torchft_like.dtypes import DTYPE_OF, NAME_OF, is_numpy_number, numpy_dtype
 from torchft_like.errors import CheckpointFormatError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | None"
-Path: TypeAlias = "tuple[object, ...]"
 
 DEPTH_MAX = 64
 DIMENSIONS_MAX = 64
@@ -70,13 +70,14 @@ class _Flattener:
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
         self._known: dict[object, int] = {}
+        self._meshes: dict[DeviceMesh, int] = {}
 
     def encode(self, value: object, path: Path) -> Json:
         if value is None or type(value) is bool:
             return value
         if len(path) > DEPTH_MAX:
             raise CheckpointFormatError(
-                f"{_show(path)} is nested deeper than {DEPTH_MAX} levels, or contains itself"
+                f"{shown(path)} is nested deeper than {DEPTH_MAX} levels, or contains itself"
             )
         encode = _ENCODERS.get(type(value), _encode_other)
         return encode(self, value, path)
@@ -93,12 +94,15 @@ class _Flattener:
             self.buffers.append(tensor)
         return self._known[key]
 
+    def number_of(self, mesh: DeviceMesh) -> int:
+        return self._meshes.setdefault(mesh, len(self._meshes))
+
     def items(self, mapping: Mapping[object, object], path: Path) -> Json:
         pairs: list[Json] = []
         for key, value in mapping.items():
             if not _is_key(key):
                 raise CheckpointFormatError(
-                    f"{_show(path)} has a key of type {_type_name(key)} ({key!r:.80}); keys that travel are "
+                    f"{shown(path)} has a key of type {_type_name(key)} ({key!r:.80}); keys that travel are "
                     "None, bool, int, float, str and tuples of these"
                 )
             pairs.append([self.encode(key, path), self.encode(value, (*path, key))])
@@ -166,7 +170,7 @@ def _encode_device(_: _Flattener, value: torch.device, __: Path) -> Json:
 def _encode_tensor(flattener: _Flattener, value: torch.Tensor, path: Path) -> Json:
     if value.layout is not torch.strided or value.device.type == "meta":
         raise CheckpointFormatError(
-            f"{_show(path)} is a tensor of layout {value.layout} on device {value.device}; "
+            f"{shown(path)} is a tensor of layout {value.layout} on device {value.device}; "
             "only dense tensors with data travel"
         )
     name = _dtype_name(value.dtype, path)
@@ -174,7 +178,12 @@ def _encode_tensor(flattener: _Flattener, value: torch.Tensor, path: Path) -> Js
 
 
 def _encode_dtensor(flattener: _Flattener, value: DTensor, path: Path) -> Json:
-    shard = shard_of(value)
+    if any(placement.is_partial() for placement in value.placements):
+        raise CheckpointFormatError(
+            f"{shown(path)} is a DTensor placed {', '.join(map(str, value.placements))}: partial values "
+            "do not travel; redistribute it first"
+        )
+    shard = shard_of(value, flattener.number_of(value.device_mesh))
     layout = shard.layout
     forms: list[Json] = [
         list(layout.shape),
@@ -182,7 +191,7 @@ def _encode_dtensor(flattener: _Flattener, value: DTensor, path: Path) -> Json:
         list(layout.mesh_names),
         list(layout.placements),
     ]
-    return ["dtensor", _encode_tensor(flattener, shard.local, path), *forms]
+    return ["dtensor", _encode_tensor(flattener, shard.local, path), shard.mesh, *forms]
 
 
 def _encode_array(flattener: _Flattener, value: np.ndarray, path: Path) -> Json:
@@ -195,7 +204,7 @@ def _encode_other(flattener: _Flattener, value: object, path: Path) -> Json:
         index = flattener.add_bytes(value.tobytes())
         return ["scalar", index, _numpy_dtype_name(value.dtype, path)]
     raise CheckpointFormatError(
-        f"{_show(path)} is a {_type_name(value)}: it does not travel. What does: {ALLOWED}"
+        f"{shown(path)} is a {_type_name(value)}: it does not travel. What does: {ALLOWED}"
     )
 
 
@@ -222,13 +231,13 @@ _ENCODERS: Mapping[type, Callable[..., Json]] = {
 
 def _dtype_name(dtype: torch.dtype, path: Path) -> str:
     if dtype not in NAME_OF:
-        raise CheckpointFormatError(f"{_show(path)} has dtype {dtype}, which does not travel")
+        raise CheckpointFormatError(f"{shown(path)} has dtype {dtype}, which does not travel")
     return NAME_OF[dtype]
 
 
 def _numpy_dtype_name(dtype: np.dtype, path: Path) -> str:
     if not is_numpy_number(dtype.str):
-        raise CheckpointFormatError(f"{_show(path)} has numpy dtype {dtype}; only numbers travel")
+        raise CheckpointFormatError(f"{shown(path)} has numpy dtype {dtype}; only numbers travel")
     return dtype.str
 
 
@@ -241,15 +250,6 @@ def _is_key(key: object) -> bool:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _show(path: Path) -> str:
-    """As one would write it in Python: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
-    text = ""
-    for key in path[:16]:
-        plain = isinstance(key, str) and key.isidentifier()
-        text += f".{key}" if plain else f"[{key!r:.80}]"
-    return (text.removeprefix(".") or "the state") + ("..." if len(path) > 16 else "")
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
@@ -358,18 +358,14 @@ def _decode_tensor(
 
 
 def _decode_dtensor(
-    unflattener: _Unflattener,
-    depth_left: int,
-    node: list[object],
-    shape: list[object],
-    mesh_shape: list[object],
-    mesh_names: list[object],
-    placements: list[object],
+    unflattener: _Unflattener, depth_left: int, node: list[object], mesh: int, *forms: list[object]
 ) -> Shard:
     local = unflattener.decode(node, depth_left)
     if not isinstance(local, torch.Tensor):
         raise _malformed("a shard is no tensor")
-    return Shard(local, Layout(_shape(shape), _shape(mesh_shape), _texts(mesh_names), _texts(placements)))
+    shape, mesh_shape, mesh_names, placements = forms
+    layout = Layout(_shape(shape), _shape(mesh_shape), _texts(mesh_names), _texts(placements))
+    return Shard(local, layout, mesh)
 
 
 def _decode_array(unflattener: _Unflattener, _: int, index: int, name: str, dims: list[object]) -> np.ndarray:
@@ -403,7 +399,7 @@ _DECODERS: Mapping[str, tuple[_Kinds, Callable[..., object]]] = {
     "dtype": ((str,), _decode_dtype),
     "device": ((str,), _decode_device),
     "tensor": ((int, str, list), _decode_tensor),
-    "dtensor": ((list, list, list, list, list), _decode_dtensor),
+    "dtensor": ((list, int, list, list, list, list), _decode_dtensor),
     "array": ((int, str, list), _decode_array),
     "scalar": ((int, str), _decode_scalar),
 }

@@ -109,8 +109,10 @@ class StateRegistry:
                 f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
                 "every replica must register the same keys"
             )
-        for key, (load, save) in self._functions.items():
-            load(place(state[key], save(), key) if _has_shards(state[key]) else state[key])
+        if _has_shards(state):
+            state = place(dict(state), {key: save() for key, (_, save) in self._functions.items()})
+        for key, (load, _) in self._functions.items():
+            load(state[key])
 
 
 def _has_shards(state: object) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed import fake_pg
 
 from tests.unit.checkpointing.states import round_trip
@@ -35,7 +35,7 @@ def test_a_parameter_comes_back_where_it_lay(mesh: DeviceMesh) -> None:
     local = torch.randn(3, 4)
     state = {"model": {"w": nn.Parameter(lying(mesh, local))}, "parts": [(lying(mesh, local + 1), 7)]}
     own = {"model": {"w": lying(mesh, torch.zeros(3, 4))}, "parts": [(lying(mesh, torch.zeros(3, 4)), 0)]}
-    placed: Any = place(round_trip(state), own, "train")
+    placed = place(round_trip(state), own)
     weight = placed["model"]["w"]
     assert (weight.shape, weight.placements, weight.device_mesh) == ((6, 4), (Shard(0),), mesh)
     assert torch.equal(weight.to_local(), local)
@@ -47,7 +47,7 @@ def test_a_tensor_that_the_receiver_does_not_have_yet_is_put_on_the_mesh_of_the_
     mesh: DeviceMesh,
 ) -> None:
     sent = round_trip({"w": lying(mesh, torch.ones(3)), "moments": {0: lying(mesh, torch.ones(3))}})
-    placed: Any = place(sent, {"w": lying(mesh, torch.zeros(3)), "moments": {}}, "train")
+    placed = place(sent, {"w": lying(mesh, torch.zeros(3)), "moments": {}})
     assert (placed["moments"][0].device_mesh, placed["moments"][0].stride()) == (mesh, (1,))
 
 
@@ -59,26 +59,48 @@ def test_a_tensor_that_lies_otherwise_is_refused_by_its_path(
 ) -> None:
     sent = round_trip({"model": {"w": lying(mesh, torch.ones(3, 4))}})
     own = {"model": {"w": lying(mesh, torch.zeros(own_shape), placement)}}
-    with pytest.raises(
-        CheckpointFormatError, match=r"train\['model'\]\['w'\] is .* here, and \(6, 4\) placed S\(0\)"
-    ):
-        place(sent, own, "train")
+    with pytest.raises(CheckpointFormatError, match=r"model\.w is .* here, and \(6, 4\) placed S\(0\)"):
+        place(sent, own)
 
 
 def test_without_a_mesh_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
     sent = round_trip([lying(mesh, torch.ones(3))])
-    with pytest.raises(CheckpointFormatError, match=r"train\[0\] is .* no DTensor there"):
-        place(sent, [torch.ones(6)], "train")
+    with pytest.raises(CheckpointFormatError, match=r"\[0\] is .* no DTensor there"):
+        place(sent, [torch.ones(6)])
 
 
-def test_with_two_meshes_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
-    sent = round_trip({"w": lying(mesh, torch.ones(3)), "moments": [lying(mesh, torch.ones(3))]})
+def test_of_two_meshes_of_that_form_it_is_put_on_the_one_where_the_sender_has_it(mesh: DeviceMesh) -> None:
+    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",))
+    moments = [lying(other, torch.ones(3)), lying(mesh, torch.zeros(3))]
+    sent = round_trip({"moments": moments, "v": lying(other, torch.ones(3)), "w": lying(mesh, torch.ones(3))})
+    own = {"w": lying(mesh, torch.zeros(3)), "v": lying(other, torch.zeros(3)), "moments": []}
+    assert [moment.device_mesh for moment in place(sent, own)["moments"]] == [other, mesh]
+
+
+def test_where_no_place_tells_which_of_two_meshes_of_that_form_it_is_refused(mesh: DeviceMesh) -> None:
+    sent = round_trip({"moments": [lying(mesh, torch.ones(3))]})
     other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",))
     own = {"w": lying(mesh, torch.zeros(3)), "v": lying(other, torch.zeros(3)), "moments": None}
+    with pytest.raises(CheckpointFormatError, match=r"moments\[0\] is .* 2 meshes here have that form"):
+        place(sent, own)
+
+
+def test_meshes_are_told_apart_over_all_that_is_registered(mesh: DeviceMesh) -> None:
+    other = DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",))
+    state = {"model": [lying(mesh, torch.ones(3)), lying(other, torch.ones(3))]}
+    state["optimizer"] = list(state["model"])
+    registry, loaded = StateRegistry(), list[Any]()
+    registry.register("model", loaded.append, lambda: state["model"])
+    registry.register("optimizer", loaded.append, list)
+    registry.load(round_trip(state))
+    assert [moment.device_mesh for moment in loaded[1]] == [mesh, other]
+
+
+def test_partial_values_are_refused_by_their_path(mesh: DeviceMesh) -> None:
     with pytest.raises(
-        CheckpointFormatError, match=r"train\['moments'\]\[0\] is .* 2 meshes here have that form"
+        CheckpointFormatError, match=r"grads\.w is a DTensor placed P\(sum\): .* redistribute"
     ):
-        place(sent, own, "train")
+        flatten_state({"grads": {"w": lying(mesh, torch.ones(3), Partial())}})
 
 
 def test_what_travels_says_how_it_lies(mesh: DeviceMesh) -> None:
