@@ -20,8 +20,6 @@ from lighthouse import __version__
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
-from lighthouse.net import allow_many_files
-from lighthouse.server import Lighthouse
 
 DEFAULT_PORT = 29510
 
@@ -52,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(bind: Address, config: LighthouseConfig) -> None:
+    from lighthouse.server import Lighthouse  # noqa: PLC0415 - it loads gRPC, which --help does without
+
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled.set)
@@ -64,6 +64,8 @@ async def _serve(bind: Address, config: LighthouseConfig) -> None:
 
 
 def _allow_connections(config: LighthouseConfig) -> None:
+    from lighthouse.net import allow_many_files  # noqa: PLC0415 - likewise
+
     files = allow_many_files()
     if files < config.replicas_max:
         text = "may open %d files: for %d replicas (--replicas_max) it needs more (ulimit -n)"

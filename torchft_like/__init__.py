@@ -1,14 +1,14 @@
 """Fault-tolerant, reconfigurable process groups for PyTorch, and the Manager that keeps them together.
 
-What speaks gRPC is loaded when it is first asked for: whoever uses process groups alone does not pay
-for it, and neither does the subprocess of a Baby group.
+What loads torch or gRPC is loaded when it is first asked for: commands answer `--help` at once, and
+whoever uses process groups alone does not pay for gRPC, nor does the subprocess of a Baby group.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 from torchft_like._installation import __version__
-from torchft_like.data import DistributedSampler
+from torchft_like.backends import register_with_torch
 from torchft_like.errors import (
     AddressError,
     BindError,
@@ -31,43 +31,54 @@ from torchft_like.errors import (
     StepLostError,
     SubprocessLostError,
 )
-from torchft_like.process_group import (
-    ErrorSwallowingProcessGroupWrapper,
-    FaultInjectingProcessGroup,
-    ManagedProcessGroup,
-    ProcessGroup,
-    ProcessGroupBaby,
-    ProcessGroupBabyGloo,
-    ProcessGroupBabyNCCL,
-    ProcessGroupBabyXCCL,
-    ProcessGroupDummy,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
-    ProcessGroupWrapper,
-    ProcessGroupXCCL,
-)
-from torchft_like.process_group.registration import register_backends
 from torchft_like.shutdown_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
+    from torchft_like.data import DistributedSampler
     from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
     from torchft_like.manager import Manager, WorldSizeMode
     from torchft_like.optim import OptimizerWrapper
     from torchft_like.optim import OptimizerWrapper as Optimizer
+    from torchft_like.process_group import (
+        ErrorSwallowingProcessGroupWrapper,
+        FaultInjectingProcessGroup,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupBaby,
+        ProcessGroupBabyGloo,
+        ProcessGroupBabyNCCL,
+        ProcessGroupBabyXCCL,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+        ProcessGroupWrapper,
+        ProcessGroupXCCL,
+    )
 
-_SPEAKS_GRPC = ("coordination", "ddp", "manager", "optim")
-_HOME = {
-    "DistributedDataParallel": "ddp",
-    "LighthouseClient": "coordination",
-    "LighthouseServer": "coordination",
-    "Manager": "manager",
-    "ManagerClient": "coordination",
-    "ManagerServer": "coordination",
-    "OptimizerWrapper": "optim",
-    "PureDistributedDataParallel": "ddp",
-    "WorldSizeMode": "manager",
+_NAMES = {
+    "coordination": ("LighthouseClient", "LighthouseServer", "ManagerClient", "ManagerServer"),
+    "data": ("DistributedSampler",),
+    "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
+    "manager": ("Manager", "WorldSizeMode"),
+    "optim": ("OptimizerWrapper",),
+    "process_group": (
+        "ErrorSwallowingProcessGroupWrapper",
+        "FaultInjectingProcessGroup",
+        "ManagedProcessGroup",
+        "ProcessGroup",
+        "ProcessGroupBaby",
+        "ProcessGroupBabyGloo",
+        "ProcessGroupBabyNCCL",
+        "ProcessGroupBabyXCCL",
+        "ProcessGroupDummy",
+        "ProcessGroupGloo",
+        "ProcessGroupNCCL",
+        "ProcessGroupWrapper",
+        "ProcessGroupXCCL",
+    ),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _ALIASES = {"Optimizer": "OptimizerWrapper"}
 
 __all__ = [
@@ -121,7 +132,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _SPEAKS_GRPC:
+    if name in _NAMES:
         return importlib.import_module(f"{__name__}.{name}")
     name = _ALIASES.get(name, name)
     if name in _HOME:
@@ -130,7 +141,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SPEAKS_GRPC})
+    return sorted({*globals(), *__all__, *_NAMES})
 
 
-register_backends()  # with torch, which knows them by name: dist.init_process_group("torchft-gloo")
+register_with_torch()

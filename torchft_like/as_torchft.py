@@ -22,6 +22,8 @@ from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
+from torchft_like._installation import __version__
+
 THEIRS = "torchft"
 OURS = "torchft_like"
 PATH = str(Path(__file__).with_name("as_torchft_path"))
@@ -69,9 +71,13 @@ def install() -> None:
 
 
 def main() -> None:
-    """Run a script or a module as Python itself would."""
+    """Run a script, a module or a text as Python itself would."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["-m"] and len(arguments) > 1:
+    if arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(f"{USAGE}\n\n{__doc__}")
+    elif arguments == ["--version"]:
+        sys.stdout.write(f"{OURS} {__version__}, as {THEIRS}\n")
+    elif arguments[:1] == ["-m"] and len(arguments) > 1:
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments and not arguments[0].startswith("-"):

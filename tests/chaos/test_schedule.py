@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos.cli import FAILED, WRONG_ARGUMENT, main
+from torchft_like.chaos.campaign import FAILED, WRONG_ARGUMENT
+from torchft_like.chaos.cli import main
 from torchft_like.chaos.schedule import KINDS, draw
 
 

@@ -23,7 +23,7 @@ from torchft_like.chaos.invariants import Commit, Process
 from torchft_like.chaos.journal import JournalTail, Record
 from torchft_like.chaos.log import Log, rank_of
 from torchft_like.chaos.network import Network
-from torchft_like.chaos.orders import Order, Training
+from torchft_like.chaos.orders import NAMING, Order, Training
 from torchft_like.chaos.processes import Child
 
 LOOPBACK = "127.0.0.1"
@@ -60,7 +60,7 @@ class JobSettings:
     training: Training = field(default_factory=Training)
     spares: int | None = None
     command: tuple[str, ...] = ()
-    naming: str = "r{index}"
+    naming: str = NAMING
     min_replicas: int = 1
     join_timeout_ms: int = 10_000
 

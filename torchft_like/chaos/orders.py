@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+NAMING = "r{index}"  # of the replica groups
+
 
 @dataclass(frozen=True)
 class Training:

@@ -15,52 +15,23 @@ What torch makes is the group itself: `dist.group.WORLD` can be aborted and conf
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lighthouse.address import Address
+from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.controls import adopt_timeout_setter
 from torchft_like.process_group.served_store import own_host, serve_store
 from torchft_like.process_group.store import StoreAddress, parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
-
-
-class Origin(NamedTuple):
-    """Where the class of a backend's groups is found, and on what devices their tensors are."""
-
-    module: str
-    class_name: str
-    devices: tuple[str, ...]
-
-
-BACKENDS = MappingProxyType(
-    {
-        "torchft-gloo": Origin("gloo", "ProcessGroupGloo", ("cpu",)),
-        "torchft-baby-gloo": Origin("baby", "ProcessGroupBabyGloo", ("cpu",)),
-        "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
-        "torchft-baby-nccl": Origin("baby", "ProcessGroupBabyNCCL", ("cuda",)),
-        "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),
-    }
-)
-
-
-def register_backends() -> None:
-    """Make the names of `BACKENDS` known to torch. Importing torchft_like does it; again does no harm."""
-    for name, origin in BACKENDS.items():
-        create = functools.partial(_create, name)
-        dist.Backend.register_backend(name, create, extended_api=True, devices=list(origin.devices))
-    adopt_timeout_setter()
 
 
 def abort_groups_of_torch(reason: str) -> None:
@@ -70,7 +41,7 @@ def abort_groups_of_torch(reason: str) -> None:
             group.abort(reason)
 
 
-def _create(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
+def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
     """A configured group, for torch.
 
     Args:

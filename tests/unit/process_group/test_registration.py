@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d as c10d
 
+from torchft_like.backends import BACKENDS, register_backends
 from torchft_like.errors import NotSupportedError, ProcessGroupError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
@@ -32,7 +33,6 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
-from torchft_like.process_group.registration import BACKENDS, register_backends
 
 from .conftest import LIMIT_S, Party
 

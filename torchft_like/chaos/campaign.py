@@ -1,0 +1,164 @@
+"""One command of `torchft-like`: the job with faults, without them first for a soak, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from torchft_like.chaos.engine import Engine, Features, Run, features, usable
+from torchft_like.chaos.job import JobError, JobSettings
+from torchft_like.chaos.network import NetworkUnavailableError
+from torchft_like.chaos.orders import Training
+from torchft_like.chaos.report import Report, hangs, make_report
+from torchft_like.chaos.schedule import Planned, draw
+
+FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
+LINE_EVERY_S = 1.0
+LINE_IN_A_FILE_EVERY_S = 30.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out a command; the exit status."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _carry_out(options)
+    except (JobError, NetworkUnavailableError, OSError, ValueError) as error:
+        _say(f"torchft-like: {error}", sys.stderr)
+        return FAILED if isinstance(error, JobError) else WRONG_ARGUMENT
+    except KeyboardInterrupt:
+        _say("\ninterrupted; every process has been ended", sys.stderr)
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _carry_out(options: argparse.Namespace) -> int:
+    settings = JobSettings(
+        replicas=options.replicas,
+        ranks=options.ranks,
+        training=Training(pause_s=options.step_time, backend=options.backend),
+        spares=options.spares,
+        command=options.command,
+        naming=options.names,
+    )
+    offered = features(settings, network=not options.no_network)
+    kinds, skipped = usable(options.kinds, offered)
+    if not kinds:
+        reasons = "\n".join(f"  {kind}: {why}" for kind, why in skipped.items())
+        raise ValueError(f"--kinds: none of them can be injected here\n{reasons}")
+    plan = draw(options.seed, kinds, options.length, options.interval, settings.replicas)
+    out, passed = Path(options.out or tempfile.mkdtemp(prefix="torchft-like-")), False
+    try:
+        report = _rounds(options, settings, offered, plan, skipped, out)
+        _say(report.to_text().rstrip("\n"))
+        passed = report.passed
+    finally:
+        if not options.out and passed:
+            shutil.rmtree(out)
+        elif not options.out:
+            _say(f"logs are kept in {out}", sys.stderr)
+    return 0 if passed else FAILED
+
+
+def _rounds(
+    options: argparse.Namespace,
+    settings: JobSettings,
+    offered: Features,
+    plan: list[Planned],
+    skipped: dict[str, str],
+    out: Path,
+) -> Report:
+    """The run without faults, if asked for, and the one with them; the report is saved."""
+    if any((out / name).exists() for name in ("baseline", "chaos")):
+        raise ValueError(f"--out {out} holds another run; choose a folder that is new or empty")
+    out.mkdir(parents=True, exist_ok=True)
+    baseline = None
+    if options.baseline:
+        with_line = Line("without faults")
+        engine = Engine(settings, out / "baseline", offered, with_line, options.seed)
+        baseline = engine.run([], options.baseline)
+        with_line.end()
+    line = Line("faults")
+    run = Engine(settings, out / "chaos", offered, line, options.seed).run(plan, options.length)
+    line.end()
+    report = make_report(run, _setup(options, run), baseline=baseline, skipped=skipped)
+    report.save(out)
+    _draw(report, out / "report.png")
+    return report
+
+
+def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
+    return {
+        "seed": options.seed,
+        "replicas": options.replicas,
+        "ranks": options.ranks,
+        "backend": options.backend,
+        "spares": options.ranks if options.spares is None else options.spares,
+        "interval": options.interval,
+        "length": options.length,
+        "pause": options.step_time,
+        "began": round(run.began, 3),
+    }
+
+
+def _draw(report: Report, path: Path) -> None:
+    try:
+        from torchft_like.chaos.plot import plot  # noqa: PLC0415
+
+        plot(report, path)
+    except ImportError as error:
+        _say(f"no picture: {error}; pip install 'torchft-like[chaos]'", sys.stderr)
+
+
+class Line:
+    """The live line: rewritten every second on a terminal, written now and then elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_terminal = sys.stderr.isatty()
+        self._every_s = LINE_EVERY_S if self._is_terminal else LINE_IN_A_FILE_EVERY_S
+        self._next = 0.0
+
+    def __call__(self, run: Run) -> None:
+        """Write how things stand, if it is time."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._every_s
+        text = _state(self._name, run)
+        _say(f"\r\033[K{text}" if self._is_terminal else text, sys.stderr, "" if self._is_terminal else "\n")
+
+    def end(self) -> None:
+        """Leave the line as it is."""
+        if self._is_terminal:
+            _say("", sys.stderr)
+
+
+def _state(name: str, run: Run) -> str:
+    ran = time.strftime("%H:%M:%S", time.gmtime(time.time() - run.began if run.began else 0))
+    steps = [commit.step for commit in run.log.commits[-run.settings.replicas :]]
+    parts = [f"{name} {ran}", f"step {max(steps, default=0)}"]
+    if run.planned:
+        felt = sum(bool(outcome.felt) for outcome in run.outcomes)
+        parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
+        parts.append(f"{len(hangs(run))} hangs")
+    if run.outcomes:
+        last = run.outcomes[-1]
+        recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"
+        parts.append(f"last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}")
+    return " | ".join(parts)
+
+
+def _say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    stream = stream or sys.stdout
+    stream.write(text + end)
+    stream.flush()
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
