@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from torchft_like import devices
 from torchft_like.errors import ConfigError
 
 T = TypeVar("T")
@@ -98,17 +99,21 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """Call `callback`, once, if the work queued so far on the current stream is not done by `timeout`.
 
-    Without an accelerator operations are complete when they return: there is nothing to wait for
+    Where no accelerator is in use operations are complete when they return: there is nothing to wait for
     and the callback is never called.
     """
-    if not torch.accelerator.is_available():
+    if not devices.is_in_use():
         return
     _finished_events.clear()
     event = torch.Event()
     event.record()
 
+    device = torch.accelerator.current_device_index()
+
     def check() -> None:
-        if not event.query():
+        with devices.beside_captures(device):
+            is_late = not event.query()
+        if is_late:
             callback()
         _finished_events.append(event)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchft_like import devices
+
 
 def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """A block whose operations go to `stream`; for None, or without an accelerator, it changes nothing."""
@@ -29,6 +31,6 @@ def record_event() -> torch.Event:
 
 
 def synchronize() -> None:
-    """Wait until the current stream has done its work; without an accelerator there is none."""
-    if torch.accelerator.is_available():
+    """Wait until the current stream has done its work; where no accelerator is in use there is none."""
+    if devices.is_in_use():
         torch.accelerator.current_stream().synchronize()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from lighthouse.address import Address
+from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, GangError
 from torchft_like.gang.bond import Bond, check_whole
 from torchft_like.gang.likeness import job_ranks, make_like, store_of, timeout_of
@@ -102,9 +103,7 @@ class Meeting:
         place = own.index(self._rank)
         address = text or str(Address("127.0.0.1", 1))  # a group of one asks no store
         check_whole(self._bond)
-        is_cuda = self._device.type == "cuda"  # NCCL takes the device that is current
-        on_device = torch.cuda.device(self._device) if is_cuda else nullcontext()
-        with self._bond.tying(group), on_device:
+        with self._bond.tying(group), beside_captures(self._device):
             group.configure(f"{address}/gang", place, len(own), global_ranks=[ranks[rank] for rank in own])
             group.barrier().wait()
 

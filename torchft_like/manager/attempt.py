@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchft_like import devices
 from torchft_like.errors import CheckpointError, QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
@@ -50,7 +51,8 @@ class Attempt:
         self._ready = threading.Event()
         self._decided = threading.Event()
         self._at_rest = threading.Event()  # the training thread waits for `ready`: no module computes
-        is_on_device = torch.accelerator.is_available()
+        is_on_device = devices.is_in_use()
+        self.device = torch.accelerator.current_device_index() if is_on_device else None
         self._updated = torch.accelerator.current_stream().record_event() if is_on_device else None
 
     @property
@@ -119,8 +121,8 @@ class Attempt:
         self._raise_error()
 
     def synchronize(self) -> None:
-        """Wait for the device, if there is one."""
-        if torch.accelerator.is_available():
+        """Wait for the device, if this process uses one."""
+        if devices.is_in_use():
             self.is_synchronizing = True
             try:
                 torch.accelerator.synchronize()

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from torchft_like import devices
 from torchft_like.checkpointing.shards import Shard
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError
@@ -37,11 +38,15 @@ class PeerState:
 
 
 class QuorumWorker:
-    """A daemon thread that runs one job after the other."""
+    """A daemon thread that runs one job after the other.
+
+    Attributes:
+        device: the index of the one that is current in jobs, None where the process uses none.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, OnError] | None] = queue.SimpleQueue()
-        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self.device: int | None = None
         self._thread = threading.Thread(target=self._run, name="torchft-quorum", daemon=True)
         self._thread.start()
 
@@ -56,12 +61,11 @@ class QuorumWorker:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        if self._device is not None:
-            torch.accelerator.set_device_index(self._device)
         while (entry := self._jobs.get()) is not None:
             job, on_error = entry
             try:
-                job()
+                with devices.beside_captures(self.device):
+                    job()
             except Exception as error:  # perhaps of a user's transport; later jobs have to run nevertheless
                 logger.exception("a job of the quorum worker failed")
                 on_error(error)

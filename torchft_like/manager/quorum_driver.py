@@ -82,6 +82,7 @@ class QuorumDriver:
         """`attempt` is the current one from now on: what to say in the join."""
         with self._group.lock:
             self.attempt = attempt
+            self._worker.device = attempt.device
             self._left_out_by = ()
             if self.fatal is not None:  # since the caller has looked: nobody else wakes this attempt
                 attempt.fail(self.fatal)

@@ -11,6 +11,8 @@ INVARIANTS
   writes must not become somebody else's.
 * Whether an operation was cut off is decided once, before anything is torn down, and for each one: an
   operation that was over is good for ever, any other one is not.
+* What an operation costs the thread that issues it, which holds the lock for it, depends on no other one,
+  nor does the watch keep the GIL from that thread for longer than a few operations take.
 """
 
 from __future__ import annotations
@@ -19,11 +21,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 PERIOD_S = 0.25
 DECISION_S_MAX = 5.0
+# After so many operations the thread that asks sleeps: a thread that only lets go of the GIL takes it again
+# before another one is awake.
+ASKED_AT_ONCE = 16
+REST_S = 20e-6
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +48,7 @@ class Watched:
         settle: called when it was cut off; gives what `is_over` is from then on, for a communicator
             that is being torn down must not be asked.
         limit_s: how long it may take.
-        deadline: when that has passed (of `time.monotonic`).
+        started: when it was (of `time.monotonic`).
         was_cut_off: it was not over when the generation was; its outputs hold anything.
     """
 
@@ -49,8 +56,13 @@ class Watched:
     is_over: IsOver
     settle: Callable[[], IsOver]
     limit_s: float
-    deadline: float
+    started: float
     was_cut_off: bool = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it should be over."""
+        return self.started + self.limit_s < time.monotonic()
 
 
 class DeviceWatch:
@@ -59,20 +71,21 @@ class DeviceWatch:
     Args:
         failure: says what is wrong with the communicator, None while it is fine. Must not block.
         give_up: called, once, with the reason for which the generation has to end; must lead to `cut_off`.
-        prepare: called first of all on the thread that asks.
+        within: gives the context in which the thread asks.
     """
 
     def __init__(
         self,
         failure: Callable[[], BaseException | None],
         give_up: Callable[[str], object],
-        prepare: Callable[[], object] = lambda: None,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._failure = failure
         self._give_up = give_up
-        self._prepare = prepare
+        self._within = within
         self._changed = threading.Condition()
-        self._under_way: deque[Watched] = deque()
+        # By limit: of those with the same one, the first is the first to be late, and mostly to be over.
+        self._under_way: dict[float, deque[Watched]] = {}
         self._cut_off_names: list[str] = []
         self._is_torn = False
         self._has_given_up = False
@@ -82,21 +95,22 @@ class DeviceWatch:
 
     def watch(self, name: str, is_over: IsOver, settle: Callable[[], IsOver], limit_s: float) -> Watched:
         """From now on the operation is asked after. Once the end has been decided, it is cut off."""
-        watched = Watched(name, is_over, settle, limit_s, time.monotonic() + limit_s)
+        watched = Watched(name, is_over, settle, limit_s, time.monotonic())
         with self._changed:
             is_torn = self._is_torn
-            self._under_way.append(watched)
-            self._start()
-            self._changed.notify()
+            if not self._under_way:
+                self._start()
+                self._changed.notify()
+            self._under_way.setdefault(limit_s, deque()).append(watched)
         if is_torn:
             self._mark_cut_off(watched)
         return watched
 
-    def look(self) -> None:
-        """Ask after everything once."""
+    def look(self, rest_s: float = 0.0) -> None:
+        """Ask after everything once; with `rest_s`, sleep for so long after every few operations."""
         try:
             failure = self._failure()
-            late = None if failure is not None else self._late()
+            late = None if failure is not None else self._late(rest_s)
         except Exception as error:  # noqa: BLE001 - the reason, whatever it is, is passed on
             failure, late = error, None
         if failure is not None:
@@ -110,8 +124,8 @@ class DeviceWatch:
             if self._is_torn:
                 return
             self._is_torn = True
-            under_way = list(self._under_way)
-        for watched in under_way:
+            under_way = [watched for line in self._under_way.values() for watched in line]
+        for watched in sorted(under_way, key=lambda watched: watched.started):
             if _is_over(watched, if_failed=False):
                 watched.is_over = _yes
             else:
@@ -130,14 +144,7 @@ class DeviceWatch:
 
     def is_idle(self) -> bool:
         """Whether nothing is under way any more. A device that failed runs nothing, either."""
-        while True:
-            with self._changed:
-                if not self._under_way:
-                    return True
-                first = self._under_way[0]
-            if not _is_over(first, if_failed=True):
-                return False
-            self._drop(first)
+        return next(self._first_ones(lambda watched: _is_over(watched, if_failed=True)), None) is None
 
     def close(self) -> None:
         """End the thread. What is under way is kept by nobody any more."""
@@ -145,29 +152,36 @@ class DeviceWatch:
             self._closed.set()
             self._changed.notify()
 
-    def _late(self) -> Watched | None:
-        """Drop what is over; the first that is not and should be.
+    def _late(self, rest_s: float) -> Watched | None:
+        """Drop what is over; one that is not and should be."""
+        first_ones = self._first_ones(lambda watched: watched.is_over(), rest_s)
+        return next((first for first in first_ones if first.is_late), None)
 
-        A stream ends operations in their order, so the first that is not over stands for the rest.
-        """
-        while True:
-            with self._changed:
-                if not self._under_way:
-                    return None
-                first = self._under_way[0]
-                late = min(self._under_way, key=lambda watched: watched.deadline)
-            if not first.is_over():
-                break
-            self._drop(first)
-        if late.deadline > time.monotonic() or late.is_over():
-            return None
-        return late
+    def _first_ones(self, is_over: Callable[[Watched], bool], rest_s: float = 0.0) -> Iterator[Watched]:
+        """Of those with each limit the first that is not over. Those before it are dropped."""
+        asked = 0
+        with self._changed:
+            lines = list(self._under_way.items())
+        for limit_s, line in lines:
+            while (first := self._first_of(line)) is not None and is_over(first):
+                self._drop(first, limit_s, line)
+                asked += 1
+                if rest_s and asked % ASKED_AT_ONCE == 0:
+                    time.sleep(rest_s)
+            if first is not None:
+                yield first
 
-    def _drop(self, watched: Watched) -> None:
+    def _first_of(self, line: deque[Watched]) -> Watched | None:
+        with self._changed:
+            return line[0] if line else None
+
+    def _drop(self, watched: Watched, limit_s: float, line: deque[Watched]) -> None:
         watched.is_over = _yes  # later there may be nobody to ask
         with self._changed:
-            if self._under_way and self._under_way[0] is watched:
-                self._under_way.popleft()
+            if line and line[0] is watched:
+                line.popleft()
+            if not line and self._under_way.get(limit_s) is line:
+                del self._under_way[limit_s]
 
     def _end(self, reason: str) -> None:
         with self._changed:
@@ -188,13 +202,13 @@ class DeviceWatch:
             self._thread.start()
 
     def _run(self) -> None:
-        self._prepare()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._under_way or self._closed.is_set())
-            if self._closed.wait(PERIOD_S):
-                return
-            self.look()
+        with self._within():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._under_way or self._closed.is_set())
+                if self._closed.wait(PERIOD_S):
+                    return
+                self.look(REST_S)
 
 
 def _settled(watched: Watched) -> IsOver:

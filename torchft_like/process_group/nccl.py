@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
+from torchft_like.devices import beside_captures
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import flight_recorder
@@ -136,7 +137,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     def _create(self, membership: Membership, abort: AbortSignal) -> _NcclBackend:
         device = self._device or torch.device("cuda", torch.cuda.current_device())
-        with torch.cuda.device(device):  # what is current is a matter of the thread
+        with beside_captures(device):
             for backend in tuple(self._backends):
                 backend.wait_still(membership.timeout, abort)
                 with contextlib.suppress(ValueError):  # an aborted `configure` may be doing the same
@@ -163,7 +164,7 @@ class _NcclBackend:
         self, store: Store, membership: Membership, abort: AbortSignal, device: torch.device
     ) -> None:
         self.abort_signal = abort
-        self.watch = DeviceWatch(self._failure, abort.set, lambda: torch.cuda.set_device(device))
+        self.watch = DeviceWatch(self._failure, abort.set, lambda: beside_captures(device))
         self._membership = membership
         self._device = device
         self._timeout = membership.timeout
@@ -205,7 +206,7 @@ class _NcclBackend:
 
     def is_still(self) -> bool:
         """See generation.Backend."""
-        with torch.cuda.device(self._device):
+        with beside_captures(self._device):
             return self._ended.is_set() and self.watch.is_idle()
 
     def wait_still(self, timeout: timedelta, abort: AbortSignal) -> None:
@@ -324,11 +325,11 @@ class _NcclBackend:
         """On a thread of its own: decide what is lost, then end it."""
         try:
             self._is_in_reach.wait()  # before that an abort would miss the communicator
-            with torch.cuda.device(self._device):
+            with beside_captures(self._device):
                 self.watch.cut_off()
-            self._questions.close()
-            # By way of the shell, whose method lets go of the GIL.
-            self._shell.abort()
+                self._questions.close()
+                # By way of the shell, whose method lets go of the GIL.
+                self._shell.abort()
         except Exception:
             _logger.exception("aborting NCCL's communicator of %s", self._membership)
         finally:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like import devices
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
@@ -122,7 +123,8 @@ def test_a_state_is_read_for_a_peer_when_the_device_has_done_the_last_update(
     driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "is_in_use", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     driver._state.register("model", ignore, lambda: stream.seen.append("read"))
     attempt = Attempt(True, LIMIT_S)
@@ -265,7 +267,7 @@ def test_a_rank_waits_for_others_in_what_its_device_does(
     attempt.agree(quorum(5, a=3, b=3))
     attempt.open_ready()
     waits: list[object] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "is_in_use", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(driver.waits_for()))
     attempt.synchronize()
     assert len(waits) == 1

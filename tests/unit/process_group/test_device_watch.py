@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,12 +42,18 @@ class Device:
         self.failure: Exception | None = None
         self.reasons: list[str] = []
         self.gave_up = threading.Event()
-        self.prepared_on: list[str] = []
+        self.asked_on: list[str] = []
         self.watch = DeviceWatch(
             lambda: self.failure,
             self.give_up,
-            lambda: self.prepared_on.append(threading.current_thread().name),
+            self.within,
         )
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        self.asked_on.append(threading.current_thread().name)
+        yield
+        self.asked_on.clear()
 
     def give_up(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -86,7 +95,7 @@ def test_operation_that_takes_too_long_ends_the_generation_once(device: Device) 
     wait_until(device.gave_up)
     device.watch.look()
     assert device.reasons == ["broadcast was not done within 0.02 s"]
-    assert device.prepared_on == ["torchft-device-watch"]
+    assert device.asked_on == ["torchft-device-watch"]
 
 
 def test_shorter_limit_behind_a_longer_one_counts(device: Device) -> None:
@@ -198,3 +207,56 @@ def test_device_that_fails_at_the_end_runs_nothing_any_more(
     assert watched.was_cut_off
     assert device.watch.is_idle()
     assert "the device failed while allreduce was cut off" in caplog.text
+
+
+def test_late_operation_is_found_behind_one_that_is_over_and_had_less_time(device: Device) -> None:
+    done = Operation()
+    device.start(Operation(), "barrier", limit_s=0.02)
+    device.start(done, "send", limit_s=0.01)
+    done.done = True
+    wait_until(device.gave_up)
+    assert device.reasons == ["barrier was not done within 0.02 s"]
+
+
+def test_operations_cut_off_are_named_in_the_order_of_their_start(device: Device) -> None:
+    for name, limit_s in (("broadcast", 60.0), ("send", 50.0), ("allreduce", 60.0)):
+        device.start(Operation(), name, limit_s)
+    device.watch.cut_off()
+    assert device.watch.cut_off_operations() == ("broadcast", "send", "allreduce")
+
+
+@pytest.mark.parametrize("count", [200, 800])
+def test_what_an_operation_costs_does_not_depend_on_how_many_there_are(count: int) -> None:
+    watch = DeviceWatch(lambda: None, lambda reason: None)
+    watch.close()  # no thread: what is counted happens here
+    operations = [Operation() for _ in range(count)]
+    calls = 0
+
+    def count_call(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count_call)
+    try:
+        for operation in operations:
+            watch.watch("allreduce", operation.is_over, operation.settle, LIMIT_S)
+            operation.done = True
+        watch.look()
+    finally:
+        sys.setprofile(None)
+    assert watch.is_idle()
+    assert calls < 50 * count
+
+
+def test_the_watch_rests_while_it_drops_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the issuing thread would wait for the GIL until all are dropped."""
+    rests: list[int] = []
+    watch = DeviceWatch(lambda: None, lambda reason: None)
+    watch.close()
+    operations = [Operation() for _ in range(100)]
+    for operation in operations:
+        watch.watch("allreduce", operation.is_over, operation.settle, LIMIT_S)
+        operation.done = True
+    monkeypatch.setattr(time, "sleep", lambda _: rests.append(sum(map(len, watch._under_way.values()))))
+    watch.look(device_watch.REST_S)
+    assert rests == [84, 68, 52, 36, 20, 4]

@@ -7,7 +7,6 @@ what is decided (see `ballot`), and only then touches the coordinator.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import Work
 
+from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
@@ -51,8 +51,7 @@ class EpochGroups(NamedTuple):
 
     def configure(self, store_address: str, rank: int, world_size: int) -> None:
         """Meet the other members, each group under a prefix of its own."""
-        is_cuda = self.place.type == "cuda"  # what is current is a matter of the thread
-        with torch.cuda.device(self.place) if is_cuda else contextlib.nullcontext():
+        with beside_captures(self.place):
             for number, group in enumerate(self.each()):
                 group.configure(f"{store_address}/{number}", rank, world_size)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.devices import beside_captures
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
@@ -97,7 +98,8 @@ class CudaLender:
 
     def cut_off(self) -> int:
         """See lending.Lender. What cannot be asked counts as cut off."""
-        return sum(not loan.is_surely_over() for loan in tuple(self._running))
+        with beside_captures(self.device):
+            return sum(not loan.is_surely_over() for loan in tuple(self._running))
 
     def abandon(self) -> None:
         """See lending.Lender."""
@@ -105,15 +107,16 @@ class CudaLender:
 
     def close(self) -> None:
         """See lending.Lender."""
-        with self._lock:
-            self._is_dead = True
-            self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
-        if not self._is_abandoned:
-            self._running.clear()
-            while self._failed:
-                self._failed.pop().retire()
-            self._memory.subprocess_died()
-            self._memory.close()
+        with beside_captures(self.device):
+            with self._lock:
+                self._is_dead = True
+                self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
+            if not self._is_abandoned:
+                self._running.clear()
+                while self._failed:
+                    self._failed.pop().retire()
+                self._memory.subprocess_died()
+                self._memory.close()
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """See lending.Loan."""
@@ -199,7 +202,7 @@ class _CudaLoan:
 
     def settle(self, request: Request) -> None:
         if request.outcome is Outcome.DONE:
-            with self._lock:
+            with self._lock, beside_captures(self.device):  # on whatever thread reads the answer
                 self._end = self._lender.started(request.answer)
             self._lender.keep(self)
         elif request.outcome is Outcome.FAILED or self._lender.is_abandoned:
@@ -307,13 +310,14 @@ class BabyWorkNCCL(BabyWork):
         return Future(devices=[self._loan.device])
 
     def _set_result(self, future: Future[Any]) -> None:
-        # The future records where this stream is, and whoever waits for it waits for that.
-        stream = torch.cuda.Stream(self._loan.device)  # type: ignore[no-untyped-call]
-        if not self._loan.order(stream, is_callers=False):
-            future.set_exception(self._lost_error())
-            return
-        with torch.cuda.stream(stream):
-            future.set_result(self._result)
+        with beside_captures(self._loan.device):
+            # The future records where this stream is, and whoever waits for it waits for that.
+            stream = torch.cuda.Stream(self._loan.device)  # type: ignore[no-untyped-call]
+            if not self._loan.order(stream, is_callers=False):
+                future.set_exception(self._lost_error())
+                return
+            with torch.cuda.stream(stream):
+                future.set_result(self._result)
 
     def _lost_error(self) -> Exception:
         error = self._failures.describe(Request(UNASKED))

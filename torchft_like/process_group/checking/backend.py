@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
 
+from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
@@ -199,6 +200,7 @@ class CheckedBackend:
         try:
             with contextlib.ExitStack() as current:
                 for stream in pending.streams:
+                    current.enter_context(beside_captures(stream.device))
                     current.enter_context(torch.cuda.stream(stream))
                 # The bound method is in no variable: see Generation.run.
                 started = self._methods[row.name](*pending.call.args, **pending.call.kwargs)

@@ -1,0 +1,166 @@
+"""What this library does beside a thread that captures a CUDA graph; torch.cuda and CUDA are stand-ins.
+
+Whether CUDA then leaves captures alone is what tests/gpu is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.process_group.conftest import LIMIT_S, wait_until
+from torchft_like import devices, futures, utils
+from torchft_like.devices import THREAD_LOCAL, beside_captures
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.preparation import QuorumWorker
+
+GLOBAL = 0
+
+
+class Gpu:
+    """The devices and capture modes of this process's threads, and events that ask for them."""
+
+    def __init__(self) -> None:
+        self.threads = threading.local()
+        self.is_initialized = True
+        self.code = 0
+        self.asked_in: list[tuple[str, int, int]] = []  # thread, device, mode
+        self.asked = threading.Event()
+
+    @property
+    def mode(self) -> int:
+        return getattr(self.threads, "mode", GLOBAL)
+
+    @property
+    def device(self) -> int:
+        return getattr(self.threads, "device", 0)
+
+    def exchange(self, pointer: Any) -> int:
+        if self.code == 0:
+            value = pointer._obj
+            value.value, self.threads.mode = self.mode, value.value
+        return self.code
+
+    @contextlib.contextmanager
+    def device_index(self, index: int) -> Iterator[None]:
+        before, self.threads.device = self.device, index
+        yield
+        self.threads.device = before
+
+    def ask(self) -> None:
+        self.asked_in.append((threading.current_thread().name, self.device, self.mode))
+        self.asked.set()
+
+
+class Event:
+    gpu: Gpu
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.gpu.ask()
+        return True
+
+    def synchronize(self) -> None:
+        self.gpu.ask()
+
+
+class Stream:
+    def record_event(self) -> Event:
+        return Event()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(Event, "gpu", gpu, raising=False)
+    monkeypatch.setattr(devices, "_exchange_function", lambda: gpu.exchange)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu.is_initialized)
+    for name, value in {
+        "current_accelerator": lambda: torch.device("cuda"),
+        "is_available": lambda: True,
+        "current_device_index": lambda: 3,
+        "current_stream": Stream,
+        "device_index": gpu.device_index,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    return gpu
+
+
+def test_the_thread_is_in_another_mode_and_on_the_device_for_the_time_of_the_block(gpu: Gpu) -> None:
+    with beside_captures(torch.device("cuda", 2)):
+        assert (gpu.mode, gpu.device) == (THREAD_LOCAL, 2)
+        with beside_captures(5):
+            assert (gpu.mode, gpu.device) == (THREAD_LOCAL, 5)
+        assert (gpu.mode, gpu.device) == (THREAD_LOCAL, 2)
+    assert (gpu.mode, gpu.device) == (GLOBAL, 0)
+
+
+def test_an_error_leaves_the_thread_as_it_was(gpu: Gpu) -> None:
+    with contextlib.suppress(KeyError), beside_captures(1):
+        raise KeyError
+    assert gpu.mode == GLOBAL
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_without_a_device_nothing_changes(gpu: Gpu, device: torch.device | None) -> None:
+    with beside_captures(device):
+        assert gpu.mode == GLOBAL
+
+
+def test_a_process_that_does_not_use_its_gpu_asks_nothing_of_it(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.is_initialized = False
+    for name in ("current_stream", "current_device_index", "device_index", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("a context would be made"))
+    assert not devices.is_in_use()
+    with beside_captures(0):
+        pass
+    attempt = Attempt(True, LIMIT_S)
+    attempt.synchronize()
+    attempt.wait_updated()
+    utils.synchronize()
+    futures.stream_timeout(lambda: pytest.fail("nothing runs"), timedelta(0))
+
+
+def test_a_device_that_cannot_be_asked_is_told_and_no_error(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.code = 719
+    with caplog.at_level(logging.WARNING), beside_captures(0):
+        pass
+    assert "CUDA error 719" in caplog.text
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA runtime")
+def test_the_function_is_in_the_library_that_torch_has_loaded() -> None:
+    exchange = devices._exchange_function()
+    assert exchange is not None
+    if not torch.cuda.is_available():
+        assert exchange(ctypes.byref(ctypes.c_int(THREAD_LOCAL))) != 0
+
+
+def test_the_quorum_worker_waits_for_the_last_step_beside_captures(gpu: Gpu) -> None:
+    worker, attempt = QuorumWorker(), Attempt(True, LIMIT_S)
+    worker.device = attempt.device
+    worker.submit(attempt.wait_updated)
+    wait_until(gpu.asked)
+    worker.stop(LIMIT_S)
+    assert gpu.asked_in == [("torchft-quorum", 3, THREAD_LOCAL)]
+
+
+def test_the_timer_asks_its_event_beside_captures(gpu: Gpu) -> None:
+    futures.stream_timeout(lambda: pytest.fail("it is over"), timedelta(milliseconds=1))
+    wait_until(gpu.asked)
+    assert gpu.asked_in == [("torchft-timer", 3, THREAD_LOCAL)]
