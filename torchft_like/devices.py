@@ -47,7 +47,7 @@ def beside_captures(device: torch.device | int | None) -> Iterator[None]:
         yield
         return
     with torch.accelerator.device_index(index):
-        if not torch.cuda.is_initialized():  # XPU, say
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # XPU, say
             yield
             return
         before = _exchange_capture_mode(THREAD_LOCAL)
@@ -79,4 +79,4 @@ def _exchange_function() -> Callable[..., int] | None:
         )
         return None
     function.argtypes, function.restype = [ctypes.POINTER(ctypes.c_int)], ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function

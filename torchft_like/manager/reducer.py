@@ -56,7 +56,6 @@ class Reducer:
                     raise ValueError(
                         f"an average needs floating point tensors, not {tensor.dtype}; use ReduceOp.SUM"
                     )
-            options = SUM if options is AVERAGE else summing(options)
         protocol, group, driver = self._protocol, self._group, self._driver
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
@@ -65,6 +64,11 @@ class Reducer:
         if (report := attempt.report) is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
         divide_by = protocol.num_participants if averages else None
+        if divide_by is not None:
+            if group.pg.divides and _divides_alike(divide_by, attempt, tensors):
+                divide_by = None
+            else:
+                options = SUM if options is AVERAGE else summing(options)
         result = kind(tensors, divide_by, report, attempt.pending_collectives)
         try:
             if not (of_all_members or protocol.is_participating):
@@ -83,6 +87,20 @@ class Reducer:
             attempt.fail(error)
             return False
         return not self._group.refuse()
+
+
+def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the backend's own average is what is wanted, on all members alike.
+
+    It divides by the number of members, by way of a factor of the tensors' type: that of a third is wrong by
+    2 per mille in bfloat16, for all gradients alike, where the quotient of a sum is rounded to either side.
+    """
+    if attempt.result is None or participants != attempt.result.replica_world_size:
+        return False
+    return participants & (participants - 1) == 0 or all(tensor.dtype in _WIDE for tensor in tensors)
+
+
+_WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 def leave_out(tensors: Sequence[torch.Tensor], operation: ReduceOp.RedOpType | ReduceOp) -> None:

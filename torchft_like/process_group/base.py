@@ -101,6 +101,11 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
         """How often `configure` was called: an error of an earlier epoch is no news in this one."""
         raise NotImplementedError
 
+    @property
+    def divides(self) -> bool:
+        """Whether the backend divides for an average as it adds; else that takes a pass over the result."""
+        return False
+
     def size(self) -> int:
         """The number of members."""
         raise NotImplementedError

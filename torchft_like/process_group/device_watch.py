@@ -31,6 +31,8 @@ DECISION_S_MAX = 5.0
 # before another one is awake.
 ASKED_AT_ONCE = 16
 REST_S = 20e-6
+PAUSE_S_MIN = 50e-6
+PAUSE_S_MAX = 5e-3
 
 _logger = logging.getLogger(__name__)
 
@@ -118,6 +120,12 @@ class DeviceWatch:
         elif late is not None:
             self._end(f"{late.name} was not done within {late.limit_s:g} s")
 
+    def wait_over(self) -> None:
+        """Until nothing is under way any more, or the end has been decided. Raises what the device raises."""
+        pauses = growing_pauses()
+        while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
+            time.sleep(next(pauses))
+
     def cut_off(self) -> None:
         """The generation is over: decide which operations had ended before, and which never will."""
         with self._changed:
@@ -177,6 +185,7 @@ class DeviceWatch:
 
     def _drop(self, watched: Watched, limit_s: float, line: deque[Watched]) -> None:
         watched.is_over = _yes  # later there may be nobody to ask
+        watched.settle = lambda: _yes  # which would keep the tensors for as long as somebody has the handle
         with self._changed:
             if line and line[0] is watched:
                 line.popleft()
@@ -209,6 +218,14 @@ class DeviceWatch:
                 if self._closed.wait(PERIOD_S):
                     return
                 self.look(REST_S)
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds to sleep between questions: few are asked in vain, and what is short is not waited for long."""
+    pause_s = PAUSE_S_MIN
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 
 def _settled(watched: Watched) -> IsOver:

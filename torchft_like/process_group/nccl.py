@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -57,6 +58,9 @@ POLL_S = 0.002
 _CONSTRUCTOR_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "1"),
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": ("1", "0"),
+    # The flight recorder asks the events of operations that only a watchdog takes out of it: they must not
+    # be destroyed with the operation.
+    "TORCH_NCCL_CUDA_EVENT_CACHE": ("1", "1"),
 }
 # Read once in the life of a process.
 _CONNECT_TIMEOUT_VARIABLE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -74,14 +78,17 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta. An operation
             that takes longer aborts the group; the process goes on.
+        check_collectives: see ReconfigurableProcessGroup.
 
     Raises:
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """
 
-    def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+    ) -> None:
         require_nccl()
-        super().__init__(timeout)
+        super().__init__(timeout, check_collectives=check_collectives)
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
         self._dump_path = flight_recorder.DumpPath()
@@ -110,22 +117,23 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         super().abort(reason, quorum_id=quorum_id)
 
     def errored(self) -> Exception | None:
-        """Wait for the current stream, then tell what made the group unusable, if anything.
+        """Wait until what was begun is over, then tell what made the group unusable, if anything.
 
         ProcessGroupAbortedError means that every operation was done before the abort; any other error
-        that some were not, so that their outputs hold anything.
+        that some were not, so that their outputs hold anything. What else the device has to do is not
+        waited for, except where it comes between an operation and the stream that waits for it.
         """
         if (generation := self._generation) is None:
             return None
-        try:
-            torch.cuda.current_stream().synchronize()
-        except RuntimeError as error:
-            return error
         for backend in tuple(self._backends):
             if backend.abort_signal is generation.abort_signal:
-                backend.watch.look()
-                return backend.lost() or generation.error()
+                return backend.outcome() or generation.error()
         return generation.error()
+
+    @property
+    def divides(self) -> bool:
+        """See ProcessGroup.divides."""
+        return True
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-nccl."""
@@ -227,6 +235,16 @@ class _NcclBackend:
                 )
             time.sleep(POLL_S)
 
+    def outcome(self) -> Exception | None:
+        """Wait for the operations; an error of the device, or what `lost` says."""
+        try:
+            with beside_captures(self._device):
+                self.watch.wait_over()
+        except RuntimeError as error:
+            return error
+        self.watch.look()
+        return self.lost()
+
     def lost(self) -> Exception | None:
         """After an abort: an error that names the operations that were cut off, None if none was."""
         if self.abort_signal.reason is None:
@@ -260,8 +278,9 @@ class _NcclBackend:
             work = method(*args, **kwargs)
         if work is None:
             return None
+        tensors = (args, kwargs)
         watched = self.watch.watch(
-            name, lambda: self._is_over(work), lambda: self._settle(work), self._limit_s(options)
+            name, lambda: self._is_over(work), lambda: self._settle(work, tensors), self._limit_s(options)
         )
         return NcclWork(work, watched, self.watch, self.abort_signal, self._mark)
 
@@ -275,11 +294,16 @@ class _NcclBackend:
         """Whether the device is done with it: torch also calls one completed that NCCL gave up."""
         return self._questions.ask(lambda: work.is_completed() and work.exception() is None, otherwise=False)
 
-    def _settle(self, work: Work) -> IsOver:
-        """As `_is_over`, without a question to NCCL."""
+    def _settle(self, work: Work, tensors: object) -> IsOver:
+        """As `_is_over`, without a question to NCCL.
+
+        torch lets go of an operation's tensors as soon as a stream waits for it. This stream is not the one
+        on which their memory would be used next, and NCCL still writes to it, so they are kept until then.
+        """
+        written = work.get_future()  # holds the outputs that torch has made itself
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             work.block_current_stream()
-            return self._mark()
+            return partial(_ask, self._mark(), (tensors, written))
 
     def _mark(self) -> IsOver:
         """Whether the current stream has come to where it is now."""
@@ -388,6 +412,11 @@ def require_nccl() -> None:
             "NCCL needs a GPU and torch sees none: check the driver and CUDA_VISIBLE_DEVICES, "
             "or use ProcessGroupGloo"
         )
+
+
+def _ask(is_past: IsOver, kept: object) -> bool:
+    """As `is_past` says; as long as somebody may ask, what is kept lives."""
+    return is_past()
 
 
 def _rank_in_job(rank: int, global_ranks: Sequence[int] | None) -> int:

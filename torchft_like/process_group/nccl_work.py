@@ -17,12 +17,9 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
+from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched, growing_pauses
 from torchft_like.process_group.generation import AbortSignal
 from torchft_like.process_group.work import ExplainedWork
-
-PAUSE_S_MIN = 50e-6
-PAUSE_S_MAX = 5e-3
 
 
 class NcclWork(ExplainedWork):
@@ -103,13 +100,12 @@ class NcclWork(ExplainedWork):
     def _block_thread(self, timeout: timedelta | None) -> None:
         """Until it is over, or the group is. In short sleeps, which Ctrl-C ends."""
         started = time.monotonic()
-        pause_s = PAUSE_S_MIN
+        pauses = growing_pauses()
         while not self._watched.is_over() and self._abort.reason is None:
             if timeout and time.monotonic() - started > timeout.total_seconds():
                 self._abort.set(f"{self._watched.name} was not done within {timeout.total_seconds():g} s")
                 return
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            time.sleep(next(pauses))
 
     def _check(self) -> None:
         if self._abort.reason is None:

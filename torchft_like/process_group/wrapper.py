@@ -88,6 +88,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """See ProcessGroup.timeout."""
         return self.parent.timeout  # type: ignore[no-any-return]
 
+    @property
+    def divides(self) -> bool:
+        """See ProcessGroup.divides."""
+        return self._pg is not None and self._pg.divides
+
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""
         self._timeout = timeout

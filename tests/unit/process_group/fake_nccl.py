@@ -39,11 +39,13 @@ class FakeWork:
         return self.error
 
     def block_current_stream(self) -> None:
+        """As torch: from now on the stream is to keep the tensors safe."""
         self.device.stream_waits_for.append(self)
+        self.tensors = []
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(self.tensors)
+        future.set_result(list(self.tensors))
         return future
 
 
@@ -64,12 +66,8 @@ class FakeDevice:
         self.asked_during_abort = 0
         self.autofinish = True
         self.is_capturing = False
-        self.refuses_to_synchronize: Exception | None = None
+        self.failure: Exception | None = None
         self.environment: dict[str, str | None] = {}
-
-    def synchronize(self) -> None:
-        if self.refuses_to_synchronize is not None:
-            raise self.refuses_to_synchronize
 
 
 class FakeNccl:
@@ -128,6 +126,8 @@ class FakeEvent:
         self.behind = [work.off_the_device for work in self.device.stream_waits_for]
 
     def query(self) -> bool:
+        if self.device.failure is not None:
+            raise self.device.failure
         return all(off_the_device.is_set() for off_the_device in self.behind)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from torch.distributed import AllreduceOptions
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
 from tests.unit.process_group.fake_nccl import FakeDevice, install
 from torchft_like.errors import (
+    CollectiveMismatchError,
     NotSupportedError,
     ProcessGroupAbortedError,
     ProcessGroupError,
@@ -68,7 +70,7 @@ def test_nonblocking_calls_give_up_after_the_groups_timeout(device: FakeDevice) 
 def test_constructor_environment_holds_for_the_constructor(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocking, warning = nccl._CONSTRUCTOR_ENVIRONMENT
+    blocking, warning, _ = nccl._CONSTRUCTOR_ENVIRONMENT
     monkeypatch.delenv(blocking, raising=False)
     monkeypatch.setenv(warning, "false")
     ProcessGroupNCCL()
@@ -236,9 +238,54 @@ def test_error_of_the_communicator_aborts_long_before_the_timeout(
 
 
 def test_failed_device_is_told(group: ProcessGroupNCCL, device: FakeDevice) -> None:
-    device.refuses_to_synchronize = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert group.errored() is device.refuses_to_synchronize
-    device.refuses_to_synchronize = None
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)]).wait()
+    device.failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert "an illegal memory access" in str(group.errored())
+    device.failure = None
+
+
+def test_whoever_asks_for_errors_waits_for_the_operations_and_no_stream(
+    group: ProcessGroupNCCL, device: FakeDevice, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("it may have anything to do"))
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)])
+    asking = party.aside(group.errored)
+    with pytest.raises(TimeoutError):
+        asking.result(0.05)
+    device.works[-1].finish()
+    assert asking.result(LIMIT_S) is None
+
+
+def test_tensors_live_until_nccl_is_off_the_device_though_torch_has_let_go_of_them(
+    group: ProcessGroupNCCL, device: FakeDevice
+) -> None:
+    device.autofinish = False
+    device.abort_takes_effect = False
+    tensor = torch.zeros(1)
+    handle = group.allreduce([tensor])
+    memory = weakref.ref(tensor)
+    del tensor
+    group.abort("a member was lost")
+    wait_until(device.communicators[0].aborted)
+    assert device.works[-1].tensors == []
+    gc.collect()
+    assert memory() is not None
+    device.works[-1].off_the_device.set()
+    while memory() is not None:
+        group.errored()
+        gc.collect()
+        time.sleep(0.001)
+    assert not handle.is_success()
+
+
+def test_the_ranks_calls_are_compared_where_that_is_asked_for(device: FakeDevice, party: Party) -> None:
+    groups = party.meet(2, lambda: ProcessGroupNCCL(LIMIT_S, check_collectives=True))
+    works = [group.allreduce([torch.zeros(1 + rank)]) for rank, group in enumerate(groups)]
+    for work in works:
+        with pytest.raises(CollectiveMismatchError):
+            work.wait()
 
 
 def test_next_generation_waits_until_the_device_has_let_go(

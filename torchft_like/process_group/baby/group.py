@@ -176,6 +176,11 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
             return SubprocessLostError(f"{count} operations were not over when the group ended: {error}")
         return error
 
+    @property
+    def divides(self) -> bool:
+        """See ProcessGroup.divides."""
+        return True
+
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-baby-nccl."""
         return "torchft-baby-nccl"
