@@ -13,10 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch._C._distributed_c10d import Work
 
 # Of CUDA's enumeration cudaStreamCaptureMode: a call is unsafe only where its own thread captures.
 THREAD_LOCAL = 1
@@ -55,6 +56,38 @@ def beside_captures(device: torch.device | int | None) -> Iterator[None]:
             yield
         finally:
             _exchange_capture_mode(before)
+
+
+@contextmanager
+def after(works: Iterable[Work], tensors: object) -> Iterator[None]:
+    """A block on a stream of its own, on which what the works have queued comes first.
+
+    For a thread of the backend that learns that works are over: on the device their results may be still to
+    come, and the stream that is current there waits for nobody. A future that is completed in the block
+    makes whoever waits for it wait for the block's stream.
+
+    Args:
+        works: done, as far as the host can tell.
+        tensors: theirs, in nested lists; where none is on a CUDA device nothing is changed.
+    """
+    devices = set(_cuda_devices(tensors)) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with ExitStack() as block:
+        for device in devices:
+            block.enter_context(beside_captures(device))
+            block.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+        if devices:
+            for work in works:
+                work.synchronize()
+        yield
+
+
+def _cuda_devices(tensors: object) -> Iterator[torch.device]:
+    if isinstance(tensors, torch.Tensor):
+        if tensors.is_cuda:
+            yield tensors.device
+    elif isinstance(tensors, list | tuple):
+        for item in tensors:
+            yield from _cuda_devices(item)
 
 
 def _exchange_capture_mode(mode: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Work
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
-from torchft_like.errors import ProcessGroupError
+from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import (
     BY_NAME,
@@ -180,6 +180,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
             return run(*args) if row.name not in COPIED_LATER else _started(row, run, args, {})
         call = row.bind(args, kwargs)
         refuse_overlap(call)
+        _refuse_device(call)
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
@@ -229,7 +230,9 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
         if type(nested) is list and len(nested) > 1 and row.name in JOINING:
             return False  # they may share memory
         for item in nested if type(nested) is list else (nested,):
-            is_plain = type(item) is Tensor and item.is_contiguous() and not item.requires_grad
+            is_plain = (
+                type(item) is Tensor and item.is_cpu and item.is_contiguous() and not item.requires_grad
+            )
             if not (is_plain and not item.is_neg() and not item.is_conj()) and not _is_simple(item):
                 return False
     return True
@@ -238,8 +241,21 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
 def _is_simple(nested: Any) -> bool:
     """Whether there is nothing but plain memory, and nothing for autograd to see."""
     if isinstance(nested, Tensor):
-        return nested.layout is not torch.strided or (_is_plain(nested) and not nested.requires_grad)
+        is_strided = nested.layout is torch.strided
+        return nested.is_cpu and (not is_strided or (_is_plain(nested) and not nested.requires_grad))
     return all(map(_is_simple, nested))
+
+
+def _refuse_device(call: Call) -> None:
+    """Gloo copies the tensors of a collective to the CPU and back; those of a message it reads in place."""
+    if call.collective.name not in POINT_TO_POINT:
+        return
+    for tensor in tensors_of((call.outputs, call.inputs)):
+        if not tensor.is_cpu:
+            raise CollectiveRefusedError(
+                f"Gloo sends and receives the memory of a CPU, and the tensor is on {tensor.device}: move it "
+                f"to the CPU, or {call.collective.name} it over NCCL"
+            )
 
 
 def _is_plain(tensor: Tensor) -> bool:

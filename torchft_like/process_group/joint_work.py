@@ -15,6 +15,9 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.devices import after
+from torchft_like.futures import empty_future
+
 Finish = Callable[[], list[Any]]
 
 
@@ -83,12 +86,18 @@ class JointWork(Work):
     _source_rank = source_rank
 
     def _follow(self) -> Future[list[Any]]:
-        return _joined([work.get_future() for work in self._works]).then(self._settle)
+        own = empty_future()
+        joined = _joined([work.get_future() for work in self._works])
+        joined.add_done_callback(lambda done: self._complete(own, done))
+        return own
 
-    def _settle(self, done: Future[list[Future[Any]]]) -> list[Any]:
-        for future in done.value():
-            future.value()
-        return self._finish()
+    def _complete(self, own: Future[list[Any]], done: Future[list[Future[Any]]]) -> None:
+        try:
+            values = [future.value() for future in done.value()]
+            with after(self._works, values):
+                own.set_result(self._finish())
+        except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+            own.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
 
 
 def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:

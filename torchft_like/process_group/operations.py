@@ -28,6 +28,8 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.devices import after
+from torchft_like.futures import empty_future
 from torchft_like.patience import Patience
 
 SLICE_S = 0.1
@@ -66,16 +68,17 @@ class Operations:
             self._forget_those_done()  # before: one that the backend does not have yet would pass for done
         self._issued.append(weakref.ref(work))  # no lock: every operation comes here, and this is one step
 
-    def follow(self, backend_future: Future[Any], explain: Explain = lambda _: None) -> Future[Any]:
-        """A future that completes as the backend's does, or when the operation is given up.
+    def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
+        """A future that completes as the work's does, or when the operation is given up.
 
-        An error is told to `explain`, and told in its words, on the thread that completes the operation.
+        Whoever waits for it on a stream waits for the tensors, too, as after `work.wait`. An error is told to
+        `explain`, and told in its words, on the thread that completes the operation.
         """
-        own: Future[Any] = Future()
+        own = empty_future()
         with self._lock:
             self._futures.add(own)
             error = self._given_up
-        backend_future.add_done_callback(lambda done: self._complete(own, done, explain))
+        work.get_future().add_done_callback(lambda done: self._complete(own, work, done, explain))
         if error is not None and self._take(own):
             own.set_exception(error)
         return own
@@ -158,7 +161,7 @@ class Operations:
             self._futures.remove(own)
             return True
 
-    def _complete(self, own: Future[Any], done: Future[Any], explain: Explain) -> None:
+    def _complete(self, own: Future[Any], work: Work, done: Future[Any], explain: Explain) -> None:
         if not self._take(own):
             return
         try:
@@ -166,7 +169,8 @@ class Operations:
         except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
             own.set_exception(explain(error) or error)
         else:
-            own.set_result(value)
+            with after([work], value):
+                own.set_result(done.wait())  # which may have been completed on another stream
 
 
 def _is_open(entry: weakref.ref[Operation]) -> bool:

@@ -147,7 +147,7 @@ class GroupWork(Work):
         """Completes with the list of output tensors."""
         if self._future is None:
             issuer = self._issuer
-            self._future = issuer.operations.follow(self._work.get_future(), issuer.explain)
+            self._future = issuer.operations.follow(self._work, issuer.explain)
         return self._future
 
     def is_completed(self) -> bool:

@@ -43,44 +43,51 @@ class SlowWork(Work):
         return self.is_completed()
 
 
-def future() -> torch.futures.Future[list[torch.Tensor]]:
-    return torch.futures.Future()
+class Promise(Work):
+    """Of a backend: over when its future is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self.future
 
 
 def test_a_followed_future_carries_the_backends_result() -> None:
-    operations, backend, tensor = Operations(), future(), torch.ones(1)
+    operations, backend, tensor = Operations(), Promise(), torch.ones(1)
     own = operations.follow(backend)
     assert not own.done()
-    backend.set_result([tensor])
+    backend.future.set_result([tensor])
     assert own.value()[0] is tensor
 
 
 def test_a_followed_future_carries_the_backends_error() -> None:
-    operations, backend = Operations(), future()
+    operations, backend = Operations(), Promise()
     own = operations.follow(backend)
-    backend.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
+    backend.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection reset by peer"):
         own.wait()
 
 
 def test_a_forgotten_future_is_given_up_once_the_backend_is_still() -> None:
-    operations, backend, looks = Operations(), future(), iter([False, False, True])
+    operations, backend, looks = Operations(), Promise(), iter([False, False, True])
     own = operations.follow(backend)
     operations.give_up(lambda: next(looks), ABORTED)
     with pytest.raises(ProcessGroupAbortedError, match="lost b"):
         own.wait()
-    backend.set_result([torch.ones(1)])
+    backend.future.set_result([torch.ones(1)])
     with pytest.raises(ProcessGroupAbortedError, match="lost b"):
         own.wait()
 
 
 def test_a_backend_that_still_works_keeps_its_operations() -> None:
     """It may write into the tensors yet; what it brings while it is watched is the result."""
-    operations, backend = Operations(), future()
+    operations, backend = Operations(), Promise()
     own = operations.follow(backend)
 
     def is_still() -> bool:
-        backend.set_result([torch.full((1,), 7.0)])
+        backend.future.set_result([torch.full((1,), 7.0)])
         return False
 
     operations.give_up(is_still, ABORTED)
@@ -142,7 +149,7 @@ def test_works_that_are_done_or_dropped_are_not_remembered() -> None:
 def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
     operations = Operations()
     operations.give_up(lambda: pytest.fail("looked"), ABORTED)
-    own = operations.follow(future())
+    own = operations.follow(Promise())
     with pytest.raises(ProcessGroupAbortedError):
         own.wait()
 
@@ -152,7 +159,7 @@ def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: 
     monkeypatch.setattr("torchft_like.process_group.operations.LOOKS_S_MAX", 0.1)
     operations, work = Operations(), SlowWork()
     operations.add(work)
-    own = operations.follow(future())
+    own = operations.follow(Promise())
     operations.give_up(lambda: False, ABORTED)
     with pytest.raises(ProcessGroupAbortedError):
         own.wait()
@@ -165,7 +172,7 @@ class ForgottenWork(SlowWork):
 
     def __init__(self) -> None:
         super().__init__()
-        self.future = future()
+        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self.future
