@@ -117,7 +117,7 @@ class Story:
         match event["kind"]:
             case "quorum":
                 return self._describe_quorum(event)
-            case "loss" if event["member"] != event["replica_id"]:  # its own absence it tells itself
+            case "loss":
                 quorum = self._quorums.get(event["quorum_id"], "?")
                 return f"quorum {quorum} lost {short_name(event['member'])}: {event['reason']}"
             case "heal":

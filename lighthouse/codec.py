@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.quorum import LeftOut, Member, MemberLost, Quorum, QuorumBroken, QuorumOver
@@ -29,6 +29,15 @@ def reader(kind: type[M]) -> Callable[[bytes], M | None]:
         return message
 
     return read
+
+
+def unknown_fields(message: Message) -> bytes:
+    """What a message has beside the fields that this version knows, to be handed on with it."""
+    rest = type(message)()
+    rest.CopyFrom(message)
+    for known in message.DESCRIPTOR.fields:
+        rest.ClearField(known.name)
+    return rest.SerializeToString()
 
 
 def member_from_wire(message: pb.QuorumMember) -> Member:

@@ -27,8 +27,8 @@ Field = str | int | float | bool | None | list[str]
 LEVELS: Mapping[str, int] = {
     "settings": logging.INFO,  # a Manager starts: settings, each with its value and where it came from
     "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
-    "register": logging.INFO,  # a replica group opened its session
-    "leave": logging.INFO,  # a replica group left in good order: reason
+    "register": logging.INFO,  # a replica group opened its session: member
+    "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
     "left_out": logging.WARNING,  # of a quorum, for links that do not work: members, links
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
@@ -132,8 +132,8 @@ def _divergence_sentence(fields: Fields) -> str:
 _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "settings": lambda f: f"settings: {', '.join(f['settings'] if isinstance(f['settings'], list) else [])}",
     "quorum": _quorum_sentence,
-    "register": lambda _: "registered",
-    "leave": lambda f: f"left: {f['reason']}",
+    "register": lambda f: f"{short_name(str(f['member']))} registered",
+    "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
     "abort": lambda f: f"aborted the process group: {f['reason']}",
     "error": lambda f: f"error: {f['reason']}",

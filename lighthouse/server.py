@@ -187,7 +187,7 @@ class Lighthouse:
         )
         self._sessions[session.number] = session
         session.send(codec.registered(self.config))
-        self.events.emit("register", replica_id=session.replica_id)
+        self.events.emit("register", member=session.replica_id)
         decisions = self._core.register(
             session.number,
             register.replica_id,
@@ -212,7 +212,8 @@ class Lighthouse:
             if complaint is not None:
                 session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint)
                 return complaint
-            self._apply(self._heard(session.number, request))
+            if kind is not None:
+                self._apply(self._heard(session.number, request))
 
     def _heard(self, number: int, request: pb.SessionRequest) -> list[Decision]:
         now = self._loop.time()
@@ -227,6 +228,10 @@ class Lighthouse:
             return admission.about_member(request.join, self.config, self._believable())
         if kind == "broken_links":
             return admission.about_links(request.broken_links)
+        if kind is None and codec.unknown_fields(
+            request
+        ):  # a newer replica says more than this version knows
+            return None
         return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
 
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
@@ -238,7 +243,7 @@ class Lighthouse:
     def _leave(self, session: ReplicaSession, reason: str) -> None:
         if self._core.replica_of(session.number) is None:
             return
-        self.events.emit("leave", replica_id=session.replica_id, reason=reason)
+        self.events.emit("leave", member=session.replica_id, reason=reason)
         self._apply(self._core.leave(session.number, self._loop.time()))
         self._answer(session.replica_id, _REPLICA_GONE)
 
@@ -302,13 +307,7 @@ class Lighthouse:
         message = codec.member_lost(lost)
         for number in lost.sessions:
             self._send(number, message)
-        self.events.emit(
-            "loss",
-            replica_id=lost.replica_id,
-            quorum_id=lost.quorum_id,
-            member=lost.replica_id,
-            reason=lost.reason,
-        )
+        self.events.emit("loss", quorum_id=lost.quorum_id, member=lost.replica_id, reason=lost.reason)
         if lost.replica_id not in self._core:
             self._answer(lost.replica_id, _REPLICA_GONE)
 

@@ -118,7 +118,11 @@ class SessionClient:
         self._reader.start()
 
     def send(self, **request: object) -> None:
-        self._requests.put(pb.SessionRequest(**request))  # type: ignore[arg-type]
+        self.say(pb.SessionRequest(**request))  # type: ignore[arg-type]
+
+    def say(self, request: pb.SessionRequest) -> None:
+        """Send what may be of no known kind."""
+        self._requests.put(request)
 
     def join(self, **fields: object) -> None:
         self.send(join=pb.QuorumMember(replica_id=self.replica_id, **fields))  # type: ignore[arg-type]

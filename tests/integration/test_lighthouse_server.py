@@ -430,7 +430,7 @@ def test_event_records_tell_the_story(tmp_path: Path) -> None:
         "joined": ["a", "b"],
         "left": [],
     }
-    assert (records[3]["replica_id"], records[3]["reason"]) == ("b", "done")
+    assert (records[3]["member"], records[3]["reason"]) == ("b", "done")
     assert records[4]["left"] == ["b"]
 
 

@@ -64,6 +64,15 @@ def test_they_come_back_from_a_session_too(lighthouse: str) -> None:
         assert older.quorum().participants[1].SerializeToString() == joined
 
 
+def test_a_message_of_an_unknown_kind_disturbs_no_session(lighthouse: str) -> None:
+    with SessionClient(lighthouse, "a") as other, SessionClient(lighthouse, "b") as newer:
+        newer.registered()
+        newer.say(pb.SessionRequest.FromString(UNKNOWN))
+        newer.join()
+        other.join()
+        assert len(newer.quorum().participants) == 2
+
+
 def test_they_count_for_the_size_of_a_member(lighthouse: str) -> None:
     text = 40_000 * b"x"
     member = with_fields(b"\xaa\x1f\xc0\xb8\x02" + text, replica_id="large")

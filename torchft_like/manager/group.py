@@ -91,12 +91,17 @@ class RankVerdict(NamedTuple):
 
 
 class LossNotice(NamedTuple):
-    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up."""
+    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up.
+
+    Attributes:
+        unknown: fields of the lighthouse's message that this version does not know.
+    """
 
     quorum_id: int
     replica_id: str
     reason: str
     is_alive: bool = False
+    unknown: bytes = b""
 
 
 class LeftOutNotice(NamedTuple):
@@ -105,6 +110,7 @@ class LeftOutNotice(NamedTuple):
     quorum_id: int
     replica_id: str
     unreachable: tuple[str, ...]
+    unknown: bytes = b""  # as in LossNotice
 
 
 class StepLostNotice(NamedTuple):
@@ -232,12 +238,16 @@ class ReplicaGroup:
         return [*answers]
 
     def member_lost(
-        self, quorum_id: int, replica_id: str, reason: str, is_alive: bool = False
+        self, quorum_id: int, replica_id: str, reason: str, is_alive: bool = False, unknown: bytes = b""
     ) -> list[Effect]:
-        """The lighthouse says that a member of a quorum is gone, or, alive, has given the quorum up."""
+        """The lighthouse says that a member of a quorum is gone, or, alive, has given the quorum up.
+
+        This group was away if it is that member, and hears of it alive.
+        """
         if quorum_id != self.last_quorum_id:
             return []
-        notice = LossNotice(quorum_id, replica_id, reason, is_alive)
+        is_own = replica_id == self.replica_id
+        notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown)
         if is_alive:  # why it gave the quorum up is not known: it may be a link
             return [notice]
         return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
@@ -279,11 +289,11 @@ class ReplicaGroup:
         report = [BrokenLinks(unreachable)] if unreachable != before else []
         return [*report, *probes, *(self._say_join() if was_unsettled else [])]
 
-    def left_out(self, quorum_id: int, unreachable: Sequence[str]) -> list[Effect]:
+    def left_out(self, quorum_id: int, unreachable: Sequence[str], unknown: bytes = b"") -> list[Effect]:
         """There is a quorum without this group, for links that do not work; its join stays open."""
-        return (
-            [] if self._open_join is None else [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable))]
-        )
+        if self._open_join is None:
+            return []
+        return [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable), unknown)]
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """A rank is done with a step: the verdict that it wants."""

@@ -27,7 +27,7 @@ from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
-LEAVE_ANSWER_S = 0.5
+LEAVE_ANSWER_S = 5.0  # on a busy host; without an answer this is a death
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 

@@ -27,7 +27,7 @@ from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verd
 from torchft_like.manager.stall_watch import Wait
 
 CONNECT_RETRY_S = 0.05
-LEAVE_ANSWER_S = 0.5
+LEAVE_ANSWER_S = 5.0  # on a busy host; without an answer this is a death
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Iterable
 from datetime import timedelta
 from typing import Any
 
+from lighthouse import codec
 from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
 from lighthouse.events import printable, short_name
@@ -213,10 +214,15 @@ class ManagerServer:
         self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
 
     def member_lost(self, lost: pb.MemberLost) -> None:
-        self._perform(self._group.member_lost(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive))
+        unknown = codec.unknown_fields(lost)
+        effects = self._group.member_lost(
+            lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive, unknown
+        )
+        self._perform(effects)
 
     def left_out(self, left: pb.LeftOut) -> None:
-        self._perform(self._group.left_out(left.quorum_id, left.unreachable_replica_ids))
+        unknown = codec.unknown_fields(left)
+        self._perform(self._group.left_out(left.quorum_id, left.unreachable_replica_ids, unknown))
 
     # ------------------------------------------------------------------- effects
 

@@ -231,7 +231,14 @@ class _SessionLine:
         self._put(pb.RankSessionResponse(step_lost=pb.StepLost(quorum_id=quorum_id)))
 
     def member_lost(self, notice: LossNotice) -> None:
-        self._put(pb.RankSessionResponse(member_lost=pb.MemberLost(**notice._asdict())))
+        lost = pb.MemberLost(
+            quorum_id=notice.quorum_id,
+            replica_id=notice.replica_id,
+            reason=notice.reason,
+            is_alive=notice.is_alive,
+        )
+        lost.MergeFromString(notice.unknown)
+        self._put(pb.RankSessionResponse(member_lost=lost))
 
     def left_out(self, notice: LeftOutNotice) -> None:
         left = pb.LeftOut(
@@ -239,6 +246,7 @@ class _SessionLine:
             replica_id=notice.replica_id,
             unreachable_replica_ids=notice.unreachable,
         )
+        left.MergeFromString(notice.unknown)
         self._put(pb.RankSessionResponse(left_out=left))
 
     def group_lost(self, reason: str) -> None:

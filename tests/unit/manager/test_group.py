@@ -216,3 +216,9 @@ def test_a_group_tells_of_the_quorum_that_broke_for_one_of_its_ranks() -> None:
     [asked] = group.rank_joined(join(1, broken_quorum_id=8, commit_failures=1))
     assert isinstance(asked, GroupJoin)
     assert asked.broken_quorum_id == 8
+
+
+def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
+    group = ReplicaGroup("a", 1, last_quorum_id=3, last_quorum_replica_ids=("a", "b"))
+    assert group.member_lost(3, "a", "it was away") == [LossNotice(3, "a", "it was away", is_alive=True)]
+    assert group.member_lost(3, "b", "its connection ended") == [LossNotice(3, "b", "its connection ended")]

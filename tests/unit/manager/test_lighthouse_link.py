@@ -10,7 +10,8 @@ import pytest
 from lighthouse.address import parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.net import coordination_loop
-from lighthouse.server import Lighthouse
+from lighthouse.server import Context, Lighthouse
+from lighthouse.session import ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.lighthouse_link import LighthouseLink
 
@@ -79,3 +80,39 @@ def test_a_listener_that_fails_does_not_deafen_the_line(
         first, second = coordination_loop().run(quorums_in_two_sessions(failing))
     assert second >= first
     assert "RuntimeError: abort failed" in caplog.text
+
+
+class BusyLighthouse(Lighthouse):
+    """Begins to read a session a second after it was opened."""
+
+    async def _serve_session(self, session: ReplicaSession, context: Context) -> str:
+        await asyncio.sleep(1.0)
+        return await super()._serve_session(session, context)
+
+
+async def told_of_a_leave() -> list[str]:
+    """What a busy lighthouse writes down of a replica that leaves."""
+    lighthouse = await BusyLighthouse.start(LighthouseConfig(), parse_address("127.0.0.1:0"))
+    told: list[str] = []
+    lighthouse.events.subscribe(
+        lambda event: told.append(event.to_text()) if "member" in event.fields else None
+    )
+    listener = Listener("nothing")
+    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
+    try:
+        assert await link.wait_connected(LIMIT_S)
+        await link.leave("done")
+        async with asyncio.timeout(LIMIT_S):
+            while len(told) < 2:
+                await asyncio.sleep(0.01)
+        return told
+    finally:
+        await link.close()
+        await lighthouse.stop()
+
+
+def test_a_leave_is_no_loss_where_the_lighthouse_is_busy() -> None:
+    assert coordination_loop().run(told_of_a_leave()) == [
+        "[lighthouse] a registered",
+        "[lighthouse] a left: done",
+    ]

@@ -167,3 +167,35 @@ def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
     coordination_loop().run(hang_up_and_be_asked())
     assert probes == []
     assert "rank 0" in ear.heard("group_lost")
+
+
+def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> None:
+    later = b"\xaa\x1f\x05later"  # field 501 of nobody, a text
+    lost = pb.MemberLost(replica_id="b", reason="gone").SerializeToString() + later
+    left = pb.LeftOut(quorum_id=7, replica_id="g", unreachable_replica_ids=["b"]).SerializeToString() + later
+
+    async def hear() -> list[bytes]:
+        channel = make_aio_channel(parse_address(server.address()))
+        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
+        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=1)))
+        heard: list[bytes] = []
+        try:
+            assert (await call.read()) is not None  # registered
+            for rank in (0, 1):
+                server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
+            server.member_lost(pb.MemberLost.FromString(lost))
+            server.left_out(pb.LeftOut.FromString(left))
+            while len(heard) < 2:
+                response = await call.read()
+                assert response is not None
+                kind = response.WhichOneof("response")
+                if kind in ("member_lost", "left_out"):
+                    heard.append(getattr(response, kind).SerializeToString())
+        finally:
+            await call.close()
+            await channel.close(None)
+        return heard
+
+    server.attach_local_rank(0, Ear())
+    assert coordination_loop().run(hear()) == [lost, left]
