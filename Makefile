@@ -16,7 +16,8 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 # A lighthouse notices when a process is slow, so the tests that start one run one by one. These start none.
 SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integration/test_,$(addsuffix .py,\
-	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults)))
+	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults)) \
+	gpu/test_ranks.py)
 
 # The long ones first, in this order, or a processor has nothing to do at the end.
 test: lint  ## everything that CI checks: lint, format, types, tests
@@ -52,7 +53,7 @@ simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core 
 
 slow: $(READY)  ## the tests that are too long for `make test`, but for those below
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \
-		tests/integration tests/interop tests/chaos tests/stress
+		tests/integration tests/interop tests/chaos tests/stress tests/gpu
 
 dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
 	$(BIN)/python -m tests.dropin

@@ -1,4 +1,7 @@
-"""Tests that need a GPU: each is marked `gpu`, and skipped with the reason where there is none."""
+"""Tests on a GPU: each is marked `gpu`, and skipped with the reason where there is none.
+
+Those with a `backend` run over Gloo, too, where no GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import pytest
 import torch
 
 # The fixtures of the process groups' unit tests: a store, and members in threads.
+from tests.isolation import run_isolated
 from tests.unit.process_group.conftest import party, store
 
 __all__ = ["party", "store"]
 
 HERE = Path(__file__).parent
+TEST_LIMIT_S = 110.0  # below pytest-timeout's, which ends the whole run
 # torch reads it once in a process: how long NCCL may connect to peers that are there and do not answer.
 os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "5")
 
@@ -21,10 +26,32 @@ os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "5")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why_not = _why_not()
     for item in items:
-        if item.path.is_relative_to(HERE):
+        if not item.path.is_relative_to(HERE):
+            continue
+        if _backend(item) == "baby-gloo":
+            item.add_marker(pytest.mark.slow)  # it does here what gloo does, in more time
+        if _needs_a_gpu(item):
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # of versions that nobody here can choose
             if why_not is not None:
                 item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """A hang of the device ends one test: those that use it run in processes of their own."""
+    if not item.path.is_relative_to(HERE) or not _needs_a_gpu(item) or _why_not() is not None:
+        return None
+    run_isolated(item, TEST_LIMIT_S)
+    return True
+
+
+def _needs_a_gpu(item: pytest.Item) -> bool:
+    return not _backend(item).endswith("gloo")
+
+
+def _backend(item: pytest.Item) -> str:
+    return str(getattr(getattr(item, "callspec", None), "params", {}).get("backend", "nccl"))
 
 
 def _why_not() -> str | None:

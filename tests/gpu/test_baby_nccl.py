@@ -1,4 +1,4 @@
-"""ProcessGroupBabyNCCL on one GPU: a world of one, NCCL in the subprocess."""
+"""ProcessGroupBabyNCCL in a group of one, NCCL in the subprocess; test_ranks has groups of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gangs of CUDA devices: of one member, for NCCL refuses two ranks on one device."""
+"""Gangs of CUDA devices, of one member each in the process of the test; test_ranks has one of three."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Group coordinators whose tensors are on a GPU.
 
-NCCL refuses two ranks on one device. So the members of a group of two, which live in threads here, have no
-device group, and their tensors go through memory of the CPU; and a group with NCCL has one member.
+NCCL refuses two ranks on one device in one process. So the members of a group of two, which live in threads
+here, have no device group, and their tensors go through memory of the CPU; and a group with NCCL has one
+member. test_ranks has a device group of three, in processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""ProcessGroupNCCL on one GPU.
+"""ProcessGroupNCCL in the process of the test: groups of one member, or of two that never get to talk.
 
-NCCL refuses two ranks on one device, so groups here have one member, or two that never get to talk.
-An operation that takes too long is one behind a kernel that keeps the stream busy.
+NCCL launches no kernel for a group of one; test_ranks has groups of several. An operation that takes too
+long is here one behind a kernel that keeps the stream busy.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def test_abort_reaches_a_configure_whose_peer_is_lost_while_nccl_connects(party:
 
 
 def test_what_nccl_refuses_is_an_error_and_not_the_end(party: Party) -> None:
-    """Two ranks on one device."""
+    """Two ranks on one device of one host."""
     prefix = party.prefix()
     peer = multiprocessing.get_context("spawn").Process(target=_fail_to_configure, args=(prefix,))
     peer.start()

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import RunningProcess
 from tests.integration.options import WorkerOptions
+from tests.one_gpu import host_of_its_own
 from tests.warm import WarmProcess
 from torchft_like.chaos.invariants import Commit, Heal, History, Process, progress, violations
 from torchft_like.chaos.journal import JournalReader, Record
@@ -85,7 +86,8 @@ class Rank(Daemon):
         self._journal, self._events = JournalReader(journal), JournalReader(events)
         self._commits: list[Commit] = []
         options = replace(options, journal=str(journal))
-        variables = {"OMP_NUM_THREADS": "1", **variables, "TORCHFT_EVENT_FILE": str(events)}
+        variables = {**variables, **host_of_its_own(label), "TORCHFT_EVENT_FILE": str(events)}
+        variables["OMP_NUM_THREADS"] = "1"
         super().__init__(label, ["tests.integration.worker", options.to_json()], variables)
         self.may_end = any(fault.startswith("kill@") for fault in options.faults)
 

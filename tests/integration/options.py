@@ -19,7 +19,7 @@ class WorkerOptions:
         pause_s: work outside of the collectives in each step.
         timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
         ballast_mb: extra state, so that a heal takes a while.
-        backend: the process group: "gloo" or "baby-gloo".
+        backend: the process group: "gloo", "baby-gloo", "nccl" or "baby-nccl" (on a GPU).
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
             for a model that is sharded over the ranks of the group (see `sharded`).
         state: of a sharded model: "shards" for a ShardedState, "dtensors" for what `state_dict` of modules
@@ -48,6 +48,10 @@ class WorkerOptions:
     inner_backend: str = ""
     slices: int = 0
     on_divergence: str = "HEAL"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend.endswith("nccl") else "cpu"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -36,9 +36,18 @@ class Rank:
         self._process.start()
         theirs.close()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To this process alone."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def tell(self, act: Act, *args: Any) -> None:
         """Ask for something whose answer is fetched later, or never."""
         self._connection.send((act, args))
+
+    def has_answer(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._connection.poll()
 
     def answer(self) -> Any:
         """The oldest answer that was not fetched yet."""

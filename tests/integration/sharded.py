@@ -52,6 +52,7 @@ class ShardedModel:
         self._rank = int(os.environ["RANK"])
         self._inner_backend = options.inner_backend
         self._is_as_torch_has_it = options.state == "dtensors"
+        self._device = options.device
         self._parts: dict[str, ShardedPart] = {}
         self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
@@ -59,7 +60,7 @@ class ShardedModel:
         """Shard the networks; called once, before the first step."""
         if self._inner_backend:
             manager.init_process_group(self._inner_backend)
-        self._parts = {way: ShardedPart(way, manager) for way in WAYS}
+        self._parts = {way: ShardedPart(way, manager, self._device) for way in WAYS}
         parameters = [p for part in self._parts.values() for p in part.net.parameters()]
         self.net = nn.ModuleList(part.net for part in self._parts.values())
         self.optimizer = make_optimizer(parameters)
@@ -68,7 +69,8 @@ class ShardedModel:
     def backward(self, step: int) -> None:
         """Gradients of all the networks, averaged."""
         for way, part in self._parts.items():
-            inputs, targets = batch_of(self._name, data_rank(way, self._rank), step)
+            batch = batch_of(self._name, data_rank(way, self._rank), step)
+            inputs, targets = (tensor.to(self._device) for tensor in batch)
             nn.functional.mse_loss(part.net(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
     def digest(self) -> str:
@@ -109,15 +111,15 @@ class ShardedModel:
 class ShardedPart:
     """One network, sharded in one way."""
 
-    def __init__(self, way: str, manager: Manager) -> None:
-        self.net = make_net()
+    def __init__(self, way: str, manager: Manager, device: str) -> None:
+        self.net = make_net().to(device)
         if way == "hook":
             # The meshes before this one have started the default group.
-            self._shard(init_device_mesh("cpu", (GROUP_SIZE,)))
+            self._shard(init_device_mesh(device, (GROUP_SIZE,)))
             average_over_replicas(manager, self.net)
             return
         mesh = ft_init_device_mesh(
-            device_type="cpu",
+            device_type=device,
             mesh_shape=(2, 1, GROUP_SIZE) if way == "tp" else (2, GROUP_SIZE, 1),
             mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
             replicate_dim=0,

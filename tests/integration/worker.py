@@ -29,7 +29,9 @@ from torchft_like import (
     Optimizer,
     ProcessGroup,
     ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
     ProcessGroupGloo,
+    ProcessGroupNCCL,
     ProcessGroupWrapper,
     WorldSizeMode,
 )
@@ -69,9 +71,11 @@ class Model:
         self._name = f"{options.name}/{os.environ['RANK']}"
         self._reduce = options.reduce
         torch.manual_seed(seed_of(self._name, "parameters"))
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self._device = options.device
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(self._device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        self._ballast = torch.zeros(options.ballast_mb * 1024 * 1024, dtype=torch.uint8)
+        ballast_bytes = options.ballast_mb * 1024 * 1024
+        self._ballast = torch.zeros(ballast_bytes, dtype=torch.uint8, device=self._device)
         self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def use(self, manager: Manager) -> None:
@@ -92,13 +96,14 @@ class Model:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
-        return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
+        inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
+        return inputs.to(self._device), targets.to(self._device)
 
     def digest(self) -> str:
         """SHA-256 of all parameters."""
         digest = hashlib.sha256()
         for parameter in self.net.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+            digest.update(parameter.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def write(self, journal: Journal, step: int) -> None:
@@ -209,6 +214,8 @@ class FaultyTransport(HTTPTransport[Any]):
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
     "baby-gloo": ProcessGroupBabyGloo,
+    "nccl": ProcessGroupNCCL,
+    "baby-nccl": ProcessGroupBabyNCCL,
 }
 
 

@@ -1,0 +1,274 @@
+"""What the tests with several ranks ask of them (see tests.integration.ranks); over NCCL they share a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.gloo_member import serve_store
+from tests.integration.ranks import Ranks, running
+from tests.one_gpu import host_of_its_own
+from torchft_like.gang import ProcessGroupGang, all_sum
+from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.process_group import (
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+)
+from torchft_like.process_group.baby.nursery import nursery
+from torchft_like.process_group.device_watch import PERIOD_S
+
+Here = SimpleNamespace
+LIMIT_S = 60.0
+OPERATION_S = 300.0  # above every limit of the tests: what recovers by it fails them
+FELT_S = 0.5  # what has not returned for so long is blocked
+POLL_S = 0.01
+GROUPS: dict[str, Callable[[float], ProcessGroup]] = {
+    "gloo": ProcessGroupGloo,
+    "baby-gloo": ProcessGroupBabyGloo,
+    "nccl": ProcessGroupNCCL,
+    "baby-nccl": ProcessGroupBabyNCCL,
+}
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [name if "gloo" in name else pytest.param(name, marks=pytest.mark.gpu) for name in GROUPS],
+)
+
+
+class Job(Ranks):
+    """Ranks, each of which has a group of one backend, and the store in which they meet."""
+
+    def __init__(self, ranks: Ranks, backend: str) -> None:
+        super().__init__(ranks)
+        self._store = serve_store()
+        self._epoch = 0
+        self.ask(join, backend)
+
+    def prefix(self) -> str:
+        self._epoch += 1
+        return f"127.0.0.1:{self._store.port}/job/{self._epoch}"
+
+    def meet(self, *members: int, group: str = "group") -> Ranks:
+        """Configure a group of these ranks, in this order; all of them if none are given."""
+        part = Ranks(self[member] for member in members or range(len(self)))
+        part.ask(configure, self.prefix(), len(part), group)
+        return part
+
+
+@contextmanager
+def job(backend: str, count: int) -> Iterator[Job]:
+    """Ranks that are killed at the end of the block."""
+    with running(count) as ranks:
+        yield Job(ranks, backend)
+
+
+# ------------------------------------------------------------------------ what is asked of a rank
+
+
+def join(here: Here, rank: int, backend: str) -> None:
+    os.environ |= host_of_its_own(f"rank {os.getpid()}")
+    os.environ |= {"TORCHFT_CHECK_COLLECTIVES": "0", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "5"}
+    torch.set_num_threads(1)
+    here.device = torch.device("cuda" if backend.endswith("nccl") else "cpu")
+    here.group, here.other = (GROUPS[backend](OPERATION_S) for _ in range(2))
+
+
+def configure(here: Here, rank: int, prefix: str, world_size: int, group: str) -> None:
+    here.world_size = world_size
+    getattr(here, group).configure(prefix, rank, world_size)
+
+
+def summed(here: Here, rank: int, group: str = "group", count: int = 1000) -> float:
+    """Of rank + 1 over all ranks, in each of so many elements."""
+    tensor = torch.full((count,), rank + 1.0, device=here.device)
+    getattr(here, group).allreduce([tensor]).wait()
+    assert bool((tensor == tensor[0]).all())
+    return float(tensor[0])
+
+
+def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> None:
+    """Every collective, with the results that it must have."""
+    group, size = here.group, here.world_size
+
+    def full(*values: float) -> torch.Tensor:
+        return torch.cat([torch.full((count,), value, dtype=dtype, device=here.device) for value in values])
+
+    def expect(found: torch.Tensor, *values: float) -> None:
+        assert torch.equal(found, full(*values)), (found, values)
+
+    own, everybody = full(rank + 1), [other + 1.0 for other in range(size)]
+    for operation, expected in ((dist.ReduceOp.SUM, sum(everybody)), (dist.ReduceOp.MAX, float(size))):
+        reduced = own.clone()
+        dist.all_reduce(reduced, operation, group=group)
+        expect(reduced, expected)
+    if dtype.is_floating_point:
+        reduced = own.clone()
+        dist.all_reduce(reduced, dist.ReduceOp.AVG, group=group)
+        expect(reduced, sum(everybody) / size)
+    gathered = full(*[0.0] * size)
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    expect(gathered, *everybody)
+    scattered = full(0)
+    dist.reduce_scatter_tensor(scattered, gathered, group=group)
+    expect(scattered, (rank + 1) * size)
+    received = own.clone()
+    group.broadcast_one(received, size - 1).wait()
+    expect(received, size)
+    exchanged = full(*[0.0] * size)
+    dist.all_to_all_single(exchanged, full(*[rank + 1.0] * size), group=group)
+    expect(exchanged, *everybody)
+    send, receive = group.send([own], (rank + 1) % size, 0), group.recv([received], (rank - 1) % size, 0)
+    for work in (send, receive):
+        work.wait()
+    expect(received, (rank - 1) % size + 1)
+    group.barrier().wait()
+
+
+def reduce_until_lost(here: Here, rank: int, count: int, rounds: Path, told: Path) -> tuple[str, float]:
+    """All-reduce until one fails; the kind of its error, and when (of the machine's monotonic clock).
+
+    Each round is noted in the file `rounds`. Once there is a file `told` the group is aborted, as a Manager
+    does when it hears of a loss.
+    """
+    is_over = threading.Event()
+
+    def listen() -> None:
+        while not is_over.wait(POLL_S):
+            if told.exists():
+                here.group.abort("a member was lost")
+                return
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        tensor = torch.zeros(count, device=here.device)
+        while (error := _error_of(here.group, tensor)) is None:
+            with rounds.open("a") as file:
+                file.write(".")
+        return type(error).__name__, time.monotonic()
+    finally:
+        is_over.set()
+        listener.join()
+
+
+def _error_of(group: ProcessGroup, tensor: torch.Tensor) -> Exception | None:
+    try:
+        group.allreduce([tensor]).wait()
+    except Exception as error:  # noqa: BLE001 - the test is told
+        return error
+    return group.errored()
+
+
+def abort_what_blocks(here: Here, rank: int, place: str, prefix: str) -> tuple[str, float]:
+    """Block in `place` for want of a peer, abort, and tell the kind of error and how long it took to come."""
+    acts = {"wait": _wait, "synchronize": _synchronize, "configure": _configure_for_nobody}
+    with ThreadPoolExecutor(1) as threads:
+        blocked: Future[Any] = threads.submit(acts[place], here, prefix)
+        with contextlib.suppress(TimeoutError):
+            raise AssertionError(f"{place} did not block: {blocked.exception(FELT_S)}")
+        begin = time.monotonic()
+        here.group.abort("the test says so")
+        error = blocked.exception(LIMIT_S) or here.group.errored()
+        return type(error).__name__, time.monotonic() - begin
+
+
+def _wait(here: Here, prefix: str) -> None:
+    here.group.allreduce([torch.ones(1000, device=here.device)]).wait(timedelta(seconds=OPERATION_S))
+
+
+def _synchronize(here: Here, prefix: str) -> None:
+    here.group.allreduce([torch.ones(1000, device=here.device)]).wait()
+    synchronize(here)
+
+
+def _configure_for_nobody(here: Here, prefix: str) -> None:
+    here.group.configure(prefix, 0, here.world_size)
+
+
+def synchronize(here: Here) -> None:
+    if here.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def capture_in_step(here: Here, rank: int, count: int) -> int:
+    """Capture graphs of this rank's own kernels while collectives are under way; how many were right."""
+    value = torch.zeros(1000, device=here.device)
+    for turn in range(count):
+        works = [here.group.allreduce([torch.ones(1000, device=here.device)]) for _ in range(20)]
+        time.sleep(PERIOD_S / 2)  # the watch looks sooner or later in some turn's capture
+        captured(here, lambda: value.add_(1))()
+        for work in works:
+            work.wait()
+        assert here.group.errored() is None
+        assert float(value[0]) == turn + 1
+    return count
+
+
+def make_cpu_group(here: Here, rank: int) -> None:
+    here.other = ProcessGroupGloo(OPERATION_S)
+
+
+def captured(here: Here, act: Callable[[], object]) -> Callable[[], object]:
+    """What replays `act`, which is captured but not run; without a device `act` itself."""
+    if here.device.type == "cpu":
+        return act
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        act()
+    return graph.replay
+
+
+def talk(here: Here, rank: int) -> None:
+    """Over a gang and a coordinator, whose device group is this rank's."""
+    gang = ProcessGroupGang(here.group, here.device)
+    assert all_sum(gang, rank + 1).item() == sum(range(here.world_size + 1))
+    gang.barrier()
+    coordinator = GroupCoordinator.from_groups(here.other, here.group, device=gang.device)
+    ones = torch.full((2, 3), rank + 1.0, device=here.device)
+    assert float(coordinator.all_reduce(ones)[0, 0]) == sum(range(here.world_size + 1))
+    gathered = coordinator.all_gather(ones, 0)
+    assert [float(row[0]) for row in gathered[::2]] == [other + 1.0 for other in range(here.world_size)]
+    coordinator.barrier()
+
+
+def footprint(here: Here, rank: int) -> dict[str, float]:
+    """Threads, descriptors, segments of shared memory, and MB of this process and of the device in use."""
+    gc.collect()
+    process, used = psutil.Process(), 0.0
+    if here.device.type == "cuda":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used = (total - free) / 1e6
+    return {
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+        "shared memory": len(os.listdir("/dev/shm")),
+        "MB": process.memory_info().rss / 1e6,
+        "MB of the device": used,
+    }
+
+
+def opens_no_device(here: Here, rank: int) -> dict[str, bool]:
+    """By the role of a Baby group's process: whether it has no GPU open."""
+    found = {}
+    for role, pid in nursery.pids().items():
+        files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        found[role] = not any(file.startswith("/dev/nvidia") for file in files)
+    return found

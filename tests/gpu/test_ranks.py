@@ -1,0 +1,166 @@
+"""Groups of two to four ranks with real peers: sums, deaths, aborts, changes of membership.
+
+Each test is there for all four backends: over NCCL with all ranks on one GPU (tests/one_gpu.py), and over
+Gloo without one, so that the tests themselves are tried out wherever the others run.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import group_job
+from tests.gpu.group_job import LIMIT_S, POLL_S, each_backend, job
+from tests.integration.ranks import Rank, Ranks
+from tools.gpu.figures import figure
+
+COUNT = 1 << 18
+NOTICES_S = 3.0  # for survivors that notice by themselves
+MB_MAX = 64  # that thirty reconfigurations may leave
+
+
+def assert_sums(ranks: Ranks, group: str = "group") -> None:
+    expected = sum(range(len(ranks) + 1))
+    assert ranks.ask(group_job.summed, group) == [expected] * len(ranks)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
+
+
+@each_backend
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_collective_gives_what_it_must(backend: str, count: int) -> None:
+    with job(backend, count) as ranks:
+        ranks.meet()
+        for dtype, elements in ((torch.float32, 1), (torch.bfloat16, 1000), (torch.float32, COUNT)):
+            ranks.ask(group_job.exchange, dtype, elements)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("count", "number"),
+    [(2, signal.SIGKILL), (4, signal.SIGKILL), (3, signal.SIGSTOP)],
+    ids=["one-of-2-killed", "one-of-4-killed", "one-of-3-stopped"],
+)
+def test_survivors_end_their_all_reduce_and_go_on_without_the_lost_rank(
+    backend: str, count: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with job(backend, count) as ranks:
+        members = ranks.meet()
+        assert_sums(members)
+        *survivors, victim = members
+        rounds = [tmp_path / f"rounds-{rank}" for rank in range(count)]
+        for number_of, rank in enumerate(members):
+            rank.tell(group_job.reduce_until_lost, number_of, COUNT, rounds[number_of], told)
+        wait_until(lambda: all(path.exists() and path.stat().st_size > 3 for path in rounds))
+        begin = time.monotonic()
+        victim.signal(number)
+        noticed = notice(survivors)
+        assert number == signal.SIGKILL or noticed == 0, "nobody can tell a stopped rank from a slow one"
+        told.touch()
+        told_at = time.monotonic()
+        ends = [rank.answer() for rank in survivors]
+        slowest = max(end for _, end in ends)
+        since = begin if noticed == len(survivors) else told_at
+        what = f"{backend}: {count - 1} survivors of {signal.Signals(number).name}"
+        figure(f"{what}: noticed it by themselves", noticed)
+        figure(f"{what}: all had ended", slowest - since, "s")
+        assert_sums(ranks.meet(*range(count - 1)))
+
+
+def notice(survivors: Sequence[Rank]) -> int:
+    """How many have an answer within a while, though nobody has told them."""
+    deadline = time.monotonic() + NOTICES_S
+    while time.monotonic() < deadline and not all(rank.has_answer() for rank in survivors):
+        time.sleep(POLL_S)
+    return sum(rank.has_answer() for rank in survivors)
+
+
+@each_backend
+@pytest.mark.parametrize("place", ["wait", "synchronize", "configure"])
+def test_an_abort_ends_what_waits_for_a_peer(backend: str, place: str) -> None:
+    with job(backend, 2) as ranks:
+        assert_sums(ranks.meet())
+        error, seconds = ranks[0].ask(group_job.abort_what_blocks, 0, place, ranks.prefix())
+        assert error in ("ProcessGroupAbortedError", "ProcessGroupError")
+        figure(f"{backend}: abort of a blocked {place}", seconds, "s", bar=0.2 if place == "wait" else None)
+        assert_sums(ranks.meet())
+
+
+@each_backend
+def test_the_abort_of_one_group_leaves_another_of_the_same_ranks_alone(backend: str) -> None:
+    with job(backend, 2) as ranks:
+        ranks.meet()
+        both = ranks.meet(group="other")
+        assert_sums(both, "other")
+        for _ in range(3):
+            ranks[0].ask(group_job.abort_what_blocks, 0, "wait", ranks.prefix())
+            assert_sums(both, "other")
+            assert_sums(ranks.meet())
+
+
+@each_backend
+def test_membership_changes_leave_nothing_behind(backend: str) -> None:
+    changes: list[tuple[int, ...]] = [(0, 1), (0,), (2, 0, 1), (1, 2)]
+    rounds = 30 if backend.endswith("nccl") else 3
+    with job(backend, 3) as ranks:
+        begin = time.monotonic()
+        for number in range(rounds):
+            for members in changes:
+                assert_sums(ranks.meet(*members))
+            if number == rounds // 3:
+                ranks.meet()
+                before = ranks.ask(group_job.footprint)
+        figure(f"{backend}: a change of members with a sum", (time.monotonic() - begin) / rounds / 4, "s")
+        ranks.meet()
+        for earlier, later in zip(before, ranks.ask(group_job.footprint), strict=True):
+            growth = {what: later[what] - earlier[what] for what in later}
+            assert growth["threads"] <= 4, growth
+            assert growth["descriptors"] <= 4, growth
+            assert growth["shared memory"] <= 4, growth
+            assert growth["MB of the device"] <= MB_MAX, growth
+
+
+@each_backend
+def test_twenty_groups_are_made_and_aborted(backend: str) -> None:
+    with job(backend, 2) as ranks:
+        for _ in range(20 if backend.endswith("nccl") else 3):
+            assert_sums(ranks.meet())
+            ranks[0].ask(group_job.abort_what_blocks, 0, "wait", ranks.prefix())
+
+
+@each_backend
+def test_graphs_are_captured_beside_collectives_under_way(backend: str) -> None:
+    with job(backend, 2) as ranks:
+        ranks.meet()
+        counts = ranks.ask(group_job.capture_in_step, 20)
+        assert counts == [20, 20]
+
+
+@each_backend
+def test_a_gang_and_a_coordinator_work_over_the_group(backend: str) -> None:
+    with job(backend, 3) as ranks:
+        ranks.meet()
+        ranks.ask(group_job.make_cpu_group)
+        ranks.meet(group="other")
+        ranks.ask(group_job.talk)
+
+
+@pytest.mark.parametrize("backend", ["baby-gloo", pytest.param("baby-nccl", marks=pytest.mark.gpu)])
+def test_only_the_child_of_a_baby_group_opens_the_device(backend: str) -> None:
+    """Neither the server that forks nor the spare costs memory of it."""
+    with job(backend, 2) as ranks:
+        assert_sums(ranks.meet())
+        for found in ranks.ask(group_job.opens_no_device):
+            assert found["server"]
+            assert all(found.values()), found

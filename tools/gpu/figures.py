@@ -1,0 +1,55 @@
+"""Figures that a probe or a test finds, a line of JSON each in the file that GPU_FIGURES names.
+
+A line is written at once, so a probe that is killed later has not lost what it had found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+VARIABLE = "GPU_FIGURES"
+T = TypeVar("T")
+
+
+def figure(name: str, value: float | str, unit: str = "", *, bar: float | None = None) -> None:
+    """Write one figure down.
+
+    Args:
+        name: says what it is of, without its unit.
+        unit: empty for a text or a plain number.
+        bar: what it must not be above; for a figure that must not be below, give its inverse.
+    """
+    if isinstance(value, float):
+        value = float(f"{value:.4g}")
+    line = json.dumps({"name": name, "value": value, "unit": unit, "bar": bar})
+    print(line, flush=True)
+    if path := os.environ.get(VARIABLE):
+        with Path(path).open("a") as file:
+            file.write(line + "\n")
+
+
+def median_figure(name: str, samples: Sequence[float], unit: str, *, bar: float | None = None) -> float:
+    """Write the median of some samples down, and give it."""
+    value = median(samples)
+    figure(name, value, unit, bar=bar)
+    return value
+
+
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """All that were written to the end of their line."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def attempted(act: Callable[[], T], name: str) -> T | None:
+    """The result of `act`; where it fails, the error is the figure and the probe goes on."""
+    try:
+        return act()
+    except Exception as error:  # noqa: BLE001 - it is written down
+        figure(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200])
+        return None
