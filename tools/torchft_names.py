@@ -51,7 +51,7 @@ REASONS: Mapping[str, str] = {
     "torchft.manager.extract_trailing_digits": "a helper of torchft's own, for names of traces",
     "torchft.otel.TeeLogExporter*": "each exporter has a processor of its own",
     "torchft.otel.main": "an example",
-    "*.configure": "what a caller says of itself are keywords: `replica_id=`, `quorum_id=`, ...",
+    "*.configure": "rank and world size come first; calls in the order of torchft 0.2.0 are taken too",
     "*.abort": "`abort(reason=...)`: every abort is an error, and says why",
     "torchft.process_group.*reconfigur*": "torch's own reconfiguration of groups, from torch 2.14 on",
     "torchft.process_group.*ReconfigureOptions": "torch's own reconfiguration of groups, from torch 2.14 on",

@@ -61,8 +61,8 @@ class ManagedGroup:
         try:
             self.pg.configure(
                 store_prefix,
-                result.replica_rank,
-                result.replica_world_size,
+                rank=result.replica_rank,  # by name: a subclass may have torchft 0.2.0's order
+                world_size=result.replica_world_size,
                 replica_id=replica_id,
                 quorum_id=quorum_id,
                 group_rank=group[0],

@@ -9,8 +9,9 @@ It knows how torch addresses a group, and nothing about backends or quorums.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict, Unpack
 
@@ -49,6 +50,11 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
         self._global_ranks: Sequence[int] | None = None
         self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # being coalesced, by thread
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "configure" in vars(cls):
+            cls.configure = _in_either_order(cls.configure)  # type: ignore[method-assign]
+
     def configure(
         self,
         store_addr: str,
@@ -57,6 +63,8 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
         **about: Unpack[About],
     ) -> None:
         """Leave the present members and meet new ones; blocks until the group is usable.
+
+        torchft 0.2.0's order is taken too: store_addr, replica_id, rank, world_size, and the rest of `about`.
 
         Args:
             store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
@@ -211,3 +219,28 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+
+_TORCHFT_ORDER = (
+    "replica_id",
+    "rank",
+    "world_size",
+    "quorum_id",
+    "group_rank",
+    "group_world_size",
+    "global_ranks",
+)
+
+
+def _in_either_order(configure: Callable[..., None]) -> Callable[..., None]:
+    """Take the arguments in torchft 0.2.0's order too: the replica's id comes before the rank."""
+
+    @functools.wraps(configure)
+    def take(self: ProcessGroup, store_addr: str, *place: Any, **about: Any) -> None:
+        if place and isinstance(place[0], str):
+            named, place = dict(zip(_TORCHFT_ORDER, place, strict=False)), place[len(_TORCHFT_ORDER) :]
+            configure(self, store_addr, *place, **named, **about)
+        else:
+            configure(self, store_addr, *place, **about)
+
+    return take
