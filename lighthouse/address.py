@@ -74,3 +74,18 @@ def local_host_towards(host: str, port: int = 9) -> str:
         raise AddressError(
             f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
         ) from error
+
+
+def own_host(towards: Address | None = None) -> str:
+    """Where others reach this host; loopback where its name leads nowhere.
+
+    Args:
+        towards: the interface that leads there is theirs, too; if not known, the address of the host's
+            name decides, as it does for Gloo.
+    """
+    try:
+        if towards is not None:
+            return local_host_towards(towards.host, towards.port)
+        return local_host_towards(socket.gethostname())
+    except AddressError:
+        return LOOPBACK

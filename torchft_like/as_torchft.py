@@ -2,32 +2,43 @@
 
     python -m torchft_like.as_torchft train.py --lr 0.1
     torchrun --nproc-per-node=2 -m torchft_like.as_torchft -m package.train
+    python -m torchft_like.as_torchft -c 'from torchft import Manager'
 
 From then on `torchft` and its submodules are `torchft_like` and its submodules, in this process and in
 all that it starts: they find the folder `as_torchft_path` on their path, where `torchft` is a module
-that imports this one. A torchft that is installed is not loaded. `import torchft_like.as_torchft`,
-before anything imports torchft, does the same within a script.
+that imports this one. `import torchft_like.as_torchft`, before anything imports torchft, does the same within
+a script.
+
+A torchft that is installed too, or lies beside the script, is not loaded there, nor any part of it: what this
+package lacks is an ImportError. Where nothing of this was called, `torchft` is the installed one as ever.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import os
-import runpy
+import pkgutil
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from torchft_like._installation import __version__
 
 THEIRS = "torchft"
 OURS = "torchft_like"
 PATH = str(Path(__file__).with_name("as_torchft_path"))
-USAGE = f"usage: python -m {OURS}.as_torchft (SCRIPT | -m MODULE) [ARGUMENT ...]"
+USAGE = f"usage: python -m {OURS}.as_torchft (SCRIPT | -m MODULE | -c TEXT) [ARGUMENT ...]"
+
+_LACKING = (
+    f"No module named {{name!r}}: {OURS} is in {THEIRS}'s place and does not have it; its page "
+    f"docs/torchft-names.md lists what it has, and why not the rest"
+)
 
 
 class _Alias(MetaPathFinder, Loader):
@@ -40,6 +51,8 @@ class _Alias(MetaPathFinder, Loader):
             return None
         ours = importlib.util.find_spec(OURS + name.removeprefix(THEIRS))
         if ours is None:
+            if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # it is imported, not looked for
+                raise ModuleNotFoundError(_LACKING.format(name=name), name=name)
             return None
         is_package = ours.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(name, self, is_package=is_package, loader_state=ours)
@@ -65,9 +78,19 @@ def install() -> None:
     if loaded is not None and getattr(loaded, "__path__", None) != [str(Path(PATH) / THEIRS)]:
         raise ImportError(f"{THEIRS} has been imported already: import {OURS}.as_torchft before it")
     sys.meta_path.insert(0, _Alias())
-    sys.path.insert(1, PATH)  # which spawned processes of multiprocessing are given
+    _put_on_path()
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([PATH, *(folder for folder in inherited if folder)])
+
+
+def _put_on_path() -> None:
+    """Have processes that multiprocessing spawns, which are given `sys.path`, find our `torchft`.
+
+    First on it is the folder of the script, and stays so unless there is another torchft.
+    """
+    sys.path[:] = [folder for folder in sys.path if folder != PATH]
+    is_beside = importlib.machinery.PathFinder.find_spec(THEIRS, sys.path[:1]) is not None
+    sys.path.insert(0 if is_beside else 1, PATH)
 
 
 def main() -> None:
@@ -77,15 +100,54 @@ def main() -> None:
         sys.stdout.write(f"{USAGE}\n\n{__doc__}")
     elif arguments == ["--version"]:
         sys.stdout.write(f"{OURS} {__version__}, as {THEIRS}\n")
+    elif arguments[:1] == ["-c"] and len(arguments) > 1:
+        sys.argv = ["-c", *arguments[2:]]
+        _run(compile(arguments[1], "<string>", "exec"))
     elif arguments[:1] == ["-m"] and len(arguments) > 1:
         sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        spec = _spec_of(arguments[1])
+        sys.argv[0] = spec.origin if spec and spec.origin else arguments[1]
+        _run_module(spec)
     elif arguments and not arguments[0].startswith("-"):
         sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).resolve().parent)
-        runpy.run_path(arguments[0], run_name="__main__")
+        _run_path(arguments[0])
     else:
         sys.exit(USAGE)
+
+
+def _run_path(path: str) -> None:
+    finder = pkgutil.get_importer(path)  # of a folder or an archive, which hold a __main__.py
+    if not sys.flags.safe_path:
+        sys.path[0] = path if finder is not None else str(Path(path).resolve().parent)
+        _put_on_path()
+    if finder is None:
+        with io.open_code(str(Path(path).resolve())) as script:
+            _run(compile(script.read(), path, "exec"), file=path)
+    else:
+        _run_module(finder.find_spec("__main__"))
+
+
+def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
+    spec = importlib.util.find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    return _spec_of(f"{module}.__main__") if is_package else spec
+
+
+def _run_module(spec: importlib.machinery.ModuleSpec | None) -> None:
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        sys.exit(f"{OURS}.as_torchft: there is no Python module to run in {sys.argv[0]}")
+    _run(code, spec, spec.origin)
+
+
+def _run(code: CodeType, spec: importlib.machinery.ModuleSpec | None = None, file: str | None = None) -> None:
+    """Run as `__main__`, which this stays: threads and exit handlers outlive the text of a script."""
+    module = ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=spec, __package__=spec.parent if spec else None)
+    if file is not None:
+        module.__file__ = file
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102 - it is what the caller asked for
 
 
 if __name__ == "__main__":

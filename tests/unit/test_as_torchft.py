@@ -14,9 +14,10 @@ from tests.conftest import ROOT
 SAME = "import torchft, torchft_like; assert torchft is torchft_like"
 
 
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
+    call = [sys.executable, *command]
+    return subprocess.run(call, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def assert_runs(program: str) -> None:
@@ -39,19 +40,124 @@ def test_torchft_is_this_package(program: str) -> None:
     assert_runs(program)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_children_of_a_script_can_import_it(tmp_path: Path, method: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys, multiprocessing, torchft\n"
-        f"def child():\n    import torchft, torchft_like\n    assert torchft is torchft_like\n"
-        f"if __name__ == '__main__':\n"
-        f"    assert sys.argv[1:] == ['-x', '1'] and sys.path[0] == {str(tmp_path)!r}\n"
-        f"    process = multiprocessing.get_context({method!r}).Process(target=child)\n"
-        f"    process.start(); process.join(); sys.exit(process.exitcode)\n"
-    )
-    done = run("-m", "torchft_like.as_torchft", str(script), "-x", "1")
+SPAWNING = """
+import sys, multiprocessing, torchft
+
+class Payload:
+    pass
+
+def child(payload):
+    import torchft, torchft_like
+    assert torchft is torchft_like
+    assert type(payload) is Payload
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["-x", "1"]
+    for method in "fork", "spawn", "forkserver":
+        process = multiprocessing.get_context(method).Process(target=child, args=(Payload(),))
+        process.start(); process.join()
+        assert process.exitcode == 0, method
+"""
+LOADING = """
+import torch, torch.multiprocessing
+from torch.utils.data import DataLoader, Dataset
+import torchft
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        import torchft, torchft_like
+        assert torchft is torchft_like
+        return torch.tensor([index])
+
+def collate(samples):
+    return torch.stack(samples)
+
+def work(rank, data):
+    assert type(data) is Numbers
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(Numbers(),))
+    for method in "spawn", "forkserver":
+        loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=method, collate_fn=collate)
+        assert [batch.item() for batch in loader] == [0, 1]
+"""
+AFTERWARDS = """
+import multiprocessing, threading
+
+def child():
+    pass
+
+def later():
+    threading.main_thread().join()
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start(); process.join()
+    print("the child of a thread that outlived the script ended with", process.exitcode)
+
+if __name__ == "__main__":
+    threading.Thread(target=later).start()
+"""
+
+
+@pytest.mark.parametrize("call", [["script.py"], ["-m", "script"]])
+def test_children_of_a_script_can_import_it_and_know_its_classes(tmp_path: Path, call: list[str]) -> None:
+    (tmp_path / "script.py").write_text(f"{SPAWNING}    assert sys.path[0] == {str(tmp_path)!r}\n")
+    done = run("-m", "torchft_like.as_torchft", *call, "-x", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_with_a_main_module_is_run_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(f"{SAME}; import sys; print(__name__, sys.argv)")
+    done = run("-m", "torchft_like.as_torchft", str(tmp_path), "-x")
+    assert done.stdout == f"__main__ [{str(tmp_path)!r}, '-x']\n", done.stderr
+
+
+def test_a_module_that_does_not_exist_cannot_be_run() -> None:
+    done = run("-m", "torchft_like.as_torchft", "-m", "no_such_module_anywhere")
+    assert (done.returncode, "no_such_module_anywhere" in done.stderr) == (1, True)
+
+
+def test_workers_of_torch_know_the_classes_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LOADING)
+    done = run("-m", "torchft_like.as_torchft", str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_stays_the_main_module_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTERWARDS)
+    done = run("-m", "torchft_like.as_torchft", str(tmp_path / "script.py"))
+    assert done.stdout.endswith("ended with 0\n"), done.stderr
+
+
+def test_a_text_is_run_as_python_does() -> None:
+    program = f"{SAME}; import sys; print(__name__, sys.argv)"
+    done = run("-m", "torchft_like.as_torchft", "-c", program, "--lr", "1")
+    assert done.stdout == "__main__ ['-c', '--lr', '1']\n", done.stderr
+
+
+def test_a_module_that_is_not_here_is_named_with_the_page_that_says_why() -> None:
+    done = run("-m", "torchft_like.as_torchft", "-c", "from torchft.local_sgd_of_tomorrow import DiLoCo")
+    assert "ModuleNotFoundError: No module named 'torchft.local_sgd_of_tomorrow'" in done.stderr
+    assert "docs/torchft-names.md" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["installed", "beside the script"])
+def test_another_torchft_is_not_loaded_in_a_script_or_its_children(tmp_path: Path, place: str) -> None:
+    script, other = tmp_path / "script.py", tmp_path / "other"
+    script.write_text(f"{SPAWNING}")
+    (other / "torchft").mkdir(parents=True)
+    (other / "torchft" / "__init__.py").write_text("raise SystemExit('the other one')")
+    path = str(ROOT)
+    if place == "installed":
+        path += f"{os.pathsep}{other}"
+    else:
+        (other / "torchft").rename(tmp_path / "torchft")
+    done = run("-m", "torchft_like.as_torchft", str(script), "-x", "1", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    theirs = run("-c", "import torchft", folder=tmp_path, PYTHONPATH=path)
+    assert theirs.stderr == "the other one\n", "which is imported where nothing of ours was called"
 
 
 def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
@@ -67,13 +173,6 @@ def test_a_torchft_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "torchft.py").touch()
     done = run("-c", "import torchft, torchft_like.as_torchft", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert "torchft has been imported already: import torchft_like.as_torchft before it" in done.stderr
-
-
-def test_an_installed_torchft_is_not_loaded(tmp_path: Path) -> None:
-    (tmp_path / "torchft.py").write_text("raise SystemExit('the other one')")
-    path = f"{ROOT}{os.pathsep}{tmp_path}"
-    done = run("-c", f"import torchft_like.as_torchft; {SAME}", PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_script_it_says_how_to_call_it() -> None:

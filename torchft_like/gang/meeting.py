@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from lighthouse.address import Address
+from lighthouse.address import Address, own_host
 from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, GangError
 from torchft_like.gang.bond import Bond, check_whole
 from torchft_like.gang.likeness import job_ranks, make_like, store_of, timeout_of
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.served_store import own_host, serve_store
+from torchft_like.process_group.served_store import serve_store
 
 RECORD_BYTES = 512
 _DIGEST_BYTES = 16

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from lighthouse.address import LOOPBACK, Address, local_host_towards
-from torchft_like.errors import AddressError
+from lighthouse.address import Address
 
 
 def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
@@ -31,18 +29,3 @@ def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
         master_listen_fd=listener.detach(),
     )
     return server, Address(host, port)
-
-
-def own_host(towards: Address | None = None) -> str:
-    """Where others reach this host.
-
-    Args:
-        towards: the interface that leads there is theirs, too; if not known, the address of the host's
-            name decides, as it does for Gloo.
-    """
-    try:
-        if towards is not None:
-            return local_host_towards(towards.host, towards.port)
-        return local_host_towards(socket.gethostname())
-    except AddressError:
-        return LOOPBACK
