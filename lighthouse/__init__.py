@@ -1,12 +1,8 @@
-"""The lighthouse: who is in the quorum, over gRPC.
+"""The lighthouse: who is in the quorum, over gRPC."""
 
-gRPC's own handlers of a fork crash the child where other threads speak gRPC at that moment, as those of a
-trainer with data-loader workers do. They are off, which gRPC wants to know before it is imported; `net`
-says so to a child that would speak gRPC itself.
-"""
-
-import os
 from pathlib import Path
+
+from lighthouse.grpc_forks import turn_off_handlers_of_forks
 
 __version__ = "0.1.0"
 DISTRIBUTION = "torchft-like"  # by which torchft_like knows that this lighthouse is its own
@@ -27,4 +23,4 @@ def _refuse_a_mixture() -> None:
 
 
 _refuse_a_mixture()
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+turn_off_handlers_of_forks()

@@ -22,15 +22,19 @@ Every module that has something to do in a fork asks here, so that the order is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import ipaddress
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, overload
 
 from lighthouse.address import Address
 
+L = TypeVar("L")
 ADDRESSES_MAX = 10_000  # those disowned first are forgotten first
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -55,6 +59,26 @@ def in_each_fork(turn: Turn, action: Callable[[], object]) -> None:
     reports it on standard error.
     """
     _actions[turn].append(action)
+
+
+@overload
+def lock_of_each_process() -> threading.Lock: ...
+
+
+@overload
+def lock_of_each_process(kind: Callable[[], L]) -> L: ...
+
+
+def lock_of_each_process(kind: Callable[[], Any] = threading.Lock) -> Any:
+    """A lock for a module's life, which a fork finds free whichever thread of its parent has it."""
+    lock = kind()
+    in_each_fork(Turn.LOCKS, lock._at_fork_reinit)  # as logging does it
+    return lock
+
+
+def keep_for_ever(inherited: object) -> None:
+    """Never destroy this in this process: its destructor might wait for threads that only the parent has."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 def disown(address: Address) -> None:
@@ -84,7 +108,10 @@ def _run_actions() -> None:
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others are done
                 failures.append(error)
     if failures:
-        raise ExceptionGroup("some of what this process inherited could not be left to its parent", failures)
+        reasons = "; ".join(map(repr, failures))  # Python reports no others
+        raise ExceptionGroup(
+            f"what this process inherited could not be left to its parent: {reasons}", failures
+        )
 
 
 def _leave_sockets() -> None:

@@ -31,10 +31,11 @@ import grpc.aio
 from lighthouse.address import Address
 from lighthouse.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import BindError, ForkError
-from lighthouse.forks import disown
+from lighthouse.forks import Turn, disown, in_each_fork, keep_for_ever, lock_of_each_process
+from lighthouse.grpc_forks import prepare_for_forks
 
 T = TypeVar("T")
-_grpc_process: int | None = None  # which has made a channel or a server
+prepare_for_forks()
 _DESCRIPTORS_KEPT = 128  # for everything that is no client's connection
 
 
@@ -123,14 +124,12 @@ _CHANNEL_OPTIONS = [
 
 def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
     """A blocking channel; connects lazily, reconnects by itself."""
-    _begin_grpc()
     disown(address)
     return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
 def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
     """An asyncio channel; call it on the loop that will use it."""
-    _begin_grpc()
     disown(address)
     return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
@@ -149,7 +148,6 @@ def make_aio_server(
     if _why_unbindable(bind) is not None:  # asked first, because gRPC fails with lines of its own
         raise bind_error(bind, None)
     options = [*_SERVER_OPTIONS, *limits.options(), *keepalive.options()]
-    _begin_grpc()
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
@@ -160,21 +158,6 @@ def make_aio_server(
         raise bind_error(bind, None)
     disown(bound := Address(bind.host, port))
     return server, bound
-
-
-def _begin_grpc() -> None:
-    """In the process that begins it gRPC has its threads, in a fork of that process it has none.
-
-    Raises:
-        ForkError: this is such a fork.
-    """
-    global _grpc_process  # noqa: PLW0603 - gRPC's threads are one set per process, too
-    _grpc_process = _grpc_process or os.getpid()
-    if _grpc_process != os.getpid():
-        raise ForkError(
-            f"process {_grpc_process} spoke gRPC before it forked this one, which therefore cannot: start a "
-            "process that has a Manager, or a client of a lighthouse, by spawn or forkserver"
-        )
 
 
 def listen_tcp(bind: Address) -> socket.socket:
@@ -304,11 +287,22 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop and wait for the result; never call it from the loop's own thread."""
+        """Run on the loop and wait for the result; never call it from the loop's own thread.
+
+        Raises:
+            ForkError: this process is a fork of the one that has the thread.
+        """
+        if self._process != os.getpid():
+            coroutine.close()
+            raise ForkError(
+                f"process {self._process} made this before it forked process {os.getpid()}, which has none "
+                "of its threads: make a Manager, a server or a client in the process that uses it"
+            )
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def is_current(self) -> bool:
@@ -321,7 +315,7 @@ class LoopThread:
 
 
 _loop_thread: LoopThread | None = None
-_loop_thread_lock = threading.Lock()
+_loop_thread_lock = lock_of_each_process()
 
 
 def coordination_loop() -> LoopThread:
@@ -331,3 +325,13 @@ def coordination_loop() -> LoopThread:
         if _loop_thread is None:
             _loop_thread = LoopThread("torchft-coordination")
         return _loop_thread
+
+
+def _leave_loop_to_parent() -> None:
+    global _loop_thread  # noqa: PLW0603 - see above
+    if _loop_thread is not None:
+        keep_for_ever(_loop_thread)  # with its tasks, which would act as they are destroyed
+        _loop_thread = None
+
+
+in_each_fork(Turn.OBJECTS, _leave_loop_to_parent)

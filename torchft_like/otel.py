@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lighthouse.events import Event, EventLog
+from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ConfigError
 
 USE_OTEL_ENV = "TORCHFT_USE_OTEL"
@@ -26,7 +26,7 @@ _LOGGERS = {"quorum": "torchft_quorums", "commit": "torchft_commits", "abort": "
 _EXPORT_LIMIT_S = 5
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
-_lock = threading.Lock()
+_lock = lock_of_each_process()
 _providers: dict[str, Any] = {}
 
 

@@ -121,3 +121,54 @@ def test_a_fork_keeps_the_connections_of_its_script_and_none_of_ours(processes: 
     trainer.wait_for_output("the fork has its script's only: True")
     trainer.wait_for_output("the parent has more, and keeps it: True")
     assert trainer.wait() == 0
+
+
+MANAGERS_PROGRAM = """
+import os, sys, torch
+from torch.distributed import ReduceOp
+from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.coordination import LighthouseServer
+from torchft_like.errors import ShutdownError
+
+server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+os.environ["TORCHFT_LIGHTHOUSE"] = server.address()
+
+def make(name):
+    return Manager(
+        pg=ProcessGroupGloo(), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=1,
+        replica_id=name,
+    )
+
+def step(manager):
+    manager.start_quorum()
+    ones = torch.ones(1)
+    manager.allreduce(ones, reduce_op=ReduceOp.SUM).wait()
+    return manager.should_commit() and ones.item()
+
+inherited = make("parent")
+step(inherited)
+forked = os.fork()
+if forked == 0:
+    try:
+        inherited.start_quorum()
+    except ShutdownError as error:
+        print(error, flush=True)
+    with make("child") as own:
+        while step(own) != 2:
+            pass
+    print("the fork has stepped with its parent", flush=True)
+    sys.exit(0)  # with Python's cleanup, and the inherited Manager's
+while not (ended := os.waitpid(forked, os.WNOHANG)[0]):
+    step(inherited)
+assert step(inherited)
+print("the parent steps on", flush=True)
+"""
+
+
+def test_a_fork_has_a_manager_of_its_own_and_leaves_its_parents_alone(processes: Processes) -> None:
+    trainer = processes.start(sys.executable, "-W", "ignore", "-c", MANAGERS_PROGRAM)
+    trainer.wait_for_output(r"this Manager is that of process \d+")
+    trainer.wait_for_output("the fork has stepped with its parent")
+    trainer.wait_for_output("the parent steps on")
+    assert trainer.wait() == 0
+    assert "lost parent" not in trainer.output

@@ -37,34 +37,12 @@ finally:
     over.set()
 """
 
-CHILD = """
-import os, sys
-from datetime import timedelta
-from torchft_like.coordination import LighthouseClient, LighthouseServer
-
-server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-forked = os.fork()
-if forked == 0:
-    try:
-        LighthouseClient(server.address(), timedelta(seconds=30)).heartbeat("a")
-    except RuntimeError as error:
-        print(error, flush=True)
-    os._exit(0)
-os.waitpid(forked, 0)
-"""
-
 
 def test_workers_that_are_forked_while_threads_speak_grpc_live(processes: Processes) -> None:
     trainer = processes.start(sys.executable, "-c", LOADERS)
     trainer.wait_for_output(r"loaded \{8\}")
     assert trainer.wait() == 0
     assert "fork" not in trainer.output
-
-
-def test_a_fork_that_would_speak_grpc_is_told_how_it_could(processes: Processes) -> None:
-    parent = processes.start(sys.executable, "-c", CHILD)
-    parent.wait_for_output(r"spoke gRPC before it forked this one.* by spawn or forkserver")
-    assert parent.wait() == 0
 
 
 TRAINER = """

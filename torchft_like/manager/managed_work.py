@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.futures import future_wait
 from torchft_like.process_group.work import DoneWork, GroupWork, Issuer
 from torchft_like.writing import divide
@@ -208,7 +208,7 @@ class ManagedGroupWork(ManagedWork):
             self._report(error)
 
 
-_dividing = threading.Lock()
+_dividing = lock_of_each_process()
 
 
 def is_average(operation: ReduceOp.RedOpType | ReduceOp) -> bool:

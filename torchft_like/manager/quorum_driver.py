@@ -7,9 +7,12 @@ worker's hand. It opens the gates of the current `Attempt`; the training thread 
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from datetime import timedelta
 
+from lighthouse.forks import Turn, in_each_fork
 from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
@@ -18,6 +21,7 @@ from torchft_like.errors import (
     FaultToleranceError,
     GroupLostError,
     MemberLostError,
+    ShutdownError,
     StepLostError,
 )
 from torchft_like.manager.assignment import QuorumResult
@@ -40,6 +44,7 @@ from torchft_like.manager.step import Join, Plan, StepProtocol
 from torchft_like.process_group.registration import abort_groups_of_torch
 
 logger = logging.getLogger(__name__)
+_drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
 
 
 class QuorumDriver:
@@ -72,6 +77,7 @@ class QuorumDriver:
         self._transport = transport
         self._emit = emit
         self._worker = QuorumWorker()
+        _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_serving = False
         self._is_asked_to_stop = False
@@ -336,3 +342,15 @@ def _source_of(result: QuorumResult) -> str:
     return (
         "" if result.recover_src_replica_rank is None else result.replica_ids[result.recover_src_replica_rank]
     )
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork the Manager has no threads: it is over there, and its shutdown at exit does nothing."""
+    for driver in list(_drivers):
+        driver.fatal = ShutdownError(
+            f"this Manager is that of process {os.getppid()}, which has forked this one: make one in the "
+            "process that uses it"
+        )
+
+
+in_each_fork(Turn.OBJECTS, _leave_to_the_parent)

@@ -23,11 +23,10 @@ an interpreter does between two statements is far more than a compiler would dar
 from __future__ import annotations
 
 import platform
-import threading
 
-from lighthouse.forks import Turn, in_each_fork
+from lighthouse.forks import lock_of_each_process
 
-_lock = threading.Lock()
+_lock = lock_of_each_process()
 
 
 def _one_round() -> None:
@@ -40,14 +39,6 @@ def _two_rounds() -> None:
         pass
     with _lock:
         pass
-
-
-def _renew() -> None:
-    global _lock  # noqa: PLW0603 - a name of the module costs each fence the least
-    _lock = threading.Lock()
-
-
-in_each_fork(Turn.LOCKS, _renew)
 
 
 _is_x86 = platform.machine() in ("x86_64", "AMD64", "i686")

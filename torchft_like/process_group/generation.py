@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
 
-from lighthouse.forks import Turn, in_each_fork
+from lighthouse.forks import Turn, in_each_fork, keep_for_ever, lock_of_each_process
 from torchft_like.errors import (
     CollectiveRefusedError,
     ProcessGroupAbortedError,
@@ -335,7 +334,9 @@ class Generation:
 
 _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _aside: set[threading.Thread] = set()
-_starting = threading.RLock()  # so that whoever finds a thread in `_aside` can wait for it
+_starting = lock_of_each_process(
+    threading.RLock
+)  # so that whoever finds a thread in `_aside` can wait for it
 
 
 def _run_aside(work: Callable[..., None], *args: Any) -> None:
@@ -356,12 +357,9 @@ def _run_aside(work: Callable[..., None], *args: Any) -> None:
 def _leave_to_the_parent() -> None:
     """In a fork, of a data loader for example: what was inherited is the parent's, sockets included."""
     for generation in _living:
-        # Never destroyed here: a backend's destructor would wait for threads that only the parent has.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(generation))
+        keep_for_ever(generation)  # as the destructors of backends wait for their threads
     _living.clear()
     _aside.clear()
-    global _starting  # noqa: PLW0603 - another thread of the parent may have had it
-    _starting = threading.RLock()
 
 
 in_each_fork(Turn.LOCKS, _leave_to_the_parent)

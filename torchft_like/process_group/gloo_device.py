@@ -50,7 +50,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
-from lighthouse.forks import Turn, in_each_fork, replace_sockets
+from lighthouse.forks import Turn, in_each_fork, lock_of_each_process, replace_sockets
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 ATTEMPTS_MAX = 20
@@ -78,7 +78,7 @@ class _Registered(NamedTuple):
 _logger = logging.getLogger(__name__)
 _descriptors = "/proc/self/fd"
 _descriptor_info = "/proc/self/fdinfo"
-_creation = threading.Lock()  # our own devices shall not be mistaken for each other
+_creation = lock_of_each_process()  # our own devices shall not be mistaken for each other
 _devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
 
 
@@ -338,8 +338,6 @@ def _is_socket(fd: int, inode: int) -> bool:
 
 
 def _leave_devices_to_parent() -> None:
-    global _creation  # noqa: PLW0603 - another thread of the parent may have had it
-    _creation = threading.Lock()
     for device in list(_devices):
         device.leave_to_parent()
 

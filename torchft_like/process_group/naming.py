@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.torch_backend import GroupBackend, attach_backend
 
@@ -128,7 +129,7 @@ class Named:
         self._set_group_desc(description)
 
 
-_tables = threading.RLock()  # torch has no lock of its own around them
+_tables = lock_of_each_process(threading.RLock)  # torch has no lock of its own around them
 
 
 class _RanksOf(Mapping[int, int]):

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.devices import beside_captures
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
@@ -66,7 +67,7 @@ _CONSTRUCTOR_ENVIRONMENT = {
 _CONNECT_TIMEOUT_VARIABLE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 _logger = logging.getLogger(__name__)
-_environment_lock = threading.Lock()
+_environment_lock = lock_of_each_process()
 
 
 class ProcessGroupNCCL(ReconfigurableProcessGroup):

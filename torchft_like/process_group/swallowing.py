@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Unpack
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import FaultToleranceError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About, ProcessGroup
@@ -275,4 +276,6 @@ class SwallowingWork(Work):
                 _fill_in(self._call, _place_in(self._group.parent))
 
 
-_filling_in = threading.RLock()  # a group within a group: their works fail within one another
+_filling_in = lock_of_each_process(
+    threading.RLock
+)  # a group within a group: their works fail within one another

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.futures import Future
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.channel import FOREVER
 from torchft_like.process_group.baby.protocol import Outcome
@@ -124,4 +124,4 @@ class BabyWork(ExplainedWork):
         future.set_result(self._result)
 
 
-_making_future = threading.Lock()
+_making_future = lock_of_each_process()
