@@ -50,7 +50,7 @@ SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
 IN_INFERENCE_MODE = "plain, in inference mode"  # the call, and not the tensors alone
 LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", IN_INFERENCE_MODE, "shared")
 # Of which torch's own fails on some ranks, while the others wait: it shows what is right with plain ones.
-FOR_OURS_ONLY = ("negated", "conjugated", "leaf")
+FOR_OURS_ONLY = ("negated", "conjugated", "leaf", "inference", IN_INFERENCE_MODE)
 
 PLAIN = Kind()
 KINDS = (

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.versions import NEEDS_ALLTOALL_OF_LISTS
+
 from .calls import CALLS
 from .fleet import Fleet, Worker, wait_until
 from .subjects import Subject
@@ -34,6 +36,7 @@ NEEDY = (
     "all_to_all_single",
     "barrier",
 )
+CASES = [pytest.param(name, marks=[NEEDS_ALLTOALL_OF_LISTS] * (name == "all_to_all")) for name in NEEDY]
 FELT_S = 0.2  # who still waits after this time waits for the victim
 
 
@@ -51,7 +54,7 @@ def test_every_function_is_one_that_a_victim_can_stop() -> None:
     assert set(NEEDY) <= set(CALLS)
 
 
-@pytest.mark.parametrize("case", NEEDY)
+@pytest.mark.parametrize("case", CASES)
 def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     scene: Fleet, subject: Subject, case: str
 ) -> None:
@@ -69,7 +72,7 @@ def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     go_on(scene, subject, VICTIM)
 
 
-@pytest.mark.parametrize("case", NEEDY)
+@pytest.mark.parametrize("case", CASES)
 def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
     scene: Fleet, subject: Subject, case: str
 ) -> None:

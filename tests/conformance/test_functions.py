@@ -8,6 +8,8 @@ import re
 import pytest
 import torch.distributed as dist
 
+from tests.versions import NEEDS_PERMUTE_TENSOR
+
 from . import cases
 from .calls import CALLS
 from .cases import CASES
@@ -70,7 +72,14 @@ def test_functional_collectives_give_what_torchs_give(
     fleet.check(subject.name, world, f"functional {name}")
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONAL if not name.endswith("_autograd")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[NEEDS_PERMUTE_TENSOR] * (name == "permute_tensor"))
+        for name in FUNCTIONAL
+        if not name.endswith("_autograd")
+    ],
+)
 def test_compiled_code_gets_what_torchs_group_gives(
     fleet: Fleet, subject: Subject, world: int, name: str
 ) -> None:

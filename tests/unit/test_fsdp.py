@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
@@ -278,6 +279,7 @@ def break_off_a_backward_pass(net: Net) -> None:
     hook.remove()
 
 
+@NEEDS_RESET_OF_FSDP
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_after_a_backward_pass_that_was_broken_off_fsdp_must_be_reset_or_reduces_nothing(
     is_reset: bool,

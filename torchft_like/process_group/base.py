@@ -139,7 +139,8 @@ class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # 
         return self
 
     # What torch asks a backend before it uses one of these of its own accord.
-    supports_coalescing = supports_shrinking = supports_splitting = supports_time_estimate = False
+    supports_coalescing = supports_shrinking = supports_splitting = False
+    supports_time_estimate = _supports_time_estimate = False  # the second name from torch 2.15 on
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """No: whoever wants memory that a backend registers must ask that backend."""

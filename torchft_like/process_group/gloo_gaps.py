@@ -241,8 +241,8 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
 def _is_simple(nested: Any) -> bool:
     """Whether there is nothing but plain memory, and nothing for autograd to see."""
     if isinstance(nested, Tensor):
-        is_strided = nested.layout is torch.strided
-        return nested.is_cpu and (not is_strided or (_is_plain(nested) and not nested.requires_grad))
+        is_own = nested.is_cpu and nested.layout is torch.strided
+        return is_own and _is_plain(nested) and not nested.requires_grad
     return all(map(_is_simple, nested))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.versions import NEEDS_ALLTOALL_OF_LISTS
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -229,7 +230,13 @@ def groups(store: Any) -> Any:
         party.end()
 
 
-@pytest.mark.parametrize(("act", "expected"), EXPECTED, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        pytest.param(*row, id=row[0].__name__, marks=[NEEDS_ALLTOALL_OF_LISTS] * (row[0] is all_to_all))
+        for row in EXPECTED
+    ],
+)
 def test_three_members_get_the_right_result_of(
     groups: tuple[Party, list[ProcessGroup]], act: Act, expected: Callable[[int], Any]
 ) -> None:
@@ -320,6 +327,7 @@ def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
         assert all(map(torch.equal, result, wanted))
 
 
+@NEEDS_ALLTOALL_OF_LISTS
 @pytest.mark.parametrize("is_checking", [True, False])
 def test_outputs_made_in_inference_mode_are_written_to_outside_of_it(party: Party, is_checking: bool) -> None:
     def act(rank: int, group: Any) -> list[list[float]]:
@@ -339,6 +347,20 @@ def test_outputs_made_in_inference_mode_are_written_to_outside_of_it(party: Part
     for rank, found in enumerate(party.together(groups, act)):
         gathered = [blank(2).tolist() if rank else ones] * 2
         assert found == [[1.0] * 4, ones, ones, *gathered, summed, summed, ones]
+
+
+@pytest.mark.parametrize("is_checking", [True, False])
+def test_a_sparse_tensor_made_in_inference_mode_is_reduced_outside_of_it(
+    party: Party, is_checking: bool
+) -> None:
+    def act(rank: int, group: Any) -> list[float]:
+        with torch.inference_mode():
+            tensor = torch.ones(2).to_sparse()
+        group.allreduce([tensor]).wait()
+        return tensor.to_dense().tolist()
+
+    groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=is_checking))
+    assert party.together(groups, act) == [[2.0, 2.0]] * 2
 
 
 def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:

@@ -1,0 +1,17 @@
+"""What some versions of torch do not have, for tests that need it (docs/versions.md)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+NEEDS_ALLTOALL_OF_LISTS = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11's Gloo exchanges no lists, only tensors that are split"
+)
+NEEDS_RESET_OF_FSDP = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="FSDP of torch 2.11 has no reset_iter_state"
+)
+NEEDS_PERMUTE_TENSOR = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11's permute_tensor cannot be compiled for three ranks"
+)
