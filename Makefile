@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
+.PHONY: demo test slow dropin matrix gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -57,6 +57,12 @@ slow: $(READY)  ## the tests that are too long for `make test`, but for those be
 
 dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
 	$(BIN)/python -m tests.dropin
+
+# Names of rows of docs/versions.md; all of them where none is given.
+ROWS ?=
+
+matrix: $(READY)  ## unit, conformance and failure tests on each version of torch, protobuf and Python (docs/versions.md)
+	$(BIN)/python -m tools.matrix --rows $(ROWS)
 
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
