@@ -58,6 +58,15 @@ def beside_captures(device: torch.device | int | None) -> Iterator[None]:
             _exchange_capture_mode(before)
 
 
+def keeping(kept: object, is_past: Callable[[], bool]) -> Callable[[], bool]:
+    """Such a question, which keeps something alive for as long as somebody may ask it."""
+    return functools.partial(_ask, kept, is_past)
+
+
+def _ask(kept: object, is_past: Callable[[], bool]) -> bool:
+    return is_past()
+
+
 @contextmanager
 def after(works: Iterable[Work], tensors: object) -> Iterator[None]:
     """A block on a stream of its own, on which what the works have queued comes first.

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 SPIN_S_MAX = 1e-3
 CROWDED_S = 100e-6
+PAUSE_S_MIN = 50e-6
+PAUSE_S_MAX = 5e-3
 _WEIGHT = 0.25
 _LONG_S = 4 * SPIN_S_MAX
 _CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
@@ -52,3 +54,11 @@ class Patience:
         """Take note of a wait; one endless wait counts like any that was too long to watch."""
         counted_s = waited_s if waited_s < _LONG_S else _LONG_S
         self._usual_s += _WEIGHT * (counted_s - self._usual_s)
+
+
+def growing_pauses() -> Iterator[float]:
+    """Seconds to sleep between questions: few are asked in vain, and what is short is not waited for long."""
+    pause_s = PAUSE_S_MIN
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)

@@ -6,7 +6,6 @@ It speaks over a pipe of multiprocessing: what travels is what `cuda_ipc` says, 
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -17,7 +16,7 @@ import torch
 
 from torchft_like.process_group.cuda_ipc import (
     EventMessage,
-    MemoryExports,
+    Export,
     MemoryImports,
     MemoryMessage,
     MirroredStreams,
@@ -38,19 +37,20 @@ class Child:
 
     pipe: Connection
     process: BaseProcess
-    exports: MemoryExports = field(default_factory=MemoryExports)
+    exports: dict[int, Export] = field(default_factory=dict)  # by the address of the storage
+    told: set[int] = field(default_factory=set)
     events: OwnEvents = field(default_factory=OwnEvents)
     done_events: PeerEvents = field(default_factory=PeerEvents)
 
     @classmethod
-    def start(cls, exports: MemoryExports | None = None) -> Child:
+    def start(cls, exports: dict[int, Export] | None = None) -> Child:
         """A new one; with the exports that another one left behind, if given."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), daemon=True)
         process.start()
         there.close()
-        child = cls(here, process, exports or MemoryExports())
+        child = cls(here, process, {} if exports is None else exports)
         prepared = child.events.prepare(torch.cuda.current_stream(), EVENTS_PREPARED)
         for message in child.ask("hello", prepared):
             child.done_events.open(message)
@@ -64,10 +64,13 @@ class Child:
 
     def map(self, tensor: torch.Tensor) -> int:
         """Tell it of a tensor's memory."""
-        number, message = self.exports.map(tensor.untyped_storage())
-        if message is not None:
-            assert self.ask("map", message)
-        return number
+        storage = tensor.untyped_storage()
+        if (export := self.exports.get(storage.data_ptr())) is None:
+            export = self.exports[storage.data_ptr()] = Export(storage)
+        if export.number not in self.told:
+            self.told.add(export.number)
+            assert self.ask("map", export.message)
+        return export.number
 
     def add(self, tensor: torch.Tensor, value: float, cycles: int = 0) -> int:
         """Have `value` added, after `cycles` of idling on the device; gives the event that follows."""
@@ -82,19 +85,17 @@ class Child:
         self.done_events.open(done)
         return int(done[0])
 
-    def unmap_dead(self) -> list[int]:
-        """Have it unmap what has died here."""
-        numbers = self.exports.take_dead()
-        for number in numbers:
-            unmapped = self.ask("unmap", number)
-            self.exports.unmapped(unmapped)
-        return numbers
-
     def kill(self) -> None:
         """SIGKILL, and reap it."""
         self.process.kill()
         self.process.join(LIMIT_S)
         self.pipe.close()
+
+    def release(self) -> None:
+        """It is dead, and there will be no next one."""
+        while self.exports:
+            self.exports.popitem()[1].release()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call] # of storages that have died before
 
 
 class _Server:
@@ -135,14 +136,6 @@ class _Server:
             tensor = torch.empty(0, dtype=torch.float32, device="cuda")
             tensor.set_(self.imports.storage(number), 0, (count,), (1,)).add_(value)
         return self.events.record(counterpart), self.peer_events.take_passed()
-
-    def unmap(self, number: int) -> list[int]:
-        self.imports.unmap(number, self.streams.mark())
-        deadline = time.monotonic() + LIMIT_S
-        while not (unmapped := self.imports.take_unmapped()):
-            assert time.monotonic() < deadline
-            time.sleep(POLL_S)
-        return unmapped
 
 
 def serve(pipe: Connection) -> None:

@@ -90,7 +90,7 @@ def test_the_future_carries_the_tensors_in_the_order_of_its_stream(group: Proces
     assert tensor.eq(3).all()
 
 
-def test_memory_of_dropped_tensors_comes_back(group: ProcessGroupBabyNCCL) -> None:
+def test_the_memory_that_tensors_are_staged_in_does_not_grow(group: ProcessGroupBabyNCCL) -> None:
     def drop_some() -> None:
         for _ in range(10):
             group.allreduce([torch.ones(25_000_000, device="cuda")]).wait()
@@ -98,7 +98,7 @@ def test_memory_of_dropped_tensors_comes_back(group: ProcessGroupBabyNCCL) -> No
 
     def settle() -> None:
         gc.collect()
-        for _ in range(3):  # the subprocess is told, unmaps, and says so with a later answer
+        for _ in range(3):  # each finds what is over by then
             group.allreduce([torch.ones(1, device="cuda")]).wait()
             torch.cuda.synchronize()
         torch.cuda.empty_cache()

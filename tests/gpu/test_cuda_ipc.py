@@ -27,8 +27,7 @@ def child() -> Iterator[Child]:
     torch.cuda.synchronize()
     yield child
     child.kill()
-    child.exports.subprocess_died()
-    child.exports.close()
+    child.release()
 
 
 def allocated() -> int:
@@ -94,16 +93,6 @@ def test_a_thousand_operations_need_few_events(child: Child) -> None:
     assert len(child.events._events) < 100
 
 
-def test_memory_is_free_again_once_it_is_unmapped(child: Child) -> None:
-    before = allocated()
-    tensor = torch.zeros(8 * MEBIBYTE, device="cuda")
-    number = child.map(tensor)
-    del tensor
-    assert allocated() >= before + 32 * MEBIBYTE, "the memory was given away while it was mapped"
-    assert child.unmap_dead() == [number]
-    assert allocated() <= before
-
-
 def test_killed_subprocess_loses_no_memory() -> None:
     before = allocated()
     for _ in range(5):
@@ -114,30 +103,26 @@ def test_killed_subprocess_loses_no_memory() -> None:
         del tensor
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         assert allocated() >= before + 32 * MEBIBYTE, "torch got it back by itself: this tests nothing"
-        child.exports.subprocess_died()
+        child.release()
         assert allocated() <= before
 
 
-def test_living_memory_survives_the_subprocess_and_is_told_to_the_next() -> None:
+def test_memory_survives_the_subprocess_and_is_told_to_the_next() -> None:
     before = allocated()
     tensor = torch.zeros(8 * MEBIBYTE, device="cuda")
     first = Child.start()
     first.done_events.wait(first.add(tensor, 1.0), torch.cuda.current_stream())
     torch.cuda.synchronize()
     first.kill()
-    first.exports.subprocess_died()
     second = Child.start(first.exports)
     try:
         second.done_events.wait(second.add(tensor, 1.0), torch.cuda.current_stream())
         assert tensor[:3].tolist() == [2.0] * 3
-        number = second.map(tensor)
-        del tensor
-        allocated()
-        assert second.unmap_dead() == [number]
-        assert allocated() <= before
     finally:
         second.kill()
-        second.exports.close()
+    second.release()
+    del tensor
+    assert allocated() <= before
 
 
 def test_device_memory_of_a_killed_subprocess_is_given_back() -> None:

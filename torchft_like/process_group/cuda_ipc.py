@@ -2,7 +2,7 @@
 
 Three things cross the border, all of them as plain data (integers and bytes):
 
-* *memory*: a storage is exported once, mapped by the subprocess once, and used under its number;
+* *memory*: a storage is exported once, mapped by each subprocess once, and used under its number;
 * *order*: an event that one side has recorded and the other side's stream waits for;
 * *streams*: each of the trainer's has a counterpart in the subprocess.
 
@@ -14,9 +14,8 @@ too. So here the subprocess maps under a counter that does not exist, which torc
 
 INVARIANTS
 * A counter is taken from one to zero by the trainer, exactly once: when no subprocess maps the
-  memory (it has said so, or it is dead and reaped) and none will.
-* The subprocess says that it has unmapped memory only when its device has passed everything that
-  was queued before.
+  memory (it is dead and reaped) and none will.
+* A subprocess unmaps nothing: torch would have its thread wait for the stream that is current.
 * An event is recorded anew only when the device has passed every wait for it.
 
 How messages travel, and how a subprocess is started and ended, is not known here. The driver takes a
@@ -26,23 +25,20 @@ dead process's work off the device before the process can be reaped; the first i
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.errors import NotSupportedError
 
 # Whether the device has passed a certain point.
 IsPast = Callable[[], bool]
 
-# (number, device, handle of the allocation or None, bytes, offset in it)
-MemoryMessage = tuple[int, int, bytes | None, int, int]
+# (number, device, handle of the allocation, bytes, offset in it)
+MemoryMessage = tuple[int, int, bytes, int, int]
 # (number, device, handle the first time and None later)
 EventMessage = tuple[int, int, bytes | None]
 # (device, torch's id of the stream, priority)
@@ -84,10 +80,6 @@ class TorchCuda:
         """Take a counter of this process down by one."""
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
 
-    def collect(self) -> None:
-        """Give memory back whose storage has died and whose counter is zero."""
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-
     def new_event(self) -> torch.cuda.Event:
         """One that can be shared."""
         return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -101,9 +93,14 @@ class TorchCuda:
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
+    def private_event(self) -> torch.cuda.Event:
+        """One of this process alone, which costs a tenth of one that can be shared."""
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
+
     def mark(self, stream: torch.cuda.Stream) -> IsPast:
         """Whether the stream has come to where it is now."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self.private_event()
         event.record(stream)
         return event.query
 
@@ -116,131 +113,36 @@ class TorchCuda:
 _TORCH = TorchCuda()
 
 
-@dataclass(eq=False)
-class _Export:
-    """One stretch of memory that was made mappable. `counter` is None for a storage without bytes."""
+class Export:
+    """Memory of this process that any number of subprocesses may map, one after the other.
 
-    message: MemoryMessage
-    address: int
-    counter: tuple[bytes, int] | None
-    is_mapped: bool = False
-
-    @property
-    def number(self) -> int:
-        return self.message[0]
-
-
-class MemoryExports:
-    """The trainer's side of shared memory. Any thread may use it.
-
-    Args:
-        on_death: called when an exported storage has died, so that `take_dead` has something; on any
-            thread, in the middle of anything, so it must do no more than wake somebody.
+    Raises:
+        NotSupportedError: the memory cannot be shared; says why.
     """
 
-    def __init__(self, on_death: Callable[[], object] = lambda: None, cuda: TorchCuda = _TORCH) -> None:
-        self._on_death = on_death
+    def __init__(self, storage: torch.UntypedStorage, cuda: TorchCuda = _TORCH) -> None:
         self._cuda = cuda
-        self._numbers = itertools.count(1)
-        self._lock = threading.RLock()  # a storage may die, and call back, within any of these methods
-        self._living: dict[int, _Export] = {}  # by the address of torch's storage object
-        self._dead: deque[_Export] = deque()
-        self._to_be_unmapped: dict[int, _Export] = {}
-
-    def map(self, storage: torch.UntypedStorage) -> tuple[int, MemoryMessage | None]:
-        """The storage's number, and what to tell the subprocess first, if it does not know it yet.
-
-        The message has to be on its way before any other that names the number.
-
-        Raises:
-            NotSupportedError: the memory cannot be shared; says why.
-        """
-        key = storage._cdata
-        with self._lock:
-            export = self._living.get(key)
-            if export is not None and not _is_still_there(export, storage):
-                self._forget(key, export)
-                export = None
-            if export is None:
-                export = self._living[key] = self._export(storage)
-                weakref.finalize(storage, self._storage_died, key, export).atexit = False
-            message = None if export.is_mapped else export.message
-            export.is_mapped = True
-            return export.number, message
-
-    def take_dead(self) -> list[int]:
-        """Numbers that the subprocess is to unmap and report to `unmapped`; each is given once."""
-        with self._lock:
-            dead = [self._dead.popleft() for _ in range(len(self._dead))]
-            mapped = {export.number: export for export in dead if export.is_mapped}
-            self._to_be_unmapped |= mapped
-            self._release(export for export in dead if not export.is_mapped)
-        return list(mapped)
-
-    def unmapped(self, numbers: Iterable[int]) -> None:
-        """The subprocess has unmapped these.
-
-        Raises:
-            ProcessGroupError: it was not asked to.
-        """
-        with self._lock:
-            for number in numbers:
-                if (export := self._to_be_unmapped.pop(number, None)) is None:
-                    raise ProcessGroupError(f"the subprocess unmapped memory {number}, which is in use")
-                self._release([export])
-
-    def subprocess_died(self) -> None:
-        """It is dead and reaped, and maps nothing any more; a next one will be told everything anew."""
-        with self._lock:
-            for export in [*self._living.values(), *self._dead]:
-                export.is_mapped = False
-            gone, self._to_be_unmapped = self._to_be_unmapped, {}
-            self._release(gone.values())
-            self.take_dead()
-
-    def close(self) -> None:
-        """After `subprocess_died`, when there will be no next one: hold on to nobody's memory."""
-        with self._lock:
-            living, self._living = self._living, {}
-            self._release(living.values())
-            self.subprocess_died()
-
-    def _export(self, storage: torch.UntypedStorage) -> _Export:
         try:
-            device, handle, nbytes, offset, counter, counter_offset, _, _ = self._cuda.share(storage)
+            device, handle, nbytes, offset, counter, counter_offset, _, _ = cuda.share(storage)
         except RuntimeError as error:
             raise NotSupportedError(
                 f"CUDA memory cannot be shared with the subprocess: {error}. Memory from torch's own "
-                "allocator without expandable_segments can; clone a tensor that came from elsewhere"
+                "allocator without expandable_segments can"
             ) from error
-        message = (next(self._numbers), device, handle, nbytes, offset)
-        return _Export(message, storage.data_ptr(), None if handle is None else (counter, counter_offset))
+        self._counter = counter, counter_offset
+        self.message: MemoryMessage = (next(_numbers), device, handle, nbytes, offset)
 
-    def _storage_died(self, key: int, export: _Export) -> None:
-        # Without the lock: this runs wherever the last reference is dropped, and must not wait there.
-        if self._living.get(key) is export:
-            self._forget(key, export)
-            self._on_death()
+    @property
+    def number(self) -> int:
+        """What stands for the memory in messages."""
+        return self.message[0]
 
-    def _forget(self, key: int, export: _Export) -> None:
-        if self._living.pop(key, None) is export:
-            self._dead.append(export)
-
-    def _release(self, exports: Iterable[_Export]) -> None:
-        counters = [export.counter for export in exports if export.counter is not None]
-        for counter in counters:
-            self._cuda.decrement(*counter)
-        if counters:
-            self._cuda.collect()
+    def release(self) -> None:
+        """No subprocess maps it any more, and none will: the memory goes back to torch with its storage."""
+        self._cuda.decrement(*self._counter)
 
 
-def _is_still_there(export: _Export, storage: torch.UntypedStorage) -> bool:
-    """A storage may have been resized, as FSDP does to free memory, and be elsewhere now.
-
-    Its old memory is not used for anything else as long as its counter is one: the same address means
-    the same memory.
-    """
-    return export.address == storage.data_ptr() and export.message[3] == storage.nbytes()
+_numbers = itertools.count(1)
 
 
 class MemoryImports:
@@ -249,29 +151,15 @@ class MemoryImports:
     def __init__(self, cuda: TorchCuda = _TORCH) -> None:
         self._cuda = cuda
         self._mapped: dict[int, torch.UntypedStorage] = {}
-        self._retiring: list[tuple[int, torch.UntypedStorage, IsPast]] = []
 
     def map(self, message: MemoryMessage) -> None:
-        """Map what `MemoryExports.map` told."""
+        """Map what an `Export` says, for as long as this process lives."""
         number, device, handle, nbytes, offset = message
-        if handle is None:
-            self._mapped[number] = torch.empty(0, device=torch.device("cuda", device)).untyped_storage()
-        else:
-            self._mapped[number] = self._cuda.open(device, handle, nbytes, offset)
+        self._mapped[number] = self._cuda.open(device, handle, nbytes, offset)
 
     def storage(self, number: int) -> torch.UntypedStorage:
         """The storage of that number."""
         return self._mapped[number]
-
-    def unmap(self, number: int, is_past: IsPast) -> None:
-        """Unmap it when the device has passed what is queued now: `is_past` tells."""
-        self._retiring.append((number, self._mapped.pop(number), is_past))
-
-    def take_unmapped(self) -> list[int]:
-        """The numbers that were unmapped since the last call, for `MemoryExports.unmapped`."""
-        past = [number for number, _, is_past in self._retiring if is_past()]
-        self._retiring = [entry for entry in self._retiring if entry[0] not in past]
-        return past
 
 
 class OwnEvents:
@@ -332,9 +220,13 @@ class PeerEvents:
         if handle is not None:
             self._events[number] = self._cuda.open_event(device, handle)
 
+    def order(self, number: int, stream: torch.cuda.Stream) -> None:
+        """Make the stream wait for it; the caller says with `skip` when the device has passed that."""
+        self._events[number].wait(stream)
+
     def wait(self, number: int, stream: torch.cuda.Stream) -> None:
         """Make the stream wait for it."""
-        self._events[number].wait(stream)
+        self.order(number, stream)
         self._waits.append((number, self._cuda.mark(stream)))
 
     def is_over(self, number: int) -> bool:
@@ -342,7 +234,7 @@ class PeerEvents:
         return bool(self._events[number].query())  # type: ignore[no-untyped-call]
 
     def skip(self, number: int) -> None:
-        """Nobody will wait for it."""
+        """Nobody waits for it any more, or will."""
         self._unused.append(number)
 
     def take_passed(self) -> list[int]:
@@ -378,8 +270,3 @@ class MirroredStreams:
             device, _, priority = message
             stream = self._streams[message] = self._cuda.new_stream(device, priority)
         return stream
-
-    def mark(self) -> IsPast:
-        """Whether all of them have come to where they are now: for `MemoryImports.unmap`."""
-        marks = [self._cuda.mark(stream) for stream in self._streams.values()]
-        return lambda: all(is_past() for is_past in marks)

@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from torchft_like.patience import growing_pauses
+
 PERIOD_S = 0.25
 DECISION_S_MAX = 5.0
 # After so many operations the thread that asks sleeps: a thread that only lets go of the GIL takes it again
 # before another one is awake.
 ASKED_AT_ONCE = 16
 REST_S = 20e-6
-PAUSE_S_MIN = 50e-6
-PAUSE_S_MAX = 5e-3
 
 _logger = logging.getLogger(__name__)
 
@@ -218,14 +218,6 @@ class DeviceWatch:
                 if self._closed.wait(PERIOD_S):
                     return
                 self.look(REST_S)
-
-
-def growing_pauses() -> Iterator[float]:
-    """Seconds to sleep between questions: few are asked in vain, and what is short is not waited for long."""
-    pause_s = PAUSE_S_MIN
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 
 def _settled(watched: Watched) -> IsOver:

@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -41,7 +40,7 @@ from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from lighthouse.forks import lock_of_each_process
-from torchft_like.devices import beside_captures
+from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import flight_recorder
@@ -304,7 +303,7 @@ class _NcclBackend:
         written = work.get_future()  # holds the outputs that torch has made itself
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             work.block_current_stream()
-            return partial(_ask, self._mark(), (tensors, written))
+            return keeping((tensors, written), self._mark())
 
     def _mark(self) -> IsOver:
         """Whether the current stream has come to where it is now."""
@@ -413,11 +412,6 @@ def require_nccl() -> None:
             "NCCL needs a GPU and torch sees none: check the driver and CUDA_VISIBLE_DEVICES, "
             "or use ProcessGroupGloo"
         )
-
-
-def _ask(is_past: IsOver, kept: object) -> bool:
-    """As `is_past` says; as long as somebody may ask, what is kept lives."""
-    return is_past()
 
 
 def _rank_in_job(rank: int, global_ranks: Sequence[int] | None) -> int:

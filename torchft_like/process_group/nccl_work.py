@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched, growing_pauses
+from torchft_like.patience import growing_pauses
+from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
 from torchft_like.process_group.generation import AbortSignal
 from torchft_like.process_group.work import ExplainedWork
 

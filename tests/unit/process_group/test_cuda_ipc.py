@@ -5,16 +5,15 @@ Whether torch really behaves so is what tests/gpu is for.
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 
-from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.cuda_ipc import (
+    Export,
     IsPast,
-    MemoryExports,
     MemoryImports,
     MirroredStreams,
     OwnEvents,
@@ -42,6 +41,9 @@ class Stream:
     def run(self) -> None:
         self.done = self.queued
 
+    def synchronize(self) -> None:
+        self.run()
+
 
 class Event:
     """What was queued before it was recorded last."""
@@ -64,16 +66,14 @@ class Machine(TorchCuda):
 
     def __init__(self) -> None:
         self.counters: list[int] = []
-        self.collected = 0
         self.opened: list[tuple[Any, ...]] = []
         self.events: list[Event] = []
+        self.private = 0
         self.refusal: RuntimeError | None = None
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         if self.refusal is not None:
             raise self.refusal
-        if storage.nbytes() == 0:
-            return 0, None, 0, 0, None, 0, None, None
         self.counters.append(1)
         return 0, b"handle", storage.nbytes(), 512, b"/torch_1_1", len(self.counters) - 1, b"", True
 
@@ -85,9 +85,6 @@ class Machine(TorchCuda):
         assert counter == b"/torch_1_1"
         self.counters[offset] -= 1
 
-    def collect(self) -> None:
-        self.collected += 1
-
     def new_event(self) -> Any:
         self.events.append(Event())
         return self.events[-1]
@@ -98,8 +95,9 @@ class Machine(TorchCuda):
     def open_event(self, device: int, handle: bytes) -> Any:
         return self.events[handle[0]]
 
-    def mark(self, stream: Any) -> IsPast:
-        return stream.queue()  # type: ignore[no-any-return]
+    def private_event(self) -> Any:
+        self.private += 1
+        return Event()
 
     def new_stream(self, device: int, priority: int) -> Any:
         return Stream(device, priority=priority)
@@ -110,163 +108,33 @@ def machine() -> Machine:
     return Machine()
 
 
-@pytest.fixture
-def exports(machine: Machine) -> MemoryExports:
-    return MemoryExports(cuda=machine)
-
-
 def storage_of(count: int = 4) -> torch.UntypedStorage:
     return torch.zeros(count).untyped_storage()
 
 
-def test_storage_is_exported_and_told_once(exports: MemoryExports, machine: Machine) -> None:
-    tensor = torch.zeros(4)
-    number, message = exports.map(tensor.untyped_storage())
-    assert message == (number, 0, b"handle", 16, 512)
-    assert exports.map(tensor[1:].untyped_storage()) == (number, None)
-    assert machine.counters == [1]
+def test_each_memory_has_a_number_of_its_own(machine: Machine) -> None:
+    first, second = (Export(storage_of(), machine) for _ in range(2))
+    assert first.message == (first.number, 0, b"handle", 16, 512)
+    assert second.number != first.number
+    assert machine.counters == [1, 1]
 
 
-def test_dead_storage_is_released_when_the_subprocess_has_unmapped_it(
-    exports: MemoryExports, machine: Machine
-) -> None:
-    storage = storage_of()
-    number, _ = exports.map(storage)
-    assert exports.take_dead() == []
-    del storage
-    gc.collect()
-    assert exports.take_dead() == [number]
-    assert exports.take_dead() == []
-    assert machine.counters == [1]
-    exports.unmapped([number])
-    assert machine.counters == [0]
-    assert machine.collected == 1
-
-
-def test_death_of_a_storage_wakes_the_trainer(machine: Machine) -> None:
-    woken: list[bool] = []
-    exports = MemoryExports(lambda: woken.append(True), machine)
-    storage = storage_of()
-    exports.map(storage)
-    assert woken == []
-    del storage
-    gc.collect()
-    assert woken == [True]
-
-
-def test_killed_subprocess_loses_no_memory(exports: MemoryExports, machine: Machine) -> None:
-    dead, asked, living = storage_of(), storage_of(), storage_of()
-    exports.map(dead)
-    number, _ = exports.map(asked)
-    exports.map(living)
-    del asked
-    gc.collect()
-    assert exports.take_dead() == [number]
-    del dead
-    gc.collect()
-    exports.subprocess_died()
-    assert machine.counters == [0, 0, 1]
-    assert machine.collected > 0
-
-
-def test_no_counter_goes_below_zero_whatever_comes_when(exports: MemoryExports, machine: Machine) -> None:
-    storage = storage_of()
-    number, _ = exports.map(storage)
-    del storage
-    gc.collect()
-    exports.take_dead()
-    exports.unmapped([number])
-    exports.subprocess_died()
-    exports.close()
-    exports.close()
+def test_release_takes_the_counter_down(machine: Machine) -> None:
+    Export(storage_of(), machine).release()
     assert machine.counters == [0]
 
 
-def test_next_subprocess_is_told_anew_without_a_second_export(
-    exports: MemoryExports, machine: Machine
-) -> None:
-    storage = storage_of()
-    first = exports.map(storage)
-    exports.subprocess_died()
-    assert exports.map(storage) == first
-    assert machine.counters == [1]
-
-
-def test_storage_that_dies_between_two_subprocesses_is_released_at_once(
-    exports: MemoryExports, machine: Machine
-) -> None:
-    storage = storage_of()
-    exports.map(storage)
-    exports.subprocess_died()
-    del storage
-    gc.collect()
-    assert exports.take_dead() == []
-    assert machine.counters == [0]
-
-
-def test_close_holds_on_to_nobodys_memory(exports: MemoryExports, machine: Machine) -> None:
-    storage = storage_of()
-    exports.map(storage)
-    exports.close()
-    assert machine.counters == [0]
-    del storage
-    gc.collect()
-    assert exports.take_dead() == []
-
-
-def test_resized_storage_is_another_memory(exports: MemoryExports, machine: Machine) -> None:
-    storage = storage_of()
-    number, _ = exports.map(storage)
-    storage.resize_(1 << 20)
-    other, message = exports.map(storage)
-    assert other != number
-    assert message is not None
-    assert message[3] == 1 << 20
-    assert exports.take_dead() == [number]
-    exports.unmapped([number])
-    assert machine.counters == [0, 1]
-
-
-def test_storage_without_bytes_has_no_counter(exports: MemoryExports, machine: Machine) -> None:
-    storage = torch.zeros(0).untyped_storage()
-    number, message = exports.map(storage)
-    assert message == (number, 0, None, 0, 0)
-    del storage
-    gc.collect()
-    exports.unmapped(exports.take_dead())
-    assert machine.counters == []
-
-
-def test_unasked_report_is_refused(exports: MemoryExports, machine: Machine) -> None:
-    storage = storage_of()
-    number, _ = exports.map(storage)
-    with pytest.raises(ProcessGroupError, match=f"unmapped memory {number}, which is in use"):
-        exports.unmapped([number])
-    assert machine.counters == [1]
-
-
-def test_memory_that_cannot_be_shared_is_refused_with_the_cure(
-    exports: MemoryExports, machine: Machine
-) -> None:
+def test_memory_that_cannot_be_shared_is_refused_with_the_cure(machine: Machine) -> None:
     machine.refusal = RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
     with pytest.raises(NotSupportedError, match=r"cudaMallocAsync .* without expandable_segments"):
-        exports.map(storage_of())
+        Export(storage_of(), machine)
 
 
-def test_subprocess_unmaps_when_its_device_has_passed_what_was_queued(machine: Machine) -> None:
-    imports, streams = MemoryImports(machine), MirroredStreams(machine)
-    stream: Any = streams.get((0, 7, 0))
+def test_the_subprocess_finds_the_memory_under_its_number(machine: Machine) -> None:
+    imports = MemoryImports(machine)
     imports.map((3, 0, b"handle", 16, 512))
     assert imports.storage(3).nbytes() == 16
     assert machine.opened == [(0, b"handle", 16, 512)]
-    stream.queue()
-    imports.unmap(3, streams.mark())
-    assert imports.take_unmapped() == []
-    stream.run()
-    assert imports.take_unmapped() == [3]
-    assert imports.take_unmapped() == []
-    with pytest.raises(KeyError):
-        imports.storage(3)
 
 
 def test_event_is_recorded_anew_only_after_every_wait_for_it(machine: Machine) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import SubprocessLostError
+from torchft_like.patience import growing_pauses
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
@@ -138,6 +139,18 @@ class RemoteBackend:
         """How many operations are not over."""
         self._requests.look()
         return self._requests.count()
+
+    def wait_over(self) -> None:
+        """Until no operation is under way, or the subprocess is gone. Raises what the device raises."""
+        pauses = growing_pauses()
+        while not self._child.has_ended() and self._is_busy():
+            time.sleep(next(pauses))
+
+    def _is_busy(self) -> bool:
+        if self.num_active_work():
+            return True
+        with self._sending:
+            return self._lender.is_busy()
 
     def lost(self) -> Exception | None:
         """The error if the subprocess is gone."""

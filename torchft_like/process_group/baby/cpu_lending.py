@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Work
 
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.baby import outcomes
+from torchft_like.process_group.baby.blocks import Block
 from torchft_like.process_group.baby.cpu_memory import (
-    Block,
     Exports,
     Segment,
     Staging,
@@ -79,6 +79,10 @@ class CpuLender:
         """None: what has begun and is not over has not been answered either, and its work fails."""
         return 0
 
+    def is_busy(self) -> bool:
+        """No: what is over is answered when its results are there."""
+        return False
+
     def abandon(self) -> None:
         """See lending.Lender."""
         self._is_abandoned = True
@@ -95,13 +99,13 @@ class CpuLender:
         self._note(found[0], tensor)
         return found[1]
 
-    def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
+    def stage(self, tensor: Tensor) -> tuple[Block[Segment], TensorSpec]:
         """Room for a tensor."""
         block, spec = self._staging.stage(tensor)
         self._note(block.segment, block)
         return block, spec
 
-    def give_back(self, blocks: Iterable[Block]) -> None:
+    def give_back(self, blocks: Iterable[Block[Segment]]) -> None:
         """Their request is settled."""
         if not self._is_abandoned:
             self._staging.give_back(blocks)
@@ -120,7 +124,7 @@ class _CpuLoan:
         self._call = call
         self._lender = lender
         self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
-        self._blocks: list[Block] = []
+        self._blocks: list[Block[Segment]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     @functools.cached_property

@@ -6,8 +6,6 @@ copied into a block of ours and, where the operation writes it, copied back.
 
 INVARIANTS
 * A segment's number never stands for two storages.
-* A block is given back only when the subprocess cannot touch it any more: its request was answered,
-  or the subprocess is gone.
 * Files in memory have no name: whoever is killed, nothing is left behind.
 """
 
@@ -15,10 +13,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +22,8 @@ import torch
 from torch import Tensor
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, contiguous_spec, spec_of
-
-BLOCK_BYTES_MIN = 64
-SLAB_BYTES_MAX = 1024 * 1024
-SLAB_BLOCKS_MAX = 64
+from torchft_like.process_group.baby.blocks import Blocks
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, spec_of
 
 _numbers = itertools.count(1)
 _maps = Path("/proc/self/maps")
@@ -125,63 +118,12 @@ def _is_nameless(storage: torch.UntypedStorage) -> bool:
     return False
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A part of a segment of ours. `life` is that of the Staging from one `close` to the next."""
+class Staging(Blocks[Segment]):
+    """Blocks for tensors that do not live in shared memory."""
 
-    segment: Segment
-    storage: torch.UntypedStorage
-    start: int
-    nbytes: int
-    life: object
-
-
-class Staging:
-    """Blocks for tensors that do not live in shared memory.
-
-    Blocks come in powers of two and are used again and again, so the memory that it holds is what the
-    operations under way at the busiest moment needed, until `close`.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Block]] = defaultdict(list)
-        self._life = object()
-
-    def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
-        """A block with room for the tensor's elements, one after the other.
-
-        Raises:
-            ProcessGroupError: the machine has no memory left for it.
-        """
-        block = self._take(tensor.numel() * tensor.element_size())
-        return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
-
-    def give_back(self, blocks: Iterable[Block]) -> None:
-        """The blocks may be used for other tensors."""
-        with self._lock:
-            for block in blocks:
-                if block.life is self._life:
-                    self._free[block.nbytes].append(block)
-
-    def close(self) -> None:
-        """Give the memory back to the system, that of a block in use when it is dropped."""
-        with self._lock:
-            self._free.clear()
-            self._life = object()
-
-    def _take(self, nbytes: int) -> Block:
-        size = max(BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            if not self._free[size]:
-                self._free[size].extend(self._make(size))
-            return self._free[size].pop()
-
-    def _make(self, size: int) -> Iterator[Block]:
-        segment = _make_segment(max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX)))
-        storage = open_segment(segment.descriptor, segment.nbytes)
-        for start in range(0, segment.nbytes, size):
-            yield Block(segment, storage, start, size, self._life)
+    def _make_segment(self, nbytes: int) -> tuple[Segment, torch.UntypedStorage]:
+        segment = _make_segment(nbytes)
+        return segment, open_segment(segment.descriptor, segment.nbytes)
 
 
 def _make_segment(nbytes: int) -> Segment:

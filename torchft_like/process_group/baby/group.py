@@ -17,7 +17,8 @@ from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
 from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.cpu_lending import CpuLender
 from torchft_like.process_group.baby.cpu_memory import Staging
-from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaLender
+from torchft_like.process_group.baby.cuda_lending import TORCH_CUDA, BabyWorkNCCL, CudaLender
+from torchft_like.process_group.baby.cuda_memory import Arena
 from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.baby.protocol import UNASKED, ToChild
@@ -145,7 +146,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     WORK_CLASS = BabyWorkNCCL
     RECIPE = Recipe(
         group="torchft_like.process_group.nccl:ProcessGroupNCCL",
-        borrower="torchft_like.process_group.baby.cuda_lending:CudaBorrower",
+        borrower="torchft_like.process_group.baby.cuda_borrowing:CudaBorrower",
     )
 
     def __init__(
@@ -154,20 +155,27 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         require_nccl()
         super().__init__(timeout, check_collectives=check_collectives)
         self._device: torch.device | None = None
+        self._arena: Arena | None = None
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         super().configure(store_addr, rank, world_size, **about)
 
+    def shutdown(self) -> None:
+        """See ProcessGroup.shutdown."""
+        super().shutdown()
+        self._arena = None  # its memory is torch's again when the subprocess is dead, and the copies are over
+
     def errored(self) -> Exception | None:
-        """Wait for the current stream, then tell what made the group unusable, if anything.
+        """Wait until what was begun is over, then tell what made the group unusable, if anything.
 
         ProcessGroupAbortedError means that every operation was over before the abort; any other error that
         some were not, so that their outputs hold anything.
         """
         try:
-            torch.cuda.current_stream().synchronize()
+            if self._latest is not None:
+                self._latest.wait_over()
         except RuntimeError as device_error:
             return device_error
         error = super().errored()
@@ -192,7 +200,9 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def _lender(self) -> CudaLender:
         if self._device is None:
             raise ProcessGroupError("the group has no device: call configure()")
-        return CudaLender(self._device)
+        if self._arena is None or self._arena.device != self._device:
+            self._arena = Arena(self._device, TORCH_CUDA)
+        return CudaLender(self._device, self._arena)
 
     def _warm_up(self) -> Message | None:
         if self._device is not None:

@@ -65,6 +65,9 @@ class Lender(Protocol):
         Must not block: what holds a lock may be what only the kill ends.
         """
 
+    def is_busy(self) -> bool:
+        """Whether a device has yet to pass an operation that was answered, or its results."""
+
     def abandon(self) -> None:
         """The subprocess does not die: what it may still touch is never used again."""
 

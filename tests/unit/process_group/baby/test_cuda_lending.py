@@ -16,12 +16,17 @@ import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.baby import cuda_memory
 from torchft_like.process_group.baby.channel import Channel
-from torchft_like.process_group.baby.child import _Server
-from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaBorrower, CudaLender
+from torchft_like.process_group.baby.child import _load, _Server
+from torchft_like.process_group.baby.cuda_borrowing import CudaBorrower
+from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaLender
+from torchft_like.process_group.baby.cuda_memory import Arena
+from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.nccl import ProcessGroupNCCL
 
 
 class OneDevice(Machine):
@@ -30,6 +35,21 @@ class OneDevice(Machine):
     def __init__(self) -> None:
         super().__init__()
         self.current = Stream()
+        self.shared: list[torch.UntypedStorage] = []
+        self.made: list[Stream] = []
+
+    def new_stream(self, device: int, priority: int) -> Any:
+        self.made.append(super().new_stream(device, priority))
+        return self.made[-1]
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        self.shared.append(storage)
+        device, _, *more = super().share(storage)
+        return device, bytes([len(self.shared) - 1]), *more
+
+    def open(self, device: int, handle: bytes, nbytes: int, offset: int) -> torch.UntypedStorage:
+        super().open(device, handle, nbytes, offset)
+        return self.shared[handle[0]]
 
     def use_device(self, index: int) -> None:
         pass
@@ -49,7 +69,8 @@ class Pair:
 
     def __init__(self) -> None:
         self.machine = OneDevice()
-        self.lender = CudaLender(torch.device("cpu"), self.machine)
+        self.arena = Arena(torch.device("cpu"), self.machine)
+        self.lender = CudaLender(torch.device("cpu"), self.arena, self.machine)
         self.borrower = CudaBorrower(self.lender.greeting(), self.machine)
         self.lender.greeted(self.borrower.greeting())
         self.streams: list[Stream] = []
@@ -59,11 +80,9 @@ class Pair:
         while (letter := self.lender.next_letter()) is not None:
             (kind, _, *details), descriptors = letter
             self.lender.letter_sent()
+            assert kind == ToChild.MAP
             self.letters.append((kind, *details))
-            if kind == ToChild.MAP:
-                self.borrower.map(tuple(details), list(descriptors))
-            else:
-                self.borrower.unmap(*details)
+            self.borrower.map(tuple(details), list(descriptors))
 
     def run(self, tensor: torch.Tensor) -> tuple[Any, Request]:
         """One allreduce, as far as the answer."""
@@ -73,7 +92,7 @@ class Pair:
         self.deliver_letters()
         request = Request(1)
         with self.borrower.entered(context):
-            self.borrower.tensor(spec)
+            self.borrower.tensor(spec).mul_(2)
             self.streams.append(self.machine.current)
             request.answer = self.borrower.answer_when_started(None)
         request.outcome = Outcome.DONE
@@ -85,6 +104,12 @@ class Pair:
         """The subprocess's streams come to their ends."""
         for stream in self.streams:
             stream.run()
+
+    def finish_copies(self) -> None:
+        """So do those of the lender, on which results are copied that nobody waits for."""
+        for stream in self.machine.made:
+            if stream not in self.streams:
+                stream.run()
 
 
 @pytest.fixture
@@ -119,22 +144,80 @@ def test_each_stream_of_the_caller_has_a_counterpart(pair: Pair) -> None:
     assert pair.streams[0] is not pair.streams[1]
 
 
-def test_tensors_live_until_the_caller_waits_or_the_operation_is_over(pair: Pair) -> None:
-    waited, unwaited = torch.zeros(8), torch.zeros(8)
-    first, _ = pair.run(waited)
-    pair.run(unwaited)
-    del unwaited
-    gc.collect()
-    pair.lender.lend(BY_NAME["barrier"].bind((), {}))
-    pair.deliver_letters()
-    assert [letter[0] for letter in pair.letters] == [ToChild.MAP, ToChild.MAP]
-    first.order_current_stream()
-    pair.machine.current.run()
+def test_the_outputs_are_copied_by_the_stream_that_waits_and_once(pair: Pair) -> None:
+    tensor = torch.ones(8)
+    loan, _ = pair.run(tensor)
+    assert tensor.tolist() == [1.0] * 8  # the subprocess sees the group's memory alone
+    loan.order_current_stream()
+    assert tensor.tolist() == [2.0] * 8
+    tensor.fill_(5.0)
+    loan.order_current_stream()
+    assert tensor.tolist() == [5.0] * 8
+
+
+def test_the_outputs_of_an_operation_that_is_over_are_there_though_nobody_has_waited(pair: Pair) -> None:
+    tensor = torch.ones(8)
+    loan, _ = pair.run(tensor)
+    assert not loan.is_over()
     pair.finish()
-    pair.lender.lend(BY_NAME["barrier"].bind((), {}))
-    gc.collect()
+    loan.is_over()
+    assert tensor.tolist() == [2.0] * 8
+
+
+def test_an_input_is_copied_and_not_written_to(pair: Pair) -> None:
+    source, output = torch.ones(2), torch.zeros(4)
+    call = BY_NAME["_allgather_base"].bind((output, source), {})
+    loan = pair.lender.lend(call)
+    spec, written = loan.locate(source), loan.locate(output)
+    loan.context()
     pair.deliver_letters()
-    assert [letter[0] for letter in pair.letters][2:] == [ToChild.UNMAP]
+    assert pair.borrower.tensor(spec).tolist() == [1.0, 1.0]
+    assert spec != written
+    assert [pair.lender.stage(t)[1] for t in (source, output)] != [spec, written]  # in use
+
+
+def test_views_with_gaps_come_back_to_where_they_were(pair: Pair) -> None:
+    whole = torch.ones(4, 4)
+    loan, _ = pair.run(whole[:, 1])
+    loan.order_current_stream()
+    assert whole[:, 1].tolist() == [2.0] * 4
+    assert whole[:, 0].tolist() == [1.0] * 4
+
+
+def test_tensors_of_the_caller_cost_no_export(pair: Pair) -> None:
+    for _ in range(100):
+        loan, _ = pair.run(torch.ones(1000))
+        loan.order_current_stream()
+        pair.finish()
+        pair.machine.current.run()
+    assert len(pair.machine.counters) == len(pair.letters) == 1
+
+
+def test_a_block_is_used_again_when_the_results_are_copied_and_not_before(pair: Pair) -> None:
+    big = 10 * 1024 * 1024
+    loan, _ = pair.run(torch.ones(big))
+    loan.order_current_stream()
+    pair.finish()
+    pair.run(torch.ones(big))  # the caller's stream has not come to the copy
+    assert len(pair.machine.counters) == 2
+    pair.machine.current.run()
+    pair.run(torch.ones(big))
+    assert len(pair.machine.counters) == 2
+
+
+def test_the_next_subprocess_maps_the_same_memory(pair: Pair) -> None:
+    loan, _ = pair.run(torch.ones(8))
+    loan.order_current_stream()
+    pair.finish()
+    pair.machine.current.run()
+    pair.lender.close()
+    pair.lender = CudaLender(torch.device("cpu"), pair.arena, pair.machine)
+    pair.borrower = CudaBorrower(pair.lender.greeting(), pair.machine)
+    pair.lender.greeted(pair.borrower.greeting())
+    pair.run(torch.ones(8))
+    assert len(pair.letters) == 2
+    assert pair.letters[0] == pair.letters[1]
+    assert len(pair.machine.counters) == 1
 
 
 def test_waiting_again_does_not_touch_an_event_that_stands_for_something_else(pair: Pair) -> None:
@@ -149,20 +232,23 @@ def test_waiting_again_does_not_touch_an_event_that_stands_for_something_else(pa
         pair.machine.current.run()
     other = Stream(stream_id=3)
     loan.order(other, is_callers=True)
-    assert other.queued == 1
+    assert other.queued == 0  # it is over: there is nothing to wait for
     assert len(pair.machine.events) <= events + 3
 
 
 def test_events_are_used_again_and_again(pair: Pair) -> None:
     prepared = len(pair.machine.events)
     tensor = torch.zeros(8)
+    made = []
     for _ in range(50):
         loan, _ = pair.run(tensor)
         loan.order_current_stream()
         pair.finish()
         pair.machine.current.run()
-    own = 50  # each wait makes one of the caller's own, which goes with the loan
-    assert len(pair.machine.events) - own <= prepared
+        made.append(pair.machine.private)
+    assert len(pair.machine.events) <= prepared
+    of_the_subprocess = 1  # for each wait
+    assert made[-1] - made[-11] == 10 * of_the_subprocess
 
 
 def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> None:
@@ -175,59 +261,81 @@ def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> N
     assert pair.lender.cut_off() == 2
 
 
-def test_the_end_of_the_subprocess_takes_the_memory_back(pair: Pair) -> None:
-    tensor = torch.zeros(8)
-    pair.run(tensor)
-    assert pair.machine.counters == [1]
+def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
+    loan, _ = pair.run(torch.zeros(8))
+    loan.order_current_stream()
     pair.lender.close()
-    assert pair.machine.counters == [0]
-    del tensor
+    machine, stream = pair.machine, pair.machine.current
+    del loan, pair.lender, pair.arena
     gc.collect()
-    assert pair.machine.counters == [0]
+    assert machine.counters == [1]  # the caller's stream has not come to the copy
+    stream.run()
+    Arena(torch.device("cpu"), machine).stage(torch.zeros(1))
+    gc.collect()
+    assert machine.counters[0] == 0
+
+
+def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pair) -> None:
+    over, lost = torch.ones(8), torch.ones(8)
+    first, _ = pair.run(over)
+    pair.finish()
+    second, request = pair.run(lost)
+    assert pair.lender.cut_off() == 1
+    pair.lender.close()
+    assert first.order_current_stream()
+    assert over.tolist() == [2.0] * 8
+    assert not second.order_current_stream()
+    assert lost.tolist() == [1.0] * 8
+    work = BabyWorkNCCL(None, request, [], None, second)  # type: ignore[arg-type] # settled: nobody is asked
+    assert work.is_completed()
+    assert not work.is_success()
 
 
 def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
-    tensor = torch.zeros(8)
-    loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
-    loan.locate(tensor)
-    pair.deliver_letters()
-    loan.settle(Request(1, outcome=Outcome.REFUSED))
+    for _ in range(100):
+        tensor = torch.zeros(8)
+        loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
+        loan.locate(tensor)
+        loan.context()
+        loan.settle(Request(1, outcome=Outcome.REFUSED))
+        pair.machine.current.run()
+    memory = weakref.ref(tensor)
     del tensor
     gc.collect()
-    pair.deliver_letters()
-    assert [letter[0] for letter in pair.letters] == [ToChild.MAP, ToChild.UNMAP]
+    assert memory() is None
+    assert len(pair.machine.counters) == 1
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
-def test_the_tensors_of_a_failed_request_live_as_long_as_the_subprocess(
+def test_the_blocks_of_a_failed_request_are_used_again_when_the_subprocess_is_dead(
     pair: Pair, is_abandoned: bool
 ) -> None:
     tensor = torch.zeros(8)
     loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
     loan.locate(tensor)
+    block = loan._blocks[0]
     loan.settle(Request(1, outcome=Outcome.FAILED))
-    memory = weakref.ref(tensor.untyped_storage())
-    del tensor
-    pair.lender.lend(BY_NAME["barrier"].bind((), {}))  # looks for what is over
-    gc.collect()
-    assert memory() is not None
+    assert all(pair.lender.stage(tensor)[0] is not block for _ in range(63))
     if is_abandoned:
         pair.lender.abandon()
     pair.lender.close()
-    gc.collect()
-    assert (memory() is not None) == is_abandoned
+    again = CudaLender(torch.device("cpu"), pair.arena, pair.machine)
+    assert (again.stage(tensor)[0] is block) != is_abandoned
 
 
-def test_a_request_whose_subprocess_does_not_die_keeps_its_tensors_for_ever(pair: Pair) -> None:
-    tensor = torch.zeros(8)
-    loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
+def test_an_arena_that_a_subprocess_does_not_let_go_of_is_never_given_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Arena] = []
+    monkeypatch.setattr(cuda_memory, "_lost", lost)
+    pair.run(torch.zeros(8))
     pair.lender.abandon()
-    loan.settle(Request(1))
-    memory = weakref.ref(tensor)
-    del tensor, loan
     pair.lender.close()
+    machine = pair.machine
+    del pair.lender, pair.arena
     gc.collect()
-    assert memory() is not None
+    assert machine.counters == [1]
+    lost.clear()
 
 
 def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
@@ -243,6 +351,8 @@ def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
         pair.machine.current.run()
         pair.run(torch.zeros(8))  # whose answer says which events have passed
         pair.finish()
+        pair.lender.is_busy()
+        pair.finish_copies()
         made.append(len(pair.machine.events))
     assert outcome == Outcome.REFUSED
     assert made[-1] == made[20]
@@ -251,9 +361,10 @@ def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
 
 
 def test_a_tensor_of_another_device_is_refused_by_name() -> None:
-    lender = CudaLender(torch.device("cuda", 0), OneDevice())
+    device, machine = torch.device("cuda", 0), OneDevice()
+    lender = CudaLender(device, Arena(device, machine), machine)
     with pytest.raises(NotSupportedError, match=r"cpu.*cuda:0"):
-        lender.locate(torch.zeros(2))
+        lender.stage(torch.zeros(2))
 
 
 def test_the_work_says_how_it_ended(pair: Pair) -> None:
@@ -261,6 +372,26 @@ def test_the_work_says_how_it_ended(pair: Pair) -> None:
     work = BabyWorkNCCL(None, request, [], None, loan)  # type: ignore[arg-type] # settled: nobody is asked
     assert not work.is_completed()
     pair.finish()
+    assert not work.is_completed()  # the results are being copied
+    pair.finish_copies()
     assert work.is_completed()
     assert work.is_success()
     assert work.exception() is None
+
+
+def test_what_a_group_names_for_its_subprocess_is_there() -> None:
+    assert _load(ProcessGroupBabyNCCL.RECIPE.borrower) is CudaBorrower
+    assert _load(ProcessGroupBabyNCCL.RECIPE.group) is ProcessGroupNCCL
+
+
+def test_a_group_keeps_its_memory_from_one_subprocess_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_like.process_group.baby.group.require_nccl", lambda: None)
+    monkeypatch.setattr("torchft_like.process_group.baby.group.nursery.start", lambda: None)
+    group = ProcessGroupBabyNCCL()
+    group._device = torch.device("cuda", 0)
+    first = group._lender()
+    assert group._lender()._arena is first._arena
+    group._device = torch.device("cuda", 1)
+    assert group._lender()._arena is not first._arena
+    group.shutdown()
+    assert group._arena is None

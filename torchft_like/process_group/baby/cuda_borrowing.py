@@ -1,0 +1,74 @@
+"""The subprocess's side of `cuda_lending`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from torchft_like.process_group.baby.cuda_lending import EVENTS_PREPARED, TORCH_CUDA
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
+from torchft_like.process_group.cuda_ipc import (
+    EventMessage,
+    MemoryImports,
+    MirroredStreams,
+    OwnEvents,
+    PeerEvents,
+    TorchCuda,
+)
+
+
+class CudaBorrower:
+    """See lending.Borrower.
+
+    Args:
+        greeting: the lender's.
+    """
+
+    def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
+        device, events = greeting
+        self._cuda = cuda
+        self._memory = MemoryImports(cuda)
+        self._events = OwnEvents(cuda)
+        self._peers = PeerEvents(cuda)
+        self._streams = MirroredStreams(cuda)
+        cuda.use_device(device)
+        for event in events:
+            self._peers.open(event)
+
+    def greeting(self) -> list[EventMessage]:
+        """Events to be opened while nothing runs."""
+        return self._events.prepare(self._cuda.current_stream(), EVENTS_PREPARED)
+
+    def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
+        """See lending.Borrower."""
+        number, device, handle, nbytes, offset = details
+        self._memory.map((number, device, handle, nbytes, offset))
+
+    def unmap(self, storage: int) -> None:
+        """Nobody asks for it: the arena outlives this process."""
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        """See lending.Borrower."""
+        return tensor_at(self._memory.storage(spec[0]), spec)
+
+    @contextlib.contextmanager
+    def entered(self, context: Any) -> Iterator[None]:
+        """On the counterpart of the caller's stream, after what the caller has queued there."""
+        stream_named, event, freed = context
+        stream = self._streams.get(stream_named)
+        self._events.free(freed)
+        with self._cuda.on(stream):
+            self._peers.open(event)
+            self._peers.wait(event[0], stream)
+            yield
+
+    def answer_when_started(self, work: Work | None) -> tuple[Any, ...]:
+        """The event that stands for the end, and what the trainer may use again."""
+        if work is not None:
+            work.wait()
+        stream = self._cuda.current_stream()
+        return self._events.record(stream), self._peers.take_passed()
