@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import escape, table
 from benchmarks.plots import by_case
 from benchmarks.report import load
 
@@ -36,7 +36,7 @@ def _bars(results: list[dict[str, Any]]) -> str:
         for result in results
         for bar in result["bars"]
     ]
-    return "## Bars\n\n" + _table(["", "measured", "bar", ""], rows)
+    return "## Bars\n\n" + table(["", "measured", "bar", ""], rows)
 
 
 def _mark(bar: dict[str, Any]) -> str:
@@ -48,7 +48,7 @@ def _section(result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"## {result['question']}",
-            "\n".join(f"* {_escape(line)}" for line in result["method"]),
+            "\n".join(f"* {escape(line)}" for line in result["method"]),
             _cases(result["rows"]),
             f"![{result['question']}](results/{result['name']}.png)",
             f"Samples: [results/{result['name']}.json](results/{result['name']}.json). Machine: {machine}.",
@@ -63,7 +63,7 @@ def _cases(rows: list[dict[str, Any]]) -> str:
     for case, of_case in by_case(rows).items():
         cells = {row["system"]: _cell(row) for row in of_case}
         lines.append([case, *(cells.get(system, "") for system in systems)])
-    return _table(["median (least to most, samples)", *systems], lines)
+    return table(["median (least to most, samples)", *systems], lines)
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -82,12 +82,3 @@ def _number(value: float | None, unit: str) -> str:
 def _digits(value: float) -> str:
     """Three significant digits, never in scientific notation."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.6f}"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-
-
-def _escape(text: str) -> str:
-    return re.sub(r"([|<])", r"\\\1", text)

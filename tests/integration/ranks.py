@@ -28,9 +28,10 @@ class RankError(AssertionError):
 
 
 class Rank:
-    """One process."""
+    """One process; the limit is that of every answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._connection, theirs = multiprocessing.Pipe()
         self._process = _nursery.Process(target=_obey, args=(theirs,), daemon=True)
         self._process.start()
@@ -51,8 +52,8 @@ class Rank:
 
     def answer(self) -> Any:
         """The oldest answer that was not fetched yet."""
-        if not self._connection.poll(LIMIT_S):
-            raise RankError(f"no answer within {LIMIT_S:g} s")
+        if not self._connection.poll(self._limit_s):
+            raise RankError(f"no answer within {self._limit_s:g} s")
         succeeded, answer = self._connection.recv()
         if not succeeded:
             raise RankError(answer)
@@ -87,9 +88,9 @@ class Ranks(list[Rank]):
 
 
 @contextmanager
-def running(count: int) -> Iterator[Ranks]:
+def running(count: int, limit_s: float = LIMIT_S) -> Iterator[Ranks]:
     """Ranks that are killed at the end of the block."""
-    ranks = Ranks(Rank() for _ in range(count))
+    ranks = Ranks(Rank(limit_s) for _ in range(count))
     try:
         yield ranks
     finally:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 VARIABLE = "GPU_FIGURES"
 T = TypeVar("T")
+_failed: list[str] = []
 
 
 def figure(name: str, value: float | str, unit: str = "", *, bar: float | None = None) -> None:
@@ -46,10 +48,17 @@ def read_figures(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def run_probe(main: Callable[..., object], *arguments: Any) -> NoReturn:
+    """Run `main` as a command line says, and end the process; 1 if a part of it has failed."""
+    main(*arguments, dry="--dry-run" in sys.argv)
+    sys.exit(f"failed: {', '.join(_failed)}" if _failed else 0)
+
+
 def attempted(act: Callable[[], T], name: str) -> T | None:
-    """The result of `act`; where it fails, the error is the figure and the probe goes on."""
+    """The result of `act`; where it fails, the error is the figure, and the probe fails in the end."""
     try:
         return act()
     except Exception as error:  # noqa: BLE001 - it is written down
+        _failed.append(name)
         figure(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200])
         return None

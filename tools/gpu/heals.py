@@ -1,0 +1,114 @@
+"""A state on one rank's device comes to another rank's device, over each package's HTTPTransport.
+
+The ceiling is a copy from device memory to device memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.integration.ranks import Ranks, running
+from tools.gpu.contenders import ANSWER_S, LIMIT, OURS, TORCHFT, Here, synchronize
+from tools.gpu.figures import attempted, figure, run_probe
+
+TENSOR_BYTES = 64 << 20
+OVER_COPY_BAR = 2.0
+OVER_TORCHFT_BAR = 0.5
+ROUNDS = 3
+
+
+def main(*, dry: bool) -> None:
+    sizes = (64 << 20,) if dry else (1 << 30, 4 << 30, 16 << 30)
+    seconds: dict[tuple[str, int], float] = {}
+    with running(2, ANSWER_S) as ours, running(2, ANSWER_S) as theirs:
+        peers = {OURS: ours, TORCHFT: theirs}
+        for size in sizes:
+            gigabytes = f"{size / 1e9:.3g} GB"
+            for package, ranks in peers.items():
+                name = f"{gigabytes}, {package}"
+                found = attempted(lambda: _heal(ranks, package, size, dry=dry), name)  # noqa: B023 - called at once
+                if found is not None:
+                    seconds[package, size] = found
+                    figure(name, found, "s")
+            if (OURS, size) in seconds:
+                copy = ours[0].ask(copy_seconds, 0)
+                figure(
+                    f"{gigabytes}, ours over a copy on the device",
+                    seconds[OURS, size] / copy,
+                    "x",
+                    bar=OVER_COPY_BAR,
+                )
+            if (OURS, size) in seconds and (TORCHFT, size) in seconds:
+                ratio = seconds[OURS, size] / seconds[TORCHFT, size]
+                figure(f"{gigabytes}, ours over torchft's", ratio, "x", bar=OVER_TORCHFT_BAR)
+
+
+def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> float:
+    ranks.ask(make, package, size, dry)
+    metadata, seconds = ranks[0].ask(offer, 0)
+    fetched = ranks[1].ask(fetch, 1, metadata)
+    ranks[0].ask(withdraw, 0)
+    return float(seconds + fetched)
+
+
+def make(here: Here, rank: int, package: str, size: int, dry: bool) -> None:
+    """The state, random at its source and zeros where it is to come."""
+    here.device = torch.device("cpu" if dry else "cuda")
+    if not hasattr(here, "transport"):
+        transport = importlib.import_module(f"{package}.checkpointing.http_transport").HTTPTransport
+        here.transport = transport(timeout=LIMIT, num_chunks=0)
+    here.state = {
+        f"layer{number}": torch.full((TENSOR_BYTES // 4,), float(number + 1) * (1 - rank), device=here.device)
+        for number in range(size // TENSOR_BYTES)
+    }
+    synchronize(here)
+
+
+def offer(here: Here, rank: int) -> tuple[str, float]:
+    begin = perf_counter()
+    here.transport.send_checkpoint(dst_ranks=[1], step=1, state_dict=here.state, timeout=LIMIT)
+    return here.transport.metadata(), perf_counter() - begin
+
+
+def fetch(here: Here, rank: int, metadata: str) -> float:
+    """Seconds until the bytes are on this rank's device, where they are compared."""
+    begin = perf_counter()
+    state: dict[str, Any] = here.transport.recv_checkpoint(
+        src_rank=0, metadata=metadata, step=1, timeout=LIMIT
+    )
+    for name, tensor in here.state.items():
+        tensor.copy_(state[name])
+    synchronize(here)
+    seconds = perf_counter() - begin
+    for number, tensor in enumerate(here.state.values()):
+        if not bool((tensor == number + 1).all()):
+            raise ArithmeticError(f"layer {number} did not arrive as it was")
+    return seconds
+
+
+def withdraw(here: Here, rank: int) -> None:
+    here.transport.disallow_checkpoint()
+
+
+def copy_seconds(here: Here, rank: int) -> float:
+    """Of a copy of the whole state on the device."""
+    tensors: list[Tensor] = list(here.state.values())
+    target, times = torch.empty_like(tensors[0]), []
+    for _ in range(ROUNDS + 1):
+        synchronize(here)
+        begin = perf_counter()
+        for tensor in tensors:
+            target.copy_(tensor)
+        synchronize(here)
+        times.append(perf_counter() - begin)
+    return median(times[1:])
+
+
+if __name__ == "__main__":
+    run_probe(main)
