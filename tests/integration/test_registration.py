@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from tests.conftest import Processes
@@ -172,6 +173,32 @@ def test_the_owner_of_the_default_group_can_abort_it(ranks: Ranks, store: TCPSto
     )
     ranks.ask(job.configure, fresh(store), WORLD)
     assert ranks.ask(job.summed) == [6.0] * WORLD
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.14 on")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torchs_own_functions_reconfigure_the_default_group_after_a_kill_and_with_a_newcomer(
+    ranks: Ranks, store: TCPStore, backend: str
+) -> None:
+    begun = ranks.ask(job.init_to_reconfigure, backend, store.port, WORLD)
+    assert [seat for _, *seat in begun] == [[rank, WORLD] for rank in range(WORLD)]
+    handles = [handle for handle, *_ in begun]
+    assert ranks.ask(job.reconfigure, 1, handles) == [(i, WORLD, list(range(WORLD))) for i in range(WORLD)]
+    assert ranks.ask(job.summed) == [6.0] * WORLD
+
+    ranks[1].kill()
+    survivors = Ranks([ranks[2], ranks[0]])
+    assert survivors.ask(job.reconfigure, 2, [handles[2], handles[0]]) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    assert survivors.ask(job.summed) == [3.0, 3.0]
+
+    with running(1) as newcomers:
+        (joined,) = newcomers
+        handles[1], *seat = joined.ask(job.init_to_reconfigure, 1, backend, store.port, WORLD)
+        assert seat == [1, WORLD]
+        everybody = Ranks([ranks[0], joined, ranks[2]])
+        assert everybody.ask(job.reconfigure, 3, handles)[1] == (1, WORLD, [0, 1, 2])
+        assert everybody.ask(job.summed) == [6.0] * WORLD
+        everybody.ask(job.destroy)
 
 
 SCRIPT = """

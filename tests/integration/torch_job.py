@@ -142,3 +142,28 @@ def gradient(here: Here, rank: int, factor: float) -> list[float] | str:
         return type(error).__name__
     found = next(here.model.parameters()).grad
     return [float(value) for value in found.flatten()]
+
+
+def init_to_reconfigure(
+    here: Here, rank: int, backend: str, port: int, world_size: int
+) -> tuple[str, int, int]:
+    """init_process_group for a group whose user brings its members together; its handle."""
+    here.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend,
+        store=here.store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+        enable_reconfigure=True,  # type: ignore[call-arg] # torch has it from 2.14 on
+    )
+    return handle(here, rank), dist.get_rank(), dist.get_world_size()
+
+
+def handle(here: Here, rank: int) -> str:
+    return dist._get_reconfigure_handle()  # type: ignore[attr-defined, no-any-return]
+
+
+def reconfigure(here: Here, rank: int, number: int, handles: list[str]) -> tuple[int, int, list[int]]:
+    dist._reconfigure(uuid=number, handles=handles).wait()  # type: ignore[attr-defined]
+    return dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(default())

@@ -14,6 +14,7 @@ from torchft_like.process_group.flight_recorder import (
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft_like.process_group.gloo import ProcessGroupGloo
+from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.process_group.nccl import ProcessGroupNCCL
@@ -40,9 +41,11 @@ __all__ = [
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
+    "ReconfigureOptions",
     "create_store_client",
     "extend_device_mesh",
     "ft_init_device_mesh",
+    "reconfigure_with_store",
     "trigger_nccl_fr_trace_through_pipe",
 ]
 

@@ -22,23 +22,25 @@ from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
 from torchft_like.process_group.controls import Controls
+from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
 from torchft_like.process_group.work import Taker
 
 
 class About(TypedDict, total=False):
-    """What a caller may say about itself when it configures a group."""
+    """What a caller may say when it configures a group, mostly about itself."""
 
     replica_id: str | None  # whose rank this is
     quorum_id: int | None  # why it configures; `abort(quorum_id=...)` refers to it
     group_rank: int | None  # which rank of its replica group this is
     group_world_size: int | None  # out of how many
     global_ranks: Sequence[int] | None  # of the members in the job, in the order of their ranks here
+    timeout: timedelta | None  # of this `configure`; the group's own if it is left out
 
 
 @install_collectives
-class ProcessGroup(Named, Controls, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
+class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
     """A `torch.distributed.ProcessGroup` whose members can change.
 
     Every collective of torch is a method here; all of them lead to `_run`, which a subclass

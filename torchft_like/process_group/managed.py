@@ -6,7 +6,7 @@ Its members are those of the Manager's current quorum, and what goes wrong is th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -82,13 +82,17 @@ class ManagedProcessGroup(SwallowingGroup):
         super().__init__(pg=pg or manager.process_group)
         self._manager = manager
 
-    def configure(self, store_addr: str, rank: int, world_size: int, **about: Any) -> None:
+    supports_reconfigure = False
+
+    def configure(self, *args: Any, **about: Any) -> NoReturn:
         """Not for the user of a managed group.
 
         Raises:
             ProcessGroupError: always.
         """
         raise ProcessGroupError("a managed process group is configured by its Manager")
+
+    reconfigure = get_reconfigure_handle = configure
 
     def errored(self) -> Exception | None:
         """Why the current step is lost, if it is."""

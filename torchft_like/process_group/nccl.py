@@ -98,7 +98,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         """See ProcessGroup.configure."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._dump_path.follow(about.get("quorum_id"), _rank_in_job(rank, about.get("global_ranks")))
-        limit_s = self._timeout.total_seconds() + CONFIGURE_GRACE_S
+        limit_s = (about.get("timeout") or self._timeout).total_seconds() + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
         def give_up() -> None:

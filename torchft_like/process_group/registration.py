@@ -42,7 +42,7 @@ def abort_groups_of_torch(reason: str) -> None:
 
 
 def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
-    """A configured group, for torch.
+    """A configured group, for torch; with `enable_reconfigure=True` one that its user configures.
 
     Args:
         wanted: torch's description of the group: store, group_rank, group_size, timeout, ...
@@ -51,12 +51,16 @@ def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
         raise NotSupportedError(f"{name} takes no pg_options; leave them out")
     group = _make(name, wanted.group_rank, wanted.group_size, wanted.timeout)
     global_ranks = list(wanted.global_ranks_in_group) or None  # none for the default group
+    seat = wanted.group_rank, wanted.group_size
+    awaits_handles = getattr(wanted, "enable_reconfigure", False)  # torch has it from 2.14 on
     try:
-        seat = wanted.group_rank, wanted.group_size
-        with _meeting_place(wanted.store, seat, wanted.timeout) as address:
-            group.configure(str(address), wanted.group_rank, wanted.group_size, global_ranks=global_ranks)
-            if _server_of(wanted.store) is None:
-                group.barrier().wait()
+        if awaits_handles and isinstance(group, ReconfigurableProcessGroup):
+            group.adopt_seat(*seat)
+        else:
+            with _meeting_place(wanted.store, seat, wanted.timeout) as address:
+                group.configure(str(address), *seat, global_ranks=global_ranks)
+                if _server_of(wanted.store) is None:
+                    group.barrier().wait()
         if isinstance(group, ReconfigurableProcessGroup):
             group.adopt_store(wanted.store)
     except BaseException:

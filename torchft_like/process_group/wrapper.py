@@ -20,6 +20,7 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
+from torchft_like.process_group.handles import parse_handle
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
     StoreAddress,
@@ -170,7 +171,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     ) -> None:
         """See ProcessGroup.configure."""
         store = parse_store_address(store_addr)
-        members = Membership(store, rank, world_size, self._timeout, about.get("quorum_id"))
+        limit = about.get("timeout") or self._timeout
+        members = Membership(store, rank, world_size, limit, about.get("quorum_id"))
         global_ranks = about.get("global_ranks")
         if global_ranks is not None and len(global_ranks) != world_size:
             raise ValueError(f"{len(global_ranks)} global ranks for a world of {world_size}")
@@ -181,6 +183,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         if previous is not None:
             previous.end("the group is being configured anew")
         generation.make(checked(self._create, generation.handle) if self._is_checking else self._create)
+        if limit != self._timeout:
+            generation.set_timeout(self._timeout)
         self._members = members
         self._store = None
         self._global_ranks = global_ranks
@@ -232,6 +236,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def adopt_store(self, store: Store) -> None:
         """Until the next `configure`, this is the store that the members share."""
         self._store = store
+
+    def adopt_seat(self, rank: int, world_size: int) -> None:
+        """Until the first `configure`, this is the caller's place, and how many members there are."""
+        own = parse_handle(self.get_reconfigure_handle()).store
+        self._members = Membership(parse_store_address(own), rank, world_size, self._timeout)
 
     @property
     def store_address(self) -> StoreAddress | None:

@@ -1,0 +1,235 @@
+"""How a group is configured by handles: torch's way from 2.14 on, and that of torchft's nightly.
+
+Each member says by a handle how it can be reached. Whoever brings the members together (a lighthouse, a
+store, a launcher) gives all handles, in one order, to each of them. A handle of ours names a store that the
+member serves; the members meet in that of the first one, as `configure` has them meet in any store.
+
+So `reconfigure` is `configure` in other words, and whatever a class does in one it does in the other.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store, TCPStore, Work
+
+from lighthouse.address import own_host
+from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.served_store import serve_store
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, create_store_client, parse_store_address
+from torchft_like.process_group.work import DoneWork
+
+UUID_BITS = 63
+
+_serving = threading.Lock()  # two threads that ask for a handle get the same one
+
+
+@dataclass
+class _Options:
+    """torch's ReconfigureOptions, for torch before 2.14.
+
+    Attributes:
+        uuid: of this configuration; the same on all members, and never used before.
+        handles: of all members. Their order gives the ranks; a set leaves the order to the group.
+        timeout: of the configuration; None is the group's own.
+        hints: for a backend.
+    """
+
+    uuid: int = 0
+    handles: Collection[str] = ()
+    timeout: timedelta | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+
+ReconfigureOptions: Any = getattr(c10d, "ReconfigureOptions", _Options)
+
+
+class Handle(NamedTuple):
+    """How one member is reached. It travels as JSON, in torchft's form."""
+
+    id: str
+    store: str  # host:port of the store that the member serves
+    global_rank: int | None  # in the job, if the member knows it
+
+
+class Meeting(NamedTuple):
+    """Whom a member meets, and where."""
+
+    store: str
+    rank: int
+    global_ranks: Sequence[int | None]
+
+
+def parse_handle(text: str) -> Handle:
+    """Read a handle; what is not known of it is left out.
+
+    Raises:
+        ProcessGroupError: it is none of a group of ours.
+        AddressError: its store is at no address.
+    """
+    try:
+        said = json.loads(text)
+        handle = Handle(said["id"], said["store"], said.get("global_rank"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _foreign(text) from error
+    if not isinstance(handle.id, str) or not isinstance(handle.global_rank, int | None):
+        raise _foreign(text)
+    parse_store_address(handle.store)
+    return handle
+
+
+def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
+    """Where the member with `own_id` stands among all of them.
+
+    Raises:
+        ProcessGroupError: a handle is none of ours, is there twice, or the member's own is missing.
+        AddressError: the store of a member is at no address.
+    """
+    ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
+    members = [parse_handle(text) for text in ordered]
+    ids = [member.id for member in members]
+    if len(set(ids)) != len(ids):
+        raise ProcessGroupError(f"a group is twice among the {len(ids)} handles; each member gives its own")
+    if own_id not in ids:
+        raise ProcessGroupError(
+            f"the group's own handle is not among the {len(ids)} that it was given; every member's "
+            "get_reconfigure_handle() belongs there, its own included"
+        )
+    return Meeting(members[0].store, ids.index(own_id), [member.global_rank for member in members])
+
+
+def _foreign(text: object) -> ProcessGroupError:
+    return ProcessGroupError(
+        f"{text!r:.200} is no handle of a group of this package; all members need groups of one kind"
+    )
+
+
+class Reconfigurable:
+    """The part of a process group that has to do with handles."""
+
+    supports_reconfigure = True
+
+    _handle_id: str | None = None
+    _handle_store: tuple[TCPStore, str] | None = None  # with its address
+    _identity: Mapping[str, Any] = {}
+    _rank_in_job: int | None = None
+
+    if TYPE_CHECKING:
+        configure: Any
+
+    def set_rank_info(
+        self, replica_id: str, group_rank: int, group_world_size: int, global_rank: int | None = None
+    ) -> None:
+        """Say whose group this is, for `reconfigure`; `configure` is told it each time.
+
+        Args:
+            replica_id: of the replica group.
+            group_rank: in the replica group, out of `group_world_size`.
+            global_rank: in the job; the other members hear it.
+        """
+        self._identity = {
+            "replica_id": replica_id,
+            "group_rank": group_rank,
+            "group_world_size": group_world_size,
+        }
+        self._rank_in_job = global_rank
+
+    def get_reconfigure_handle(self) -> str:
+        """How the other members reach this one; stays the same, and is of use as long as the group lives.
+
+        Raises:
+            ProcessGroupError: the group is not configured by its user.
+            BindError: no port is free.
+        """
+        with _serving:
+            if self._handle_store is None:
+                store, address = serve_store(own_host(), DEFAULT_TIMEOUT)
+                self._handle_store = store, str(address)
+                self._handle_id = uuid.uuid4().hex
+        return json.dumps(Handle(self._handle_id or "", self._handle_store[1], self._rank_in_job)._asdict())
+
+    def reconfigure(self, opts: Any) -> Work:
+        """`configure`, among the members that gave the handles; blocks until the group is usable.
+
+        Args:
+            opts: torch's ReconfigureOptions; hints are not looked at.
+
+        Returns:
+            A work that is done.
+
+        Raises:
+            ProcessGroupError: as `configure`; or the handles are not those of all members.
+            AddressError: the store of a member is at no address.
+        """
+        where = meeting_of(opts.handles, self._handle_id or "")
+        about = dict(self._identity, quorum_id=opts.uuid, timeout=opts.timeout)
+        if None not in where.global_ranks:
+            about["global_ranks"] = where.global_ranks
+        size = len(where.global_ranks)
+        self.configure(f"{where.store}/torchft/{opts.uuid}", where.rank, size, **about)
+        return DoneWork([])
+
+
+class Group(Protocol):
+    """A process group of ours, or one of torch's that was made with `enable_reconfigure=True`."""
+
+    def get_reconfigure_handle(self) -> str:
+        """How the other members reach this one."""
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Meet the members that gave the handles."""
+
+
+def reconfigure_with_store(
+    pg: Group, store_addr: str, rank: int, world_size: int, timeout: timedelta = DEFAULT_TIMEOUT
+) -> None:
+    """Exchange handles through a store, and reconfigure; blocks until the group is usable.
+
+    Args:
+        pg: a group of ours, or of torch.
+        store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
+        rank: of the caller among the new members, out of `world_size`.
+        timeout: of the exchange, and of the configuration.
+
+    Raises:
+        AddressError: the address is malformed.
+        torch.distributed.DistError: the store cannot be reached, or a member did not come.
+        ProcessGroupError: see `ProcessGroup.reconfigure`; torch's own groups raise errors of torch.
+    """
+    exchange_and_reconfigure(pg, create_store_client(store_addr, timeout), (rank, world_size), timeout)
+
+
+def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], timeout: timedelta) -> None:
+    """As `reconfigure_with_store`, with a client of the store; `seat` is the rank, and out of how many."""
+    rank, world_size = seat
+    store.set(f"handle/{rank}", pg.get_reconfigure_handle())
+    if rank == 0:
+        store.set("uuid", str(_fresh_number()))
+    keys = ["uuid", *(f"handle/{member}" for member in range(world_size))]
+    store.wait(keys, timeout)
+    number, *handles = store.multi_get(keys)
+    reconfigure_among(pg, [handle.decode() for handle in handles], timeout, int(number))
+
+
+def reconfigure_among(pg: Group, handles: list[str], timeout: timedelta, number: int | None = None) -> None:
+    """Reconfigure with handles that are known.
+
+    Args:
+        number: of this configuration; only a group that meets nobody else may do without one that all know.
+    """
+    opts = ReconfigureOptions()
+    opts.uuid = _fresh_number() if number is None else number
+    opts.handles = handles
+    opts.timeout = timeout
+    pg.reconfigure(opts).wait()
+
+
+def _fresh_number() -> int:
+    return uuid.uuid4().int >> (128 - UUID_BITS)
