@@ -89,6 +89,7 @@ def _released_by_interrupt(manager: Stoppable | None) -> Iterator[None]:
         with _put_back(lambda: signal.set_wakeup_fd(previous)):
             yield
     finally:
+        write_end.shutdown(socket.SHUT_WR)  # forks, as loader workers are, may have copies of it
         write_end.close()
         thread.join()
         read_end.close()

@@ -89,6 +89,31 @@ def test_a_fork_obeys_its_signals_and_its_trainer_hears_nothing_of_them(processe
     assert trainer.wait() == 0
 
 
+OUTLIVED_PROGRAM = """
+import os, signal
+from torchft_like import stop_on_signals
+
+class Manager:
+    stop_agreed = False
+
+    def interrupt(self, e): ...
+    def request_stop(self): ...
+
+with stop_on_signals(Manager()):
+    if (forked := os.fork()) == 0:
+        signal.pause()
+print("over before its fork", flush=True)
+os.kill(forked, signal.SIGKILL)
+os.waitpid(forked, 0)
+"""
+
+
+def test_a_trainer_stops_listening_to_signals_before_its_forks_end(processes: Processes) -> None:
+    trainer = processes.start(sys.executable, "-W", "ignore", "-c", OUTLIVED_PROGRAM)
+    trainer.wait_for_output("over before its fork")
+    assert trainer.wait() == 0
+
+
 CONNECTIONS_PROGRAM = """
 import os, sys, socket, torch
 from concurrent.futures import ThreadPoolExecutor
