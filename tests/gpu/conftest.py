@@ -5,7 +5,10 @@ Those with a `backend` run over Gloo, too, where no GPU is needed.
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,9 +57,12 @@ def _backend(item: pytest.Item) -> str:
     return str(getattr(getattr(item, "callspec", None), "params", {}).get("backend", "nccl"))
 
 
+@functools.cache
 def _why_not() -> str | None:
+    """Found out in another process: to ask torch here would keep every fork of this one from the device."""
     if not torch.distributed.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL"
-    if not torch.cuda.is_available():
+    asks = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    if subprocess.run(asks, check=False).returncode:
         return "torch sees no GPU"
     return None
