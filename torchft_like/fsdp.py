@@ -68,10 +68,10 @@ class ShardedState:
         state = ShardedState(model, optimizer)
         manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
 
-    INVARIANT: `state_dict` does not touch the modules. A Manager reads the state while the forward pass
-    runs on another thread, and there `model.state_dict()` would take the gathered parameters out of the
-    modules that are using them (a hook of FSDP's does). The sharded parameters stay the same objects from
-    `fully_shard` on, and change only when the optimizer steps, so they are looked up once, here.
+    A convenience: functions that return the DTensors of model and optimizer do as well. This one compares
+    shapes before it loads anything, and its `state_dict` does not touch the modules, so that it may be
+    called at any time between two updates. The sharded parameters stay the same objects from `fully_shard`
+    on, and change only when the optimizer steps, so they are looked up once, here.
 
     Also right for models that are sharded in part or not at all.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchft_like import (
     LighthouseServer,
@@ -17,7 +16,6 @@ from torchft_like import (
     ProcessGroupNCCL,
     PureDistributedDataParallel,
 )
-from torchft_like.manager.attempt import Attempt
 
 LIMIT_S = 60.0
 LONG_CYCLES = 3_000_000_000  # more than a second of a GPU
@@ -86,24 +84,3 @@ def assert_steps_commit_again(manager: Manager) -> None:
             assert tensor.tolist() == [3.0] * 4
             return
     pytest.fail("no step commits any more")
-
-
-def test_a_peer_gets_the_update_that_another_stream_has_made() -> None:
-    """The thread that serves the state waits for the stream on which the step began."""
-    read: list[Tensor] = []
-    parameter = torch.zeros(8, 8, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
-        parameter.fill_(7)
-        attempt = Attempt(True, LIMIT_S)
-
-    def serve() -> None:
-        attempt.wait_updated()
-        read.append(parameter.cpu())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join(LIMIT_S)
-    assert torch.equal(read[0], torch.full((8, 8), 7.0))

@@ -23,7 +23,7 @@ class WorkerOptions:
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
             for a model that is sharded over the ranks of the group (see `sharded`).
         state: of a sharded model: "shards" for a ShardedState, "dtensors" for what `state_dict` of modules
-            and optimizer return, which are DTensors.
+            and optimizer return, which are DTensors, "full" for the whole tensors of `get_state_dict`.
         inner_backend: of torch's default group, which spans the replica group; empty for torch's choice.
         slices: of the state's fingerprint; 0 does not watch for divergence.
         on_divergence: name of an OnDivergence.

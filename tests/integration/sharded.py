@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ WAYS = (
     "hook",  # FSDP in the group, the Manager in its all-reduce hook
 )
 GROUP_SIZE = 2
+FULL = StateDictOptions(full_state_dict=True)  # plain tensors, which collectives of the group put together
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
 # A gradient in half precision is rounded when it is cast, divided, summed over the group's ranks, summed over
@@ -51,7 +53,7 @@ class ShardedModel:
         self._name = options.name
         self._rank = int(os.environ["RANK"])
         self._inner_backend = options.inner_backend
-        self._is_as_torch_has_it = options.state == "dtensors"
+        self._form = options.state
         self._device = options.device
         self._parts: dict[str, ShardedPart] = {}
         self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
@@ -78,14 +80,22 @@ class ShardedModel:
         return state_digest(self._state.state_dict())[:16]
 
     def state_dict(self) -> dict[str, object]:
-        if self._is_as_torch_has_it:
+        if self._form == "dtensors":
             return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self._form == "full":
+            model, optimizer = get_state_dict(self.net, self.optimizer, options=FULL)
+            return {"model": model, "optimizer": optimizer}
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._is_as_torch_has_it:
+        if self._form == "dtensors":
             self.net.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+        elif self._form == "full":
+            model, optimizer = state["model"], state["optimizer"]
+            set_state_dict(
+                self.net, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=FULL
+            )
         else:
             self._state.load_state_dict(state)
         self.taken_over(self.digest())

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 
 
-@pytest.mark.parametrize("state", ["shards", "dtensors"])
+@pytest.mark.parametrize("state", ["shards", "dtensors", "full"])
 def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does(
     tmp_path: Path, state: str
 ) -> None:

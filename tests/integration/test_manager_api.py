@@ -278,12 +278,30 @@ def test_a_replica_that_loaded_a_part_of_a_state_does_not_pass_for_one_of_its_ol
                 with pytest.raises(RuntimeError, match="loaded in part"):
                     manager.should_commit()
                 is_over.set()
+            else:
+                assert not manager.should_commit(), "alone it does not commit, but it serves"
             assert is_over.wait(LIMIT_S)
             return before, manager.state_dict()
 
     before, after = on_both(train)[1]
     assert before["commit_quorum_id"] > 0
     assert after == {**before, "commit_quorum_id": 0}
+
+
+def test_a_replica_that_heals_in_the_last_step_of_its_source_gets_the_state(
+    lighthouse: LighthouseServer,
+) -> None:
+    """The source has left its script by then: it waits until the state has been fetched."""
+
+    def train(name: str) -> float:
+        model = nn.Linear(1500, 1500)
+        with make_manager(lighthouse, name, model) as manager:
+            manager.start_quorum()
+            assert manager.should_commit()
+        return float(model.weight.detach().sum())
+
+    one, other = on_both(train)
+    assert one == other
 
 
 def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: LighthouseServer) -> None:

@@ -1,8 +1,8 @@
 """One rank in the simulation: a training script and its Manager, around the real `StepProtocol`.
 
 The Manager's four threads become events. What they do, and in which order they may do it, is what
-`manager.py`, `quorum_driver.py` and `managed_group.py` do; there is no timeout in here, so whatever
-waits for something that will not come is found by `progress`.
+`manager.py`, `quorum_driver.py`, `state_exchange.py` and `managed_group.py` do; there is no timeout in
+here, so whatever waits for something that will not come is found by `progress`.
 
 The parameters are a number. Every step replaces it by a hash of itself and of the sum of all gradients;
 a gradient is a hash of the parameters, of who made it and of the attempt. Equal numbers are equal
@@ -22,7 +22,7 @@ from torchft_like.manager.step import Plan, StepRules
 if TYPE_CHECKING:
     from tests.simulation.replica import Replica
 
-FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE = range(6)
+FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL = range(7)
 
 MASK = 2**61 - 1
 
@@ -49,13 +49,14 @@ class Rank(Process):
         "_bucket",
         "_configured",
         "_configuring",
+        "_has_computed",
         "_heal_until",
         "_hurt",
         "_is_agreed",
         "_is_leaving",
+        "_lost",
         "_operation",
-        "_pending",
-        "_ready",
+        "_plan",
         "_replica_rank",
         "_result",
         "_source",
@@ -94,11 +95,12 @@ class Rank(Process):
         self._operation = 0
         self.phase = PREPARE
         self._is_agreed = self._is_leaving = False
-        self._configured = self._ready = False
+        self._configured = self._has_computed = False
         self._configuring: Mesh | None = None
         self._result: QuorumResult | None = None
         self._replica_rank = 0
-        self._pending: Snapshot | None = None
+        self._plan: Plan | None = None
+        self._lost: list[tuple[int, str]] = []  # members, with the quorum they were lost in
         self._source: Rank | None = None
         self._heal_until = 0.0
         self._sum: Sum | None = None
@@ -120,7 +122,8 @@ class Rank(Process):
         scenario = world.scenario
         own = self.protocol.begin()
         self._attempt += 1
-        self._is_agreed = self._configured = self._ready = False
+        self._is_agreed = self._configured = self._has_computed = False
+        self._plan = None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
         join = RankJoin(
@@ -181,10 +184,12 @@ class Rank(Process):
             self._reduce()
 
     def _end_step(self) -> None:
-        """should_commit: vote, once nothing more happens in the background."""
-        if not self._ready:
-            return
-        self._load()
+        """should_commit, once nothing more happens in the background."""
+        if self._configured:
+            self._exchange()
+
+    def _vote(self) -> None:
+        """The end of should_commit."""
         protocol, replica = self.protocol, self.replica
         vote = protocol.vote()
         if not vote and not self._is_excused():
@@ -250,16 +255,11 @@ class Rank(Process):
         self._result, self._is_agreed = result, True
         if self.protocol.is_broken(result.quorum_id):
             self._abort(result.quorum_id)
-        if not plan.serve:
-            self.offer = None
-        if plan.is_empty:
-            self._open_ready()
-        elif not plan.configure:
-            self._go_on(plan)
-        elif self.protocol.is_broken(result.quorum_id):
-            self._give_up_configuring()
-        else:
+        self._plan = plan
+        if plan.configure and not self.protocol.is_broken(result.quorum_id):
             self._configure(result)
+        else:
+            self._open()
 
     def hear_lost(self, notice: LossNotice) -> None:
         """A member is gone: abort what waits for it."""
@@ -269,6 +269,8 @@ class Rank(Process):
                 self.name, "aborts", f"quorum {notice.quorum_id}: lost {notice.replica_id}"
             )
             self._abort(notice.quorum_id)
+        self._lost = [lost for lost in self._lost if lost[0] >= self.protocol.quorum_id]
+        self._lost.append((notice.quorum_id, notice.replica_id))
         source = self._source
         if source is not None and notice.replica_id in (source.replica.replica_id, self.replica.replica_id):
             self._heal_failed(self._attempt)
@@ -298,16 +300,14 @@ class Rank(Process):
         self.group_mesh = mesh
         self._operation = 0
         self.protocol.configured(mesh.quorum_id)
-        result = self._result
-        assert result is not None
-        self._go_on(Plan(False, bool(result.recover_dst_replica_ranks), self.protocol.healing))
+        self._open()
 
     def hear_broken(self, mesh: Mesh) -> None:
         """A connection of the process group broke; it is noticed by whoever uses it."""
         if mesh is self._configuring:
             self._configuring = None
             self._fail(mesh.quorum_id)
-            self._give_up_configuring()
+            self._open()
         elif mesh is self.group_mesh:
             self._trouble = max(self._trouble, mesh.quorum_id)
             if self.phase == COLLECTIVE:
@@ -366,38 +366,43 @@ class Rank(Process):
             mesh, self._configuring = self._configuring, None
             mesh.leave(self)
             self._fail(mesh.quorum_id)
-            self._give_up_configuring()
+            self._open()
 
     # -- healing
 
-    def _go_on(self, plan: Plan) -> None:
-        """Configured: serve others, or heal, or neither."""
+    def _open(self) -> None:
+        """Configured, or not to be: nothing more happens in the background."""
         self._configured = True
-        if plan.serve:
+        if self.phase == GATE:
+            self._reduce()
+        elif self.phase in (READY, PREPARE):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Serve others, or heal, or neither."""
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.serve:
             self._serve()
-        if plan.heal:
-            world = self.replica.world
-            self._heal_until = world.now + world.scenario.timeout_s
-            self._heal()
+        elif plan is not None:
+            self.offer = None
+        if plan is None or not plan.heal:
+            self._exchanged()
+            return
+        self._has_computed, self.phase = self.phase == READY, HEAL
+        world, result = self.replica.world, self._result
+        assert result is not None
+        self._heal_until = world.now + world.scenario.timeout_s
+        source = result.replica_ids[result.recover_src_replica_rank or 0]
+        lost = any((result.quorum_id, name) in self._lost for name in (source, self.replica.replica_id))
+        if lost or not self.protocol.may_wait_for_state:
+            self._heal_failed(self._attempt)
         else:
-            self._open_ready()
-        if self.phase == GATE:
-            self._reduce()
+            self._heal()
 
-    def _give_up_configuring(self) -> None:
-        """The state is served nevertheless: a healing member may have configured, and waits for it."""
-        if self._result is not None and self._result.recover_dst_replica_ranks:
-            self._serve()
-        self._open_ready()
-
-    def _open_ready(self) -> None:
-        self._configured = self._ready = True
-        if self.phase == GATE:
-            self._reduce()
-        elif self.phase == READY:
-            self._end_step()
-        elif self.phase == PREPARE:
-            self._load()
+    def _exchanged(self) -> None:
+        if self.phase == READY or (self.phase == HEAL and self._has_computed):
+            self._vote()
+        else:
             self._compute()
 
     def _serve(self) -> None:
@@ -423,7 +428,7 @@ class Rank(Process):
         source.asked_for_state(self, attempt, result.max_step)
 
     def _heal_again(self, attempt: int) -> None:
-        if attempt == self._attempt and not self._ready and self._source is not None:
+        if attempt == self._attempt and self.phase == HEAL and self._source is not None:
             if self.replica.world.now > self._heal_until:
                 self._heal_failed(attempt)
             else:
@@ -447,7 +452,7 @@ class Rank(Process):
 
     def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int, late: bool = False) -> None:
         """A peer's state has arrived, if the peer lived so long."""
-        if attempt != self._attempt or self._source is not source:
+        if attempt != self._attempt or self.phase != HEAL or self._source is not source:
             return
         world = self.replica.world
         if source.state == DEAD or state[0] != step or world.now > self._heal_until:
@@ -458,28 +463,23 @@ class Rank(Process):
             world.after(world.scenario.keepalive_s / 2, self, self.hear_state, *again)
         else:
             self._source = None
-            self._pending = state
-            self._open_ready()
+            self._load(state)
+            self._exchanged()
 
     def _heal_failed(self, attempt: int) -> None:
         """Without the state this rank does not commit, nor does anybody whose sums count it."""
-        if attempt == self._attempt and not self._ready:
+        if attempt == self._attempt and self.phase == HEAL:
             self._source = None
             self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
             self.replica.world.tell(self.name, "cannot heal", f"in quorum {self.protocol.quorum_id}")
-            self._open_ready()
+            self._exchanged()
 
-    def _load(self) -> None:
-        state, self._pending = self._pending, None
-        if state is None:
-            return
+    def _load(self, state: Snapshot) -> None:
         self.parameters = state[1]
         self.protocol.heal(state[2])
         world = self.replica.world
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)
-        if not world.scenario.async_quorum:
-            self.protocol.take_part()
 
     # -- ends
 

@@ -45,6 +45,9 @@ class Quorum:
         self.wait_quorum()
         return self.participants
 
+    def is_exchanging_state(self) -> bool:
+        return False
+
     def healing_ranks(self) -> frozenset[int]:
         return frozenset()
 

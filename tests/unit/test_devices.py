@@ -129,7 +129,6 @@ def test_a_process_that_does_not_use_its_gpu_asks_nothing_of_it(
         pass
     attempt = Attempt(True, LIMIT_S)
     attempt.synchronize()
-    attempt.wait_updated()
     utils.synchronize()
     futures.stream_timeout(lambda: pytest.fail("nothing runs"), timedelta(0))
 
@@ -151,10 +150,10 @@ def test_the_function_is_in_the_library_that_torch_has_loaded() -> None:
         assert exchange(ctypes.byref(ctypes.c_int(THREAD_LOCAL))) != 0
 
 
-def test_the_quorum_worker_waits_for_the_last_step_beside_captures(gpu: Gpu) -> None:
+def test_the_quorum_worker_works_beside_captures(gpu: Gpu) -> None:
     worker, attempt = QuorumWorker(), Attempt(True, LIMIT_S)
     worker.device = attempt.device
-    worker.submit(attempt.wait_updated)
+    worker.submit(gpu.ask)
     wait_until(gpu.asked)
     worker.stop(LIMIT_S)
     assert gpu.asked_in == [("torchft-quorum", 3, THREAD_LOCAL)]

@@ -45,6 +45,8 @@ REASON_LENGTH_MAX = 400
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
 _ACCEPT_RETRY_S = 0.1
+LOOK_S = 0.05  # whether a transfer is still going on
+PARTS_MAX = 10_000  # as the request's form has it
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Offer:
     step: int
     state: EncodedState | None
     refusal: str = ""
+    receivers: int = 0
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -87,6 +90,7 @@ class CheckpointServer:
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self._offer: Offer | None = None
+        self._fetched = 0.0  # how many times the current offer was sent, in parts
         self._recent_ids: deque[str] = deque(maxlen=2)
         self._connections: dict[socket.socket, _Connection] = {}
         self._closing = threading.Event()
@@ -101,13 +105,13 @@ class CheckpointServer:
         """Tell who asks for the step, or waits for it, that it will not come from here."""
         self._announce(Offer(step, None, reason))
 
-    def offer(self, step: int, state: EncodedState) -> None:
-        """Offer `state` from now on, and wake who waits for it."""
-        self._announce(Offer(step, state))
+    def offer(self, step: int, state: EncodedState, receivers: int = 0) -> None:
+        """Offer `state` from now on, and wake who waits for it: `receivers` are expected."""
+        self._announce(Offer(step, state, receivers=receivers))
 
     def _announce(self, offer: Offer) -> None:
         with self._changed:
-            self._offer = offer
+            self._offer, self._fetched = offer, 0.0
             self._recent_ids.append(self._offer.id)
             outdated = [
                 c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
@@ -141,6 +145,24 @@ class CheckpointServer:
                     return None
                 self._changed.wait(remaining_s)
         return None
+
+    def note_fetched(self, offer: Offer, share: float) -> None:
+        """A receiver was sent that much of the offer, 1 being all of it."""
+        with self._changed:
+            if offer is self._offer:
+                self._fetched += share
+                self._changed.notify_all()
+
+    def wait_fetched(self, idle_s: float) -> None:
+        """Until all who are expected were sent the offer, or it was sent to nobody for `idle_s` seconds."""
+        deadline = time.monotonic() + idle_s
+        with self._changed:
+            while (offer := self._offer) is not None and self._fetched < offer.receivers - 0.5 / PARTS_MAX:
+                if any(connection.offer is offer for connection in self._connections.values()):
+                    deadline = time.monotonic() + idle_s
+                if time.monotonic() >= deadline:
+                    return
+                self._changed.wait(LOOK_S)
 
     def close(self, wait: bool) -> None:
         """End every connection and the threads; with `wait`, return when they have ended."""
@@ -313,6 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in state.part(part, parts):
             self._owner.peer.sendall(piece)
+        self._owner.server.note_fetched(offer, 1 / parts)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         _logger.debug("%s: %s", self.client_address, format % args)

@@ -97,23 +97,27 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Copy the state and offer the copy; receivers fetch it when they come.
 
-        It replaces what was offered before. `dst_ranks` and `timeout` are not needed here: whoever
-        asks for the step is served, and copying waits for nobody.
+        It replaces what was offered before. Whoever asks for the step is served, not `dst_ranks` alone;
+        copying waits for nobody, whatever the `timeout`.
         """
         self._check_open()
-        self._server.offer(step, EncodedState(state_dict))
+        self._server.offer(step, EncodedState(state_dict), len(dst_ranks))
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
         flatten_state(state_dict)
 
-    def refuse_checkpoint(self, step: int, reason: str) -> None:
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
         self._server.refuse(step, reason)
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing to new requests. Transfers in progress finish: the copy is theirs."""
         self._server.withdraw()
+
+    def wait_fetched(self, idle: timedelta) -> None:
+        """Wait until as many have it as `send_checkpoint` was told; not while nobody fetches for `idle`."""
+        self._server.wait_fetched(idle.total_seconds())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of `step`; asked too early, wait until it is offered.

@@ -1,8 +1,9 @@
 """State over the process group that trains: for scripts of torchft that ask for it.
 
 The bytes are those of `state_stream`, cut into messages: first one of two numbers (step, bytes that
-follow), then messages of 4 MiB, the last shorter. A group that is aborted, because a member is lost or
-the step has failed, ends the transfer with it; the receiver heals in a later quorum.
+follow), then messages of 4 MiB, the last shorter. Where there is no state to send, the second number is
+negative, and so many bytes of the reason follow. A group that is aborted, because a member is lost or the
+step has failed, ends the transfer with it; the receiver heals in a later quorum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TypeVar, cast
 import torch
 from torch.distributed import ProcessGroup
 
+from lighthouse.events import printable
 from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
 from torchft_like.checkpointing.state_tree import flatten_state
 from torchft_like.checkpointing.transport import CheckpointTransport
@@ -24,6 +26,7 @@ from torchft_like.errors import CheckpointError, CheckpointTimeoutError
 
 T = TypeVar("T")
 MESSAGE_BYTES = 4 * 1024 * 1024
+REASON_BYTES_MAX = 400
 _TAG = 0x7F7
 
 _logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class PGTransport(CheckpointTransport[T]):
         self._pg = pg
         self._timeout_s = timeout.total_seconds()
         self._device = torch.device(device)
+        self._is_announced = False  # a transfer that has begun, and may have failed
         if state_dict is not None:
             _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
 
@@ -69,10 +73,16 @@ class PGTransport(CheckpointTransport[T]):
             CheckpointError: the group could not transfer it, or not in time.
         """
         encoded = EncodedState(state_dict)
-        line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replicas {dst_ranks}")
-        announcement = torch.tensor([step, encoded.part_nbytes()], dtype=torch.int64)
-        for message in chain([announcement], _messages(encoded.part())):
-            line.send(message.to(self._device), dst_ranks)
+        self._is_announced = True
+        self._send(dst_ranks, timeout.total_seconds(), (step, encoded.part_nbytes()), encoded.part())
+        self._is_announced = False
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """Send the reason instead of the state, unless the group has failed with a part of that."""
+        is_under_way, self._is_announced = self._is_announced, False
+        if not is_under_way:
+            told = reason.encode()[:REASON_BYTES_MAX]
+            self._send(dst_ranks, self._timeout_s, (step, -len(told)), [told])
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
@@ -90,6 +100,10 @@ class PGTransport(CheckpointTransport[T]):
         announcement = torch.empty(2, dtype=torch.int64, device=self._device)
         line.recv(announcement, src_rank)
         sent, length = announcement.tolist()
+        if length < 0:
+            told = bytearray(min(-length, REASON_BYTES_MAX))
+            _Arriving(line, src_rank, len(told), self._device).readinto(memoryview(told))
+            raise CheckpointError(f"replica {src_rank} refused: {printable(told.decode(errors='replace'))}")
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
         source = _Arriving(line, src_rank, length, self._device)
@@ -98,6 +112,13 @@ class PGTransport(CheckpointTransport[T]):
         incoming.allocate()
         incoming.read_part(source)
         return cast(T, incoming.state())
+
+    def _send(
+        self, ranks: list[int], timeout_s: float, head: tuple[int, int], body: Iterable[bytes | memoryview]
+    ) -> None:
+        line = _Line(self._pg, min(self._timeout_s, timeout_s), f"replicas {ranks}")
+        for message in chain([torch.tensor(head, dtype=torch.int64)], _messages(body)):
+            line.send(message.to(self._device), ranks)
 
 
 class _Line:

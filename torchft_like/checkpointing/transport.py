@@ -49,14 +49,20 @@ class CheckpointTransport(ABC, Generic[T]):
     def check_state(self, state_dict: T) -> None:
         """Raise CheckpointFormatError, which names the path and the type, where a state can never travel."""
 
-    def refuse_checkpoint(self, step: int, reason: str) -> None:
-        """Tell receivers of `step` at once that it will not come from here, where they can be told."""
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        """Tell receivers of `step` at once that it will not come from here, where they can be told.
+
+        Also after a `send_checkpoint` that has raised.
+        """
 
     def use_host(self, host: str) -> None:
         """The Manager says under which address of this machine its peers reach it."""
 
     def disallow_checkpoint(self) -> None:
         """The step is over: offer its state to nobody new."""
+
+    def wait_fetched(self, idle: timedelta) -> None:
+        """Wait until receivers have what was offered to them; no longer than `idle` while nobody fetches."""
 
     def abort_recv(self, reason: str = "aborted") -> None:
         """End any receive in progress, from another thread; later receives are not affected."""

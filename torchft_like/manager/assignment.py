@@ -1,11 +1,14 @@
 """What a quorum means for one rank of one replica group. Pure: the same quorum, the same answer.
 
 Every replica group computes this for itself from the member list that the lighthouse sends to all,
-so the rules must be a function of that list alone. They are torchft's, with one addition: replicas
-are up to date when both their step and the quorum in which they committed it are the newest.
-A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
-the next one; the two states differ although their steps are equal. And where replicas say what their
-state looks like (`divergence.comparison`), those that differ from the rest are not up to date either.
+so the rules must be a function of that list alone. They are torchft's, with these differences.
+
+* Replicas are up to date when both their step and the quorum in which they committed it are the newest.
+  A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
+  the next one; the two states differ although their steps are equal.
+* Where replicas say what their state looks like (`divergence.comparison`), those that differ from the rest
+  are not up to date either.
+* All ranks of a group heal from the same group, and after a step that was not committed from another one.
 """
 
 from __future__ import annotations
@@ -95,8 +98,7 @@ def assign(
     """The part of `group_rank` of replica group `replica_id` in a quorum.
 
     Args:
-        init_sync: at step 0, when no state is newer than another, all heal from the first member; in
-            torchft each rank of a group from another one.
+        init_sync: at step 0, when no state is newer than another, all heal from one member.
 
     Raises:
         NotAMemberError: the quorum does not contain `replica_id`.
@@ -116,14 +118,13 @@ def assign(
         wrong = set(divergence.replica_ids)
         up_to_date = [rank for rank in up_to_date if replica_ids[rank] not in wrong]
     primary = up_to_date[group_rank % len(up_to_date)]
+    commit_failures = max([member.commit_failures for member in members])
+    first = commit_failures % len(up_to_date)  # another one may have what the last one could not give
+    sources = up_to_date[first:] + up_to_date[:first]
     if is_first:
-        # One source for all ranks of a group: tensor parallel ranks hold copies of the same tensor, which
-        # must not begin, or take their first step, with the parameters and the data of different groups.
-        sources, healing = up_to_date[:1], [rank for rank in range(len(members)) if rank != up_to_date[0]]
-    else:
-        sources, healing = up_to_date, sorted(set(range(len(members))).difference(up_to_date))
-
-    source_of = _pair(healing, sources, group_rank)
+        del sources[1:]
+    healing = sorted(set(range(len(members))).difference(sources))
+    source_of = _pair(healing, sources)
     source = source_of.get(replica_rank)
     return QuorumResult(
         quorum_id=quorum_id,
@@ -137,7 +138,7 @@ def assign(
         max_replica_rank=up_to_date.index(replica_rank) if replica_rank in up_to_date else None,
         max_world_size=len(up_to_date),
         heal=source is not None,
-        commit_failures=max([member.commit_failures for member in members]),
+        commit_failures=commit_failures,
         replica_ids=replica_ids,
         healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
@@ -155,6 +156,10 @@ def _handle(member: QuorumMemberLike, group_rank: int) -> str:
     return handles[group_rank] if group_rank < len(handles) else ""
 
 
-def _pair(healing: Sequence[int], sources: Sequence[int], group_rank: int) -> dict[int, int]:
-    """Spread the healing members over the sources; ranks of one group begin at different sources."""
-    return {rank: sources[(i + group_rank) % len(sources)] for i, rank in enumerate(healing)}
+def _pair(healing: Sequence[int], sources: Sequence[int]) -> dict[int, int]:
+    """Spread the healing members over the sources, all ranks of a group alike.
+
+    Tensor parallel ranks hold copies of the same tensor, which must come from one group; and what gathers the
+    state of a group from its ranks needs all of them.
+    """
+    return {rank: sources[i % len(sources)] for i, rank in enumerate(healing)}

@@ -1,11 +1,10 @@
 """One attempt at a step, as the threads that take part in it see it.
 
-The coordination loop delivers the quorum, the quorum worker prepares the process group and the
-state, the training thread waits at three gates in this order:
+The coordination loop delivers the quorum, the quorum worker prepares the process group, the training
+thread waits at two gates in this order:
 
     agreed      the quorum is known
     configured  collectives may be issued (or the attempt has failed)
-    ready       state was served and fetched too (or could not be)
 
 An attempt that cannot go on opens all gates at once with an error for whoever waits.
 """
@@ -19,41 +18,37 @@ from collections.abc import Callable
 import torch
 
 from torchft_like import devices
-from torchft_like.errors import CheckpointError, QuorumTimeoutError
+from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import Pending, Report
-from torchft_like.manager.preparation import PeerState
+from torchft_like.manager.step import Plan
 
 
 class Attempt:
-    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens.
-
-    Made on the training thread, whose current stream has the last step's update by then.
-    """
+    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens."""
 
     def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
         self.allow_heal = allow_heal
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
-        self.pending_state: PeerState | None = None
         self.pending_collectives: Pending = {}
         self.report: Report | None = None  # told of their errors
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
+        self.source_metadata: str | None = None  # where a peer's state can be had, once that is known
+        self.is_exchanging = False  # it waits for a peer's state, or sends its own
+        self.has_exchanged = False  # as the group's other ranks do, and one may take longer
         self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
         self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
         self.is_left_out = False  # of the quorum, until a link works again: no reason to give up
+        self._plan: Plan | None = None
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
         self._is_configured = False  # as the event says, which is asked before every collective
-        self._ready = threading.Event()
         self._decided = threading.Event()
-        self._at_rest = threading.Event()  # the training thread waits for `ready`: no module computes
-        is_on_device = devices.is_in_use()
-        self.device = torch.accelerator.current_device_index() if is_on_device else None
-        self._updated = torch.accelerator.current_stream().record_event() if is_on_device else None
+        self.device = torch.accelerator.current_device_index() if devices.is_in_use() else None
 
     @property
     def is_agreed(self) -> bool:
@@ -66,30 +61,30 @@ class Attempt:
         is_late = time.monotonic() > self.began + self._quorum_timeout_s
         return is_late and not self.is_agreed and not self.is_left_out
 
-    def agree(self, result: QuorumResult) -> None:
-        """The quorum is known."""
-        self.result = result
+    def agree(self, result: QuorumResult, plan: Plan | None = None) -> None:
+        """The quorum is known, and what has to be done before it can be used."""
+        self.result, self._plan = result, plan
         self._agreed.set()
 
     @property
     def is_open(self) -> bool:
-        """Whether `wait_configured` would return at once."""
-        return self._is_configured and self.error is None
+        """Whether a collective may be issued at once."""
+        return self._is_configured and self.error is None and not self.is_exchanging
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `wait_ready` would return at once, or raise."""
-        return self._ready.is_set()
+    def is_configured(self) -> bool:
+        """Whether nothing more happens in the background."""
+        return self._is_configured
+
+    def take_plan(self) -> Plan | None:
+        """What has to be done, for the first who asks."""
+        plan, self._plan = self._plan, None
+        return plan
 
     def open_configured(self) -> None:
-        """Collectives may be issued."""
+        """Collectives may be issued, and nothing more happens in the background."""
         self._is_configured = True
         self._configured.set()
-
-    def open_ready(self) -> None:
-        """Nothing more happens in the background."""
-        self.open_configured()
-        self._ready.set()
 
     def decide(self, verdict: Verdict) -> None:
         """The group's verdict."""
@@ -99,7 +94,7 @@ class Attempt:
     def fail(self, error: Exception) -> None:
         """The attempt cannot go on; whoever waits gets the error."""
         self.error = self.error or error
-        for gate in (self._agreed, self._configured, self._ready, self._decided, self._at_rest):
+        for gate in (self._agreed, self._configured, self._decided):
             gate.set()
 
     def wait_configured(self, describe: Callable[[], str]) -> None:
@@ -111,14 +106,7 @@ class Attempt:
         if not self._is_configured:
             self._wait_agreed(describe)
             self._configured.wait()
-        self._raise_error()
-
-    def wait_ready(self, describe: Callable[[], str]) -> None:
-        """Wait until nothing more happens in the background."""
-        self._at_rest.set()
-        self._wait_agreed(describe)
-        self._ready.wait()
-        self._raise_error()
+        self.raise_error()
 
     def synchronize(self) -> None:
         """Wait for the device, if this process uses one."""
@@ -129,23 +117,6 @@ class Attempt:
             finally:
                 self.is_synchronizing = False
 
-    def wait_updated(self) -> None:
-        """Wait until the device has done the last update: another thread's streams do not wait for it."""
-        if self._updated is not None:
-            self._updated.synchronize()
-
-    def wait_at_rest(self, timeout_s: float) -> None:
-        """Wait until the training thread waits, between two steps, for what happens in the background.
-
-        Raises:
-            CheckpointError: it does not within the timeout.
-        """
-        if not self._at_rest.wait(timeout_s):
-            raise CheckpointError(
-                f"the training thread did not come to the end of its step in {timeout_s:g} s"
-            )
-        self._raise_error()
-
     def wait_decided(self, timeout_s: float) -> Verdict | None:
         """The group's verdict, or None when there is none within the timeout."""
         self.is_deciding = True
@@ -154,7 +125,7 @@ class Attempt:
         finally:
             self.is_deciding = False
         if self.verdict is None:
-            self._raise_error()
+            self.raise_error()
         return self.verdict
 
     def _wait_agreed(self, describe: Callable[[], str]) -> None:
@@ -164,8 +135,9 @@ class Attempt:
                 if not self.is_left_out:
                     raise QuorumTimeoutError(f"no quorum within {self._quorum_timeout_s:g} s: {describe()}")
                 remaining_s = self._quorum_timeout_s
-        self._raise_error()
+        self.raise_error()
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raise why the attempt cannot go on, if so."""
         if self.error is not None:
             raise self.error

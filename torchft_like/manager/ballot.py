@@ -47,6 +47,8 @@ class Ballot:
             return vote
         self._link.vote(self._config.group_rank, Verdict(step, vote, self._stop_wanted))
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        if attempt.has_exchanged:
+            bound_s += self._config.timeout_s
         verdict = attempt.wait_decided(bound_s)
         if verdict is None:
             # The others may have been told either; a guess could make the ranks of this group differ.

@@ -2,10 +2,10 @@
 
 It runs the step protocol (`step.StepProtocol`) against real things. Four threads meet here:
 
-* the training thread calls the public methods;
+* the training thread calls the public methods, and serves and loads state inside of them;
 * the coordination loop delivers what this rank is told, and aborts the process group the moment a
   member is lost, whatever the other threads are blocked in;
-* the quorum worker configures the process group, serves and fetches state;
+* the quorum worker configures the process group;
 * the process group's own threads complete collectives.
 
 `ManagedGroup` holds the one lock they share; it is never held while waiting.
@@ -47,6 +47,7 @@ from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, options_for
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.reducer import Reducer
+from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.otel import followed
@@ -142,9 +143,10 @@ class Manager:
             pg.set_timeout(timedelta(seconds=config.timeout_s))
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
-        self._driver = QuorumDriver(
+        self._exchange = StateExchange(
             config, self._protocol, self._group, self._state, self._transport, self._emit
         )
+        self._driver = QuorumDriver(config, self._protocol, self._group, self._exchange, self._emit)
         self._reducer = Reducer(self._protocol, self._group, self._driver)
         try:
             # First: whom the lighthouse knows, others wait for.
@@ -176,11 +178,11 @@ class Manager:
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
     def allow_state_dict_read(self) -> None:
-        """The state is consistent again; peers may be served."""
+        """The state is consistent again; peers may be served at the end of a step."""
         self._state.allow_read()
 
     def disallow_state_dict_read(self) -> None:
-        """The state is about to change outside `step()`: wait for readers and keep others out."""
+        """The state is about to change outside `step()`: until it may be read again, peers are refused."""
         self._state.disallow_read()
 
     def state_dict(self) -> dict[str, int]:
@@ -226,7 +228,7 @@ class Manager:
         if last is not None and last.error is None and not last.is_overdue:
             # Also one that was given up: a second join could miss the quorum that answers the first, and be
             # taken for one of the step after.
-            last.wait_ready(self._driver.why_no_quorum)
+            last.wait_configured(self._driver.why_no_quorum)
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
         attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
@@ -243,8 +245,8 @@ class Manager:
         )
         self._driver.ask(attempt, join, self._link)
         if not self._rules.use_async_quorum:
-            attempt.wait_ready(self._driver.why_no_quorum)
-            self._load_pending_state(attempt)
+            attempt.wait_configured(self._driver.why_no_quorum)
+            self._exchange.exchange(attempt)
 
     def wait_quorum(self) -> None:
         """Wait until collectives can be issued, or are known to be pointless in this step.
@@ -298,6 +300,7 @@ class Manager:
         attempt = self._driver.attempt
         if attempt is not None:
             attempt.fail(e)
+        self._exchange.end_fetch(f"interrupted: {e!r}")
 
     def request_stop(self) -> None:
         """Have this replica group leave after its current step, all ranks after the same one."""
@@ -343,12 +346,12 @@ class Manager:
         attempt = self._driver.current()
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
-        attempt.wait_ready(self._driver.why_no_quorum)
+        attempt.wait_configured(self._driver.why_no_quorum)
         for work in list(attempt.pending_collectives):
             work.wait()
         attempt.synchronize()
         self._check_process_group()
-        self._load_pending_state(attempt)
+        self._exchange.exchange(attempt)
         with self._group.lock:
             vote = self._protocol.vote()
         committed = self._ballot.decide(attempt, self._protocol.step, vote, timeout)
@@ -413,6 +416,11 @@ class Manager:
         result = self._last_result() if self._rules.use_async_quorum else None
         return frozenset() if result is None else result.healing_ranks
 
+    def is_exchanging_state(self) -> bool:
+        """Whether the state is read for a peer or a peer's is loaded: no other replica takes part."""
+        attempt = self._driver.attempt
+        return attempt is not None and attempt.is_exchanging
+
     def replica_id(self) -> str:
         """The replica group's name, unique for this start."""
         return self._replica_id
@@ -439,6 +447,7 @@ class Manager:
         between_steps = self._driver.fatal is None and self._protocol.leaves_in_order
         self._emit("shutdown", reason="between steps" if between_steps else "in the middle of a step")
         if between_steps:
+            self._exchange.linger()
             self._link.leave("shutdown")
         else:
             self._link.close()
@@ -472,21 +481,6 @@ class Manager:
         # An abort alone does not spoil a step whose collectives had all succeeded before.
         if isinstance(error, Exception) and not isinstance(error, ProcessGroupAbortedError):
             self._group.fail(self._protocol.quorum_id, error)
-
-    def _load_pending_state(self, attempt: Attempt) -> None:
-        """Load what a peer sent, on the training thread, where nothing else uses the state."""
-        state, attempt.pending_state = attempt.pending_state, None
-        if state is None:
-            return
-        try:
-            self._state.load(state.user)
-            with self._group.lock:
-                self._protocol.heal(state.counters)
-                if not self._rules.use_async_quorum:
-                    self._protocol.take_part()
-        except BaseException:  # a part of the state may be the peer's by now
-            self.disown_state()
-            raise
 
     def _emit(self, kind: str, **fields: Any) -> None:
         fields.setdefault("quorum_id", self._protocol.quorum_id)

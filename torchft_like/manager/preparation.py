@@ -1,4 +1,4 @@
-"""What has to happen between knowing the quorum and using it, on a thread of its own.
+"""The thread on which the process group is configured, between knowing the quorum and using it.
 
 The training thread goes on with the forward pass meanwhile; the coordination loop stays free to
 hear that a member died and to abort what is being waited for here.
@@ -9,32 +9,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-
-import torch
+from collections.abc import Callable
 
 from torchft_like import devices
-from torchft_like.checkpointing.shards import Shard
-from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import CheckpointError
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.client import ManagerClient
 
-State = Mapping[str, object]
 Job = Callable[[], None]
 OnError = Callable[[Exception], None]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PeerState:
-    """What a peer sent: the training script's state, and its Manager's counters."""
-
-    user: State
-    counters: State
 
 
 class QuorumWorker:
@@ -70,52 +52,3 @@ class QuorumWorker:
                 logger.exception("a job of the quorum worker failed")
                 on_error(error)
             del entry, job, on_error  # they hold attempts and their tensors
-
-
-def fetch_state(
-    result: QuorumResult,
-    group_rank: int,
-    transport: CheckpointTransport[State],
-    timeout_s: float,
-) -> PeerState:
-    """The whole state of the up-to-date peer that the quorum assigned, verified.
-
-    Raises:
-        CheckpointError: the peer is gone, slow, or what it sent is not the state of `max_step`.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    client = ManagerClient(result.recover_src_manager_address, connect_timeout=timeout)
-    try:
-        metadata = client._checkpoint_metadata(group_rank, timeout)
-    finally:
-        client.close()
-    state = transport.recv_checkpoint(
-        src_rank=result.recover_src_replica_rank or 0,
-        metadata=metadata,
-        step=result.max_step,
-        timeout=timeout,
-    )
-    user, counters = state.get("user"), state.get("torchft")
-    if not isinstance(user, Mapping) or not isinstance(counters, Mapping):
-        raise CheckpointError(
-            f"{result.recover_src_manager_address} sent state of another form; every replica must run the "
-            "same version"
-        )
-    if counters.get("step") != result.max_step:
-        raise CheckpointError(
-            f"{result.recover_src_manager_address} sent state that is not of step {result.max_step}"
-        )
-    return PeerState(user, counters)
-
-
-def state_bytes(state: object) -> int:
-    """Bytes of all tensors in nested containers."""
-    if isinstance(state, Shard):
-        return state_bytes(state.local)
-    if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, Mapping):
-        return sum(state_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(state_bytes(value) for value in state)
-    return 0

@@ -10,17 +10,12 @@ import logging
 import os
 import time
 import weakref
-from datetime import timedelta
 
 from lighthouse.forks import Turn, in_each_fork
-from lighthouse.net import coordination_loop
-from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
-    ConfigError,
     FaultToleranceError,
     GroupLostError,
-    MemberLostError,
     ShutdownError,
     StepLostError,
 )
@@ -29,18 +24,12 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.divergence_watch import DivergenceWatch
 from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
-from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
-from torchft_like.manager.preparation import (
-    PeerState,
-    QuorumWorker,
-    State,
-    fetch_state,
-    state_bytes,
-)
+from torchft_like.manager.managed_group import Emit, ManagedGroup
+from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.rank_link import RankLink
 from torchft_like.manager.stall_watch import Wait
-from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.manager.step import Join, Plan, StepProtocol
+from torchft_like.manager.state_exchange import StateExchange
+from torchft_like.manager.step import Join, StepProtocol
 from torchft_like.process_group.registration import abort_groups_of_torch
 
 logger = logging.getLogger(__name__)
@@ -62,8 +51,7 @@ class QuorumDriver:
         config: ManagerConfig,
         protocol: StepProtocol,
         group: ManagedGroup,
-        state: StateRegistry,
-        transport: CheckpointTransport[State],
+        exchange: StateExchange,
         emit: Emit,
     ) -> None:
         self.attempt: Attempt | None = None
@@ -73,16 +61,13 @@ class QuorumDriver:
         self._config = config
         self._protocol = protocol
         self._group = group
-        self._state = state
-        self._transport = transport
+        self._exchange = exchange
         self._emit = emit
         self._worker = QuorumWorker()
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
-        self._is_serving = False
         self._is_asked_to_stop = False
         self._left_out_by: tuple[str, ...] = ()  # this quorum, for links to these
-        self._heal_needs: tuple[str, ...] = ()  # the source of the heal that runs, and this replica itself
 
     def begin(self, attempt: Attempt) -> Join:
         """`attempt` is the current one from now on: what to say in the join."""
@@ -150,7 +135,6 @@ class QuorumDriver:
         """Wake whoever waits with `error`, end what runs in the background, and the worker with it."""
         self._end(error)
         self._group.abort_now()
-        self._transport.abort_recv()
         self._worker.stop(timeout_s)
 
     # ------------------------------------------------- told on the coordination loop
@@ -161,18 +145,16 @@ class QuorumDriver:
             if attempt is None or attempt.is_agreed or self.fatal is not None:
                 return  # an answer to a join that was given up
             plan = self._group.agree(result, attempt.allow_heal)
-            attempt.agree(result)
+            attempt.agree(result, plan)
         if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
-        if self._is_serving and not plan.serve:
-            # Every member of this quorum is done with the last one: nobody fetches any more.
-            self._is_serving = False
-            self._worker.submit(self._transport.disallow_checkpoint)
-        if plan.is_empty:
-            attempt.open_ready()
+        if plan.configure:
+            self._worker.submit(lambda: self._prepare(attempt, result), attempt.fail)
         else:
-            self._worker.submit(lambda: self._prepare(attempt, result, plan), attempt.fail)
+            attempt.open_configured()
+        if plan.heal:
+            self._worker.submit(lambda: self._exchange.ask_early(attempt, result))
 
     def verdict(self, verdict: Verdict) -> None:
         """Of the current attempt; one on an attempt that was given up comes before the next one's quorum."""
@@ -185,10 +167,13 @@ class QuorumDriver:
             f"another rank of this replica group voted no on its step in quorum {quorum_id}"
         )
         self._group.fail(quorum_id, error)
+        if quorum_id == self._protocol.quorum_id:
+            # This one's source may wait for that rank's, and that for this group's verdict.
+            self._exchange.end_fetch(str(error))
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)
-        self._abort_heal(notice.replica_id)
+        self._exchange.member_lost(notice.quorum_id, notice.replica_id)
 
     def left_out(self, notice: LeftOutNotice) -> None:
         """The others go on. This replica waits until it can be among them, however long that takes."""
@@ -205,12 +190,6 @@ class QuorumDriver:
         if self.attempt is not None:
             self.attempt.is_left_out = False
 
-    def _abort_heal(self, lost: str) -> None:
-        """End the fetch: its source is lost, or this replica in its quorum; repeated, as it may yet begin."""
-        if lost in self._heal_needs:
-            self._transport.abort_recv(f"lost {lost}")
-            coordination_loop().loop.call_later(ABORT_REPEAT_S, self._abort_heal, lost)
-
     def group_lost(self, reason: str) -> None:
         self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
         self._group.abort_now()
@@ -218,12 +197,14 @@ class QuorumDriver:
         self._emit("shutdown", reason=reason)
 
     def waits_for(self) -> Wait | None:
-        """Its preparation, its device, other ranks' votes, or the oldest allreduce not followed up yet."""
+        """Its preparation, device, state, other ranks' votes, or the oldest allreduce not followed up yet."""
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None:
             return None
-        if not attempt.is_ready:
+        if not attempt.is_configured:
             return Wait("preparation", attempt.began)
+        if attempt.is_exchanging:
+            return Wait("state", attempt.began)
         if attempt.is_synchronizing:
             return Wait("device", attempt.began)
         if attempt.is_deciding:
@@ -253,29 +234,16 @@ class QuorumDriver:
         if self.attempt is attempt and attempt.error is None:
             link.join(join)
 
-    def _prepare(self, attempt: Attempt, result: QuorumResult, plan: Plan) -> None:
+    def _prepare(self, attempt: Attempt, result: QuorumResult) -> None:
         try:
-            is_configured = not plan.configure or self._configure(attempt, result)
-            if is_configured:
-                attempt.open_configured()
-            if plan.heal or (plan.serve and result.max_step == 0):  # later it is the joiner's error
-                self._state.check_registered()
-            if plan.serve:  # whatever became of the process group: who heals may have configured, and waits
-                self._serve(attempt, result)
-            if plan.heal and is_configured:
-                attempt.pending_state = self._heal(result)
-            elif plan.heal:
-                lost = MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
-                self._group.fail(result.quorum_id, lost, group_broken=False)
-        except ConfigError as error:
-            attempt.fail(error)
+            self._configure(attempt, result)
         except Exception as error:
             logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, error)
         finally:
-            attempt.open_ready()
+            attempt.open_configured()
 
-    def _configure(self, attempt: Attempt, result: QuorumResult) -> bool:
+    def _configure(self, attempt: Attempt, result: QuorumResult) -> None:
         rank, size = self._config.group_rank, self._config.group_world_size
         prefix = f"{result.store_address}/torchft/{result.quorum_id}/{rank}"
         replica_id = result.replica_ids[result.replica_rank]
@@ -291,43 +259,6 @@ class QuorumDriver:
             reconfigured=configured,
             seconds=time.monotonic() - attempt.began,
         )
-        return configured
-
-    def _serve(self, attempt: Attempt, result: QuorumResult) -> None:
-        """Offer this replica's state. A failure is the joiner's loss, never this replica's or this step's."""
-        timeout = timedelta(seconds=self._config.timeout_s)
-        ranks = list(result.recover_dst_replica_ranks)
-        self._is_serving = True
-        try:
-            attempt.wait_updated()
-            if self._state.is_read_between_steps:
-                attempt.wait_at_rest(self._config.timeout_s)
-            with self._state.reading(self._config.timeout_s) as user_state:
-                state = {"user": user_state, "torchft": self._protocol.counters()}
-                self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
-        except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory end
-            self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
-            self._transport.refuse_checkpoint(result.max_step, f"{type(error).__name__}: {error}")
-        else:
-            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
-
-    def _heal(self, result: QuorumResult) -> PeerState | None:
-        """Fetch the peer's state; without it this replica does not commit.
-
-        It adds zeros where the others do not count it (`StepProtocol.is_counted_on`); else nobody commits.
-        """
-        began = time.monotonic()
-        source = _source_of(result)
-        self._heal_needs = source, result.replica_ids[result.replica_rank]
-        try:
-            state = fetch_state(result, self._config.group_rank, self._transport, self._config.timeout_s)
-        except Exception as error:  # noqa: BLE001 - of a user's transport, or for want of memory or threads
-            self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
-            return None
-        finally:
-            self._heal_needs = ()
-        self._emit("heal", source=source, bytes=state_bytes(state.user), seconds=time.monotonic() - began)
-        return state
 
     def _end(self, error: FaultToleranceError) -> None:
         with self._group.lock:
@@ -335,13 +266,7 @@ class QuorumDriver:
             attempt = self.attempt
         if attempt is not None:
             attempt.fail(self.fatal)
-
-
-def _source_of(result: QuorumResult) -> str:
-    """The member this rank heals from; empty for one that does not."""
-    return (
-        "" if result.recover_src_replica_rank is None else result.replica_ids[result.recover_src_replica_rank]
-    )
+        self._exchange.end_fetch(str(error))
 
 
 def _leave_to_the_parent() -> None:

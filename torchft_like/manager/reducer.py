@@ -86,7 +86,8 @@ class Reducer:
         except FaultToleranceError as error:
             attempt.fail(error)
             return False
-        return not self._group.refuse()
+        # While a state is read or loaded the other replicas take no part: the sum is this one's.
+        return not attempt.is_exchanging and not self._group.refuse()
 
 
 def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> bool:

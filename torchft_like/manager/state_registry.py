@@ -1,4 +1,7 @@
-"""The state of the training script: how to read it for a peer, how to load a peer's."""
+"""The state of the training script: how to read it for a peer, how to load a peer's.
+
+All of it happens on the training thread; other threads may only say whether it may be read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class StateRegistry:
 
     def __init__(self) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
-        self._holds_shards: bool | None = None
+        self._is_looked_at = False
         self._reading = threading.Lock()
         self._is_read_allowed = True
 
@@ -32,19 +35,10 @@ class StateRegistry:
         if key in self._functions:
             raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
         self._functions[key] = load, save
-        self._holds_shards = None
-
-    @property
-    def is_read_between_steps(self) -> bool:
-        """Whether the functions must be called where the training thread waits.
-
-        Those of a state with DTensors: `model.state_dict()` of FSDP takes the gathered parameters out of the
-        modules that compute with them.
-        """
-        return self._holds_shards is not False
+        self._is_looked_at = False
 
     def look(self, check: Callable[[Any], object]) -> None:
-        """On the training thread, before the first step: call the functions and look at what they return.
+        """Before the first step: call the functions and look at what they return.
 
         A state that cannot be read, or can never travel, is thus found on the replica whose state it is and
         while nobody needs it. What the functions raise goes to the caller.
@@ -52,10 +46,9 @@ class StateRegistry:
         Args:
             check: raises CheckpointFormatError for a state that the transport cannot carry.
         """
-        if self._holds_shards is None and self._is_read_allowed:
-            state = {key: save() for key, (_, save) in self._functions.items()}
-            check(state)
-            self._holds_shards = _has_shards(state)
+        if not self._is_looked_at and self._is_read_allowed:
+            check(self._save())
+            self._is_looked_at = True
 
     def check_registered(self) -> None:
         """Is there anything to save and to load?
@@ -82,19 +75,19 @@ class StateRegistry:
             self._is_read_allowed = False
 
     @contextmanager
-    def reading(self, timeout_s: float) -> Iterator[dict[str, object]]:
+    def reading(self) -> Iterator[dict[str, object]]:
         """The user's whole state, which stays as it is inside the block.
 
         Raises:
-            CheckpointError: reading stayed disallowed for the whole timeout.
+            CheckpointError: reading is not allowed; waiting could be for what the caller itself has to do.
         """
-        if not self._reading.acquire(timeout=timeout_s):
+        if not self._reading.acquire(blocking=False):
             raise CheckpointError(
-                f"the state could not be read for a peer within {timeout_s:g} s: "
-                "allow_state_dict_read was not called"
+                "the state cannot be read for a peer at the end of this step: disallow_state_dict_read was "
+                "called, and allow_state_dict_read was not"
             )
         try:
-            yield {key: save() for key, (_, save) in self._functions.items()}
+            yield self._save()
         finally:
             self._reading.release()
 
@@ -109,11 +102,10 @@ class StateRegistry:
                 f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
                 "every replica must register the same keys"
             )
-        if _has_shards(state):
-            state = place(dict(state), {key: save() for key, (_, save) in self._functions.items()})
+        if next(shards_in(dict(state)), None) is not None:
+            state = place(dict(state), self._save())
         for key, (load, _) in self._functions.items():
             load(state[key])
 
-
-def _has_shards(state: object) -> bool:
-    return next(shards_in(state), None) is not None
+    def _save(self) -> dict[str, object]:
+        return {key: save() for key, (_, save) in self._functions.items()}

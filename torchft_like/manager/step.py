@@ -65,11 +65,6 @@ class Plan(NamedTuple):
     serve: bool
     heal: bool
 
-    @property
-    def is_empty(self) -> bool:
-        """The common case: the same members as last time, all up to date."""
-        return not (self.configure or self.serve or self.heal)
-
 
 NO_QUORUM = -1
 
@@ -139,9 +134,13 @@ class StepProtocol:
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
 
     def heal(self, counters: Mapping[str, object]) -> None:
-        """A peer's state was loaded: take over its counters, and nothing is lacking for a commit."""
+        """A peer's state was loaded: take over its counters, and nothing is lacking for a commit.
+
+        With a synchronous quorum that was before the forward pass: this replica contributes like any other.
+        """
         self.restore(counters)
         self._lacks_state = False
+        self.healing = self._rules.use_async_quorum
 
     def disown_state(self) -> None:
         """The state is not what the step has made of it: whoever has that is ahead of this rank."""
@@ -154,10 +153,6 @@ class StepProtocol:
             "batches_committed": self.batches_committed,
             "commit_quorum_id": self.commit_quorum_id,
         }
-
-    def take_part(self) -> None:
-        """Healed before the forward pass began: this replica contributes like any other."""
-        self.healing = False
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
         """Something went wrong in a quorum. True when that is news that concerns the current one."""
@@ -197,6 +192,15 @@ class StepProtocol:
         """Whether collectives of the current attempt can be issued."""
         configured = self._configured_quorum_id == self.quorum_id != NO_QUORUM
         return configured and self.quorum_id not in self._broken and self._failure_before_quorum is None
+
+    @property
+    def may_wait_for_state(self) -> bool:
+        """Whether a source comes to the end of the step.
+
+        It may itself wait, in a collective or before the first, for a rank that has given the step up: that
+        one has to say so, in its next join.
+        """
+        return self._configured_quorum_id == self.quorum_id and self.failure is None
 
     @property
     def _is_waiting(self) -> bool:

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions
 
 from torchft_like.errors import (
+    CollectiveRefusedError,
     GroupLostError,
     ProcessGroupError,
     ProcessGroupNotConfiguredError,
@@ -51,6 +52,9 @@ class GroupManager(Protocol):
     def healing_ranks(self) -> Collection[int]:
         """The members, by their rank in the group, whose state is not the others' in this step."""
 
+    def is_exchanging_state(self) -> bool:
+        """Whether the caller reads or loads its state, in which no other member takes part."""
+
     def participating_rank(self) -> int | None:
         """The caller's place among them; None while it does not contribute."""
 
@@ -69,6 +73,9 @@ class ManagedProcessGroup(SwallowingGroup):
     some members of it do not participate, one that shares tensors out by rank cannot have a right result:
     it is skipped and the step is lost. Once the step is lost, collectives are skipped, as they are by an
     ErrorSwallowingProcessGroupWrapper.
+
+    While the Manager has the state read for a peer, or loads a peer's, this replica is alone: a broadcast or
+    a reduction, as `set_state_dict` makes them on a mesh with an elastic dimension, leaves what it has.
 
     If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,
     and `should_commit` raises that.
@@ -121,6 +128,12 @@ class ManagedProcessGroup(SwallowingGroup):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
             return self._allreduce(collective, args, kwargs)
+        if self._manager.is_exchanging_state():
+            if collective.everyone:
+                raise CollectiveRefusedError(
+                    f"{collective.name} needs other replicas, which do not read or load a state with this one"
+                )
+            return skipped(collective.bind(args, kwargs), self)
         if self._is_lost(collective, args, kwargs):
             return skipped(collective.bind(args, kwargs), self)
         return self._swallow(collective, args, kwargs)

@@ -109,16 +109,11 @@ def test_what_travels_says_how_it_lies(mesh: DeviceMesh) -> None:
     assert str(sent.layout) == "(3, 4) placed R on a mesh (2,) ('shard',)"
 
 
-def test_a_registry_knows_when_its_functions_must_be_called(mesh: DeviceMesh) -> None:
+def test_a_registry_places_what_it_loads(mesh: DeviceMesh) -> None:
     registry, loaded = StateRegistry(), list[Any]()
     registry.register("plain", loaded.append, lambda: torch.ones(2))
-    registry.look(flatten_state)
-    assert not registry.is_read_between_steps
     registry.register("sharded", loaded.append, lambda: {"w": lying(mesh, torch.ones(2))})
-    assert registry.is_read_between_steps  # until somebody has looked
-    registry.look(flatten_state)
-    assert registry.is_read_between_steps
-    with registry.reading(1) as state:
+    with registry.reading() as state:
         registry.load(round_trip(state))
     assert torch.equal(loaded[1]["w"].to_local(), torch.ones(2))
 
@@ -131,7 +126,6 @@ def test_what_a_function_raises_when_it_is_looked_at_meets_the_script() -> None:
     registry.register("train", print, fail)
     with pytest.raises(ConfigError, match="not built yet"):
         registry.look(flatten_state)
-    assert registry.is_read_between_steps
 
 
 def test_a_state_that_can_never_travel_is_refused_before_it_is_needed() -> None:

@@ -84,10 +84,25 @@ def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() ->
     assert {r.store_address for r in results} == {"a:2", "b:2", "c:2"}
 
 
-def test_ranks_of_a_group_spread_over_stores_and_sources() -> None:
-    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1)]
+def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
+    """A state that is gathered from the ranks of a group needs all of them."""
+    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1), Member("d", 1, 1)]
     assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
-    assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 1, 0]
+    assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 0, 0]
+    assert [result_of(members, "d", rank).recover_src_replica_rank for rank in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("step", "expected"), [(5, [0, 1, 0]), (0, [0, 1, 2])])
+def test_after_a_step_that_was_not_committed_the_source_is_another_one(
+    step: int, expected: list[int]
+) -> None:
+    """The last one may have refused."""
+    for failures, source in enumerate(expected):
+        members = [Member("a", step), Member("b", step), Member("c", 0, 0, failures)]
+        results = {name: result_of(members, name) for name in "abc"}
+        healing = [r for r in results.values() if r.heal]
+        assert {r.recover_src_replica_rank for r in healing} == {source}
+        assert len(healing) == (1 if step else 2)
 
 
 def test_a_rank_gets_the_handles_of_its_own_rank_in_each_group() -> None:

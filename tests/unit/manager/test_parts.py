@@ -35,8 +35,8 @@ from torchft_like.manager.managed_work import (
     options_for,
     summing,
 )
-from torchft_like.manager.preparation import state_bytes
 from torchft_like.manager.reducer import Reducer
+from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.process_group import ProcessGroupDummy
@@ -73,8 +73,6 @@ class TestAttempt:
         attempt.agree(quorum())
         attempt.open_configured()
         attempt.wait_configured(str)
-        attempt.open_ready()
-        attempt.wait_ready(str)
         assert attempt.wait_decided(0.0) is None
         attempt.decide(Verdict(4, committed=False))
         assert attempt.wait_decided(LIMIT_S) == Verdict(4, committed=False)
@@ -84,7 +82,7 @@ class TestAttempt:
 
         def wait() -> None:
             try:
-                attempt.wait_ready(str)
+                attempt.wait_configured(str)
             except ShutdownError as error:
                 seen.append(error)
 
@@ -384,7 +382,7 @@ class TestStateRegistry:
 
         registry.register("model", loader("model"), lambda: 1)
         registry.register("optim", loader("optim"), lambda: 2)
-        with registry.reading(LIMIT_S) as state:
+        with registry.reading() as state:
             assert state == {"model": 1, "optim": 2}
         registry.load(state)
         assert loaded == {"model": 1, "optim": 2}
@@ -413,11 +411,11 @@ class TestStateRegistry:
         registry = StateRegistry()
         registry.disallow_read()
         registry.disallow_read()
-        with pytest.raises(CheckpointError, match="allow_state_dict_read"), registry.reading(0.01):
+        with pytest.raises(CheckpointError, match="allow_state_dict_read"), registry.reading():
             pass
         registry.allow_read()
         registry.allow_read()
-        with registry.reading(LIMIT_S) as state:
+        with registry.reading() as state:
             assert state == {}
 
     def test_who_was_interrupted_while_it_waited_for_readers_does_not_let_others_in(self) -> None:

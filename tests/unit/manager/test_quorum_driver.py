@@ -1,11 +1,11 @@
-"""The quorum driver and its worker, with a dummy process group and transports that fail."""
+"""The quorum driver and its worker, with a dummy process group."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +15,13 @@ from torchft_like import devices
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.config import ManagerArguments, resolve
+from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import ManagedWork
 from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group.dummy import ProcessGroupDummy
@@ -28,40 +29,29 @@ from torchft_like.process_group.dummy import ProcessGroupDummy
 LIMIT_S = 30.0
 
 
-class BrokenTransport:
-    """It serves, and fails to stop."""
-
-    def disallow_checkpoint(self) -> None:
-        raise RuntimeError("transport broke")
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
 def ignore(*_: object, **__: object) -> None:
     """An event that nobody reads."""
 
 
 @pytest.fixture
-def use_async_quorum() -> bool:
-    return True
+def protocol() -> StepProtocol:
+    return StepProtocol(StepRules(1))
 
 
-@pytest.fixture
-def protocol(use_async_quorum: bool) -> StepProtocol:
-    return StepProtocol(StepRules(1, use_async_quorum=use_async_quorum))
+def config_of(name: str) -> ManagerConfig:
+    arguments: dict[str, Any] = dict.fromkeys(ManagerArguments.__dataclass_fields__)
+    arguments |= {"timeout": LIMIT_S, "quorum_timeout": LIMIT_S, "connect_timeout": LIMIT_S, "rank": 0}
+    arguments |= {"world_size": 1, "lighthouse_addr": "http://127.0.0.1:1", "replica_id": name}
+    arguments |= {"hostname": "127.0.0.1"}
+    return resolve(ManagerArguments(**arguments), {})
 
 
 @pytest.fixture
 def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
-    arguments: dict[str, Any] = dict.fromkeys(ManagerArguments.__dataclass_fields__)
-    arguments |= {"timeout": LIMIT_S, "quorum_timeout": LIMIT_S, "connect_timeout": LIMIT_S, "rank": 0}
-    arguments |= {"world_size": 1, "lighthouse_addr": "http://127.0.0.1:1", "replica_id": "a"}
-    arguments |= {"hostname": "127.0.0.1"}
-    config = resolve(ManagerArguments(**arguments), {})
+    config, transport = config_of("a"), cast("Any", None)
     group = ManagedGroup(ProcessGroupDummy(0, 1), protocol, ignore)
-    transport: Any = BrokenTransport()
-    driver = QuorumDriver(config, protocol, group, StateRegistry(), transport, ignore)
+    exchange = StateExchange(config, protocol, group, StateRegistry(), transport, ignore)
+    driver = QuorumDriver(config, protocol, group, exchange, ignore)
     yield driver
     driver.stop(ShutdownError("over"), LIMIT_S)
 
@@ -77,92 +67,6 @@ def quorum(quorum_id: int, **steps: int) -> QuorumResult:
     return assign(quorum_id, members, "a", 0, True)
 
 
-def test_a_transport_that_cannot_stop_serving_does_not_keep_the_next_quorum_from_being_prepared(
-    driver: QuorumDriver, protocol: StepProtocol, caplog: pytest.LogCaptureFixture
-) -> None:
-    for quorum_id, members in ((5, {"a": 3, "b": 2}), (6, {"a": 3, "c": 3})):
-        attempt = Attempt(True, LIMIT_S)
-        driver.begin(attempt)
-        driver.quorum(quorum(quorum_id, **members))
-        attempt.wait_ready(str)
-        if quorum_id == 5:
-            protocol.decide(protocol.vote())
-    assert "transport broke" in caplog.text
-
-
-def no_memory() -> object:
-    raise RuntimeError("no memory for a copy")
-
-
-def test_a_state_that_cannot_be_read_for_a_peer_does_not_keep_this_replica_from_committing(
-    driver: QuorumDriver, protocol: StepProtocol
-) -> None:
-    driver._state.register("model", ignore, no_memory)
-    attempt = Attempt(True, LIMIT_S)
-    driver.begin(attempt)
-    driver.quorum(quorum(5, a=3, b=2))
-    attempt.wait_ready(str)
-    assert protocol.vote()
-
-
-class Stream:
-    """Stands in for a device's, and for the event that is recorded on it."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def record_event(self) -> Stream:
-        self.seen.append("recorded")
-        return self
-
-    def synchronize(self) -> None:
-        self.seen.append("waited for")
-
-
-def test_a_state_is_read_for_a_peer_when_the_device_has_done_the_last_update(
-    driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Stream()
-    monkeypatch.setattr(devices, "is_in_use", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
-    driver._state.register("model", ignore, lambda: stream.seen.append("read"))
-    attempt = Attempt(True, LIMIT_S)
-    driver.begin(attempt)
-    driver.quorum(quorum(5, a=3, b=2))
-    attempt.wait_ready(str)
-    assert stream.seen == ["recorded", "waited for", "read"]
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_replica_that_cannot_serve_goes_on_and_tells_who_asks_for_its_state(
-    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    refused: list[tuple[int, str]] = []
-    monkeypatch.setattr(driver._transport, "refuse_checkpoint", lambda *told: refused.append(told))
-    driver._state.register("model", ignore, no_memory)
-    attempt = Attempt(True, LIMIT_S)
-    driver.begin(attempt)
-    driver.quorum(quorum(5, a=step, b=0))
-    attempt.wait_ready(str)
-    assert refused == [(step, "RuntimeError: no memory for a copy")]
-    assert protocol.vote()
-
-
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_count_this_replica(
-    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
-) -> None:
-    driver._state.register("model", ignore, dict)
-    monkeypatch.setattr("torchft_like.manager.quorum_driver.fetch_state", lambda *_: no_memory())
-    attempt = Attempt(True, LIMIT_S)
-    driver.begin(attempt)
-    driver.quorum(quorum(5, a=2, b=3))
-    attempt.wait_ready(str)
-    assert not protocol.vote()
-    assert protocol.can_communicate is use_async_quorum
-
-
 def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_yet_and_no_other(
     driver: QuorumDriver, protocol: StepProtocol
 ) -> None:
@@ -175,13 +79,13 @@ def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_ye
     error = RuntimeError("early")
     driver.spoil(early, error)
     driver.quorum(quorum(5, a=3, b=3))
-    early.wait_ready(str)
+    early.wait_configured(str)
     assert protocol.failure is error
     assert not protocol.vote()
     protocol.decide(committed=False)
     driver.begin(late)
     driver.quorum(quorum(6, a=3, b=3))
-    late.wait_ready(str)
+    late.wait_configured(str)
     driver.spoil(early, RuntimeError("of an older quorum"))
     assert protocol.vote()
     driver.spoil(late, error)
@@ -194,7 +98,7 @@ def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
     driver.quorum(quorum(5, a=3, b=3))
-    attempt.wait_ready(str)
+    attempt.wait_configured(str)
     driver.step_lost(4)  # of a step that was given up
     assert protocol.failure is None
     driver.step_lost(5)
@@ -210,10 +114,10 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:
 
     worker.submit(fail, attempt.fail)
     worker.submit(lambda: next_one.agree(quorum(5, a=3)))
-    worker.submit(next_one.open_ready)
+    worker.submit(next_one.open_configured)
     with pytest.raises(RuntimeError, match="cannot prepare"):
         attempt.wait_configured(str)
-    next_one.wait_ready(str)
+    next_one.wait_configured(str)
     worker.stop(LIMIT_S)
 
 
@@ -223,7 +127,7 @@ def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: Quo
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
     with pytest.raises(GroupLostError, match="rank 0 is gone"):
-        attempt.wait_ready(str)
+        attempt.wait_configured(str)
 
 
 def begun(driver: QuorumDriver) -> Attempt:
@@ -239,7 +143,7 @@ def test_a_rank_waits_for_others_from_the_quorum_on_until_it_is_prepared(driver:
     attempt.agree(quorum(5, a=3, b=3))
     first = driver.waits_for()
     assert first is not None
-    attempt.open_ready()
+    attempt.open_configured()
     assert driver.waits_for() is None
     begun(driver).agree(quorum(5, a=3, b=3))
     assert driver.waits_for() not in (None, first), "another attempt is another wait"
@@ -248,7 +152,7 @@ def test_a_rank_waits_for_others_from_the_quorum_on_until_it_is_prepared(driver:
 def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver: QuorumDriver) -> None:
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
-    attempt.open_ready()
+    attempt.open_configured()
     works = [ManagedWork([torch.ones(1)], None, ignore, attempt.pending_collectives) for _ in range(2)]
     waits = []
     for work in works:
@@ -265,7 +169,7 @@ def test_a_rank_waits_for_others_in_what_its_device_does(
 ) -> None:
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
-    attempt.open_ready()
+    attempt.open_configured()
     waits: list[object] = []
     monkeypatch.setattr(devices, "is_in_use", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(driver.waits_for()))
@@ -278,7 +182,7 @@ def test_a_rank_waits_for_others_in_what_its_device_does(
 def test_a_rank_that_has_voted_waits_for_others_until_the_verdict(driver: QuorumDriver) -> None:
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
-    attempt.open_ready()
+    attempt.open_configured()
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(attempt.wait_decided, LIMIT_S)
         deadline = time.monotonic() + LIMIT_S

@@ -63,7 +63,7 @@ def average(
     group.agree(result, allow_heal=True)
     protocol.configured(result.quorum_id)
     attempt.agree(result)
-    attempt.open_ready()
+    attempt.open_configured()
     driver: Any = Driver(attempt)
     tensor = torch.full((4,), 6.0, dtype=dtype)
     Reducer(protocol, group, driver).start([tensor], options_for(ReduceOp.AVG), ManagedWork).wait()

@@ -109,6 +109,9 @@ class FakeManager:
         self.wait_quorum()
         return 3
 
+    def is_exchanging_state(self) -> bool:
+        return False
+
     def healing_ranks(self) -> frozenset[int]:
         return self.healing
 

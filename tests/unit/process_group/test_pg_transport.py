@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lighthouse.events import printable
 from torchft_like.checkpointing import PGTransport
-from torchft_like.checkpointing.pg_transport import MESSAGE_BYTES
+from torchft_like.checkpointing.pg_transport import _TAG, MESSAGE_BYTES
 from torchft_like.errors import CheckpointError, CheckpointFormatError
 from torchft_like.process_group import ProcessGroup
 
@@ -91,3 +92,40 @@ def test_a_state_that_does_not_travel_is_refused_before_anything_is_sent(party: 
     sender, _ = party.meet(2)
     with pytest.raises(CheckpointFormatError, match="model"):
         transport(sender).send_checkpoint([1], 4, {"model": object()}, LIMIT)
+
+
+@pytest.mark.parametrize("reason", ["RuntimeError: no memory for a copy", "\x1b[2J" + "x" * 1000])
+def test_a_source_without_a_state_tells_all_receivers_why(party: Party, reason: str) -> None:
+    def act(rank: int, group: ProcessGroup) -> str:
+        if rank == 1:
+            transport(group).refuse_checkpoint([0, 2], 5, reason)
+            return reason
+        with pytest.raises(CheckpointError, match="replica 1 refused: ") as caught:
+            transport(group).recv_checkpoint(1, "", 5, LIMIT)
+        return str(caught.value).partition("refused: ")[2]
+
+    for told in party.together(party.meet(3), act):
+        assert told in (reason, printable(reason[:400]))
+
+
+def test_after_a_refusal_the_group_carries_the_next_state(party: Party) -> None:
+    sender, receiver = map(transport, party.meet(2))
+    refusing = party.aside(sender.refuse_checkpoint, [1], 5, "not now")
+    with pytest.raises(CheckpointError, match="not now"):
+        receiver.recv_checkpoint(0, "", 5, LIMIT)
+    refusing.result(60)
+    sending = party.aside(sender.send_checkpoint, [1], 6, state_of(0), LIMIT)
+    assert receiver.recv_checkpoint(0, "", 6, LIMIT)["step"] == 3
+    sending.result(60)
+
+
+def test_a_transfer_that_has_failed_is_not_followed_by_a_refusal(party: Party) -> None:
+    """The receiver would take it for a part of the state."""
+    groups = party.meet(2)
+    sender, state = transport(groups[0]), state_of(9)
+    sending = party.aside(sender.send_checkpoint, [1], 5, state, LIMIT)
+    groups[1].recv([torch.empty(2, dtype=torch.int64)], 0, _TAG).wait()
+    groups[0].abort("the step has failed")
+    with pytest.raises(CheckpointError):
+        sending.result(60)
+    sender.refuse_checkpoint([1], 5, "it would hang, or raise")

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.errors import (
+    CollectiveRefusedError,
     ProcessGroupAbortedError,
     ProcessGroupError,
     ProcessGroupNotConfiguredError,
@@ -199,6 +200,7 @@ class FakeManager:
         self.reduced: list[Any] = []
         self.quorums_waited_for = 0
         self.healing: frozenset[int] = frozenset()
+        self.is_alone = False
 
     def wait_quorum(self) -> None:
         self.quorums_waited_for += 1
@@ -209,6 +211,9 @@ class FakeManager:
 
     def num_participants(self) -> int:
         return self.participants
+
+    def is_exchanging_state(self) -> bool:
+        return self.is_alone
 
     def healing_ranks(self) -> frozenset[int]:
         return self.healing
@@ -240,6 +245,20 @@ def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
     result = group.allreduce([first, second]).get_future().wait()
     assert result[1] is second
     assert manager.quorums_waited_for == 0, "the manager's allreduce does that itself"
+
+
+def test_while_a_state_is_loaded_a_managed_group_has_one_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `set_state_dict` broadcasts over every dimension of a mesh: the others would not come."""
+    pg = ProcessGroupDummy(0, 1)
+    manager = FakeManager(pg)
+    group, manager.is_alone = ManagedProcessGroup(manager), True
+    monkeypatch.setattr(pg, "broadcast", lambda *_: pytest.fail("it reached the other members"))
+    tensor = torch.full((2,), 5.0)
+    assert group.broadcast_one(tensor, 0).wait()
+    assert tensor.tolist() == [5.0, 5.0]
+    with pytest.raises(CollectiveRefusedError, match="allgather needs other replicas"):
+        group.allgather([[ones(), ones()]], [ones()])
+    assert manager.error is None
 
 
 def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:

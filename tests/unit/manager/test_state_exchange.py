@@ -1,0 +1,264 @@
+"""Serving and healing at the end of a step, with a dummy process group and transports that fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
+from torchft_like import devices
+from torchft_like.checkpointing import HTTPTransport
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import CheckpointError, ConfigError, GroupLostError, ShutdownError
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.managed_group import ManagedGroup
+from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.state_exchange import StateExchange
+from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.manager.step import StepProtocol, StepRules
+from torchft_like.process_group.dummy import ProcessGroupDummy
+
+SERVES, HEALS = {"a": 3, "b": 2}, {"a": 2, "b": 3}
+
+
+class Transport(CheckpointTransport[Any]):
+    """Keeps what it is told; a receive waits until it is aborted."""
+
+    def __init__(self) -> None:
+        self.offered: list[Any] = []
+        self.refused: list[tuple[list[int], int, str]] = []
+        self.is_receiving, self._aborted = threading.Event(), threading.Event()
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        self.offered.append(state_dict)
+
+    def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
+        self.refused.append((dst_ranks, step, reason))
+
+    def disallow_checkpoint(self) -> None:
+        self.offered.clear()
+        raise RuntimeError("transport broke")
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        self.is_receiving.set()
+        assert self._aborted.wait(LIMIT_S)
+        raise CheckpointError("aborted")
+
+    def abort_recv(self, reason: str = "aborted") -> None:
+        self._aborted.set()
+
+
+class Replica:
+    """Replica a, as far as an exchange of state needs one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool = True) -> None:
+        self.transport = Transport()
+        self.registry = StateRegistry()
+        self.protocol = StepProtocol(StepRules(1, use_async_quorum=use_async_quorum))
+        config = config_of("a")
+        group = ManagedGroup(ProcessGroupDummy(0, 1), self.protocol, ignore)
+        self.exchange = StateExchange(config, self.protocol, group, self.registry, self.transport, ignore)
+        self.driver = QuorumDriver(config, self.protocol, group, self.exchange, ignore)
+        monkeypatch.setattr(self.exchange, "_ask", lambda *_: "")
+
+    def begin(self, quorum_id: int, **steps: int) -> Attempt:
+        """A step, until its quorum is configured."""
+        attempt = Attempt(True, LIMIT_S)
+        self.driver.begin(attempt)
+        self.driver.quorum(quorum(quorum_id, **steps))
+        attempt.wait_configured(str)
+        return attempt
+
+    def end(self, attempt: Attempt) -> bool:
+        """The rest of the step."""
+        self.exchange.exchange(attempt)
+        vote = self.protocol.vote()
+        self.protocol.decide(vote)
+        return vote
+
+
+@pytest.fixture
+def use_async_quorum() -> bool:
+    return True
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool) -> Iterator[Replica]:
+    replica = Replica(monkeypatch, use_async_quorum)
+    yield replica
+    replica.driver.stop(ShutdownError("over"), LIMIT_S)
+
+
+def no_memory() -> object:
+    raise RuntimeError("no memory for a copy")
+
+
+def test_a_state_is_read_by_the_thread_that_ends_the_step_once_and_not_before(replica: Replica) -> None:
+    readers: list[threading.Thread] = []
+    replica.registry.register("model", ignore, lambda: readers.append(threading.current_thread()))
+    attempt = replica.begin(5, **SERVES)
+    assert readers == []
+    replica.exchange.exchange(attempt)
+    replica.exchange.exchange(attempt)
+    assert readers == [threading.current_thread()]
+
+
+def test_a_state_is_read_when_the_device_has_done_what_the_step_gave_it(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(devices, "is_in_use", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("synchronized"))
+    replica.registry.register("model", ignore, lambda: seen.append("read"))
+    attempt = replica.begin(5, **SERVES)
+    replica.exchange.exchange(attempt)
+    assert seen == ["synchronized", "read"]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_replica_that_cannot_serve_commits_and_tells_who_asks_for_its_state(
+    replica: Replica, step: int
+) -> None:
+    replica.registry.register("model", ignore, no_memory)
+    assert replica.end(replica.begin(5, a=step, b=0))
+    assert replica.transport.refused == [([1], step, "RuntimeError: no memory for a copy")]
+
+
+def test_a_replica_that_may_not_be_read_refuses_at_once(replica: Replica) -> None:
+    replica.registry.register("model", ignore, dict)
+    replica.registry.disallow_read()
+    assert replica.end(replica.begin(5, **SERVES))
+    ((_, _, reason),) = replica.transport.refused
+    assert "allow_state_dict_read" in reason
+
+
+def test_whatever_a_transport_raises_in_a_refusal_does_not_lose_the_step(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica.transport, "refuse_checkpoint", lambda *_: no_memory())
+    replica.registry.register("model", ignore, no_memory)
+    assert replica.end(replica.begin(5, **SERVES))
+    assert "could not be told" in caplog.text
+
+
+def test_an_offer_ends_with_the_next_step_in_which_nobody_heals_even_if_the_transport_objects(
+    replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica.registry.register("model", ignore, dict)
+    assert replica.end(replica.begin(5, **SERVES))
+    assert [offer["torchft"]["step"] for offer in replica.transport.offered] == [0]
+    assert replica.end(replica.begin(6, a=3, c=3))
+    assert replica.transport.offered == []
+    assert "transport broke" in caplog.text
+    caplog.clear()
+    assert replica.end(replica.begin(6, a=3, c=3))
+    assert caplog.text == "", "once"
+
+
+def test_a_replica_without_a_state_to_heal_is_told_what_to_register(replica: Replica) -> None:
+    attempt = replica.begin(5, **HEALS)
+    with pytest.raises(ConfigError, match="register_state_dict_fn"):
+        replica.exchange.exchange(attempt)
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_count_this_replica(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
+) -> None:
+    replica.registry.register("model", ignore, dict)
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: no_memory())
+    attempt = replica.begin(5, **HEALS)
+    replica.exchange.exchange(attempt)
+    assert not replica.protocol.vote()
+    assert replica.protocol.can_communicate is use_async_quorum
+
+
+def test_nothing_is_asked_of_a_source_that_was_lost_before_the_end_of_the_step(replica: Replica) -> None:
+    replica.registry.register("model", ignore, dict)
+    attempt = replica.begin(5, **HEALS)
+    replica.exchange.member_lost(4, "a")  # of an older quorum
+    replica.exchange.member_lost(5, "b")
+    assert not replica.end(attempt)
+    assert not replica.transport.is_receiving.is_set()
+    assert "broke before the state was fetched" in str(replica.protocol.failure)
+
+
+def test_nothing_is_asked_of_a_source_that_may_wait_for_this_replica(replica: Replica) -> None:
+    """It would, in a collective, for one that has given the step up; the next join releases it."""
+    replica.registry.register("model", ignore, dict)
+    attempt = replica.begin(5, **HEALS)
+    replica.driver.spoil(attempt, RuntimeError("of the training script"))
+    assert not replica.end(attempt)
+    assert not replica.transport.is_receiving.is_set()
+
+
+@pytest.mark.parametrize("lost", ["a", "b"], ids=["this replica", "its source"])
+def test_a_fetch_ends_when_one_of_the_two_is_lost_in_the_quorum(replica: Replica, lost: str) -> None:
+    replica.registry.register("model", ignore, dict)
+    attempt = replica.begin(5, **HEALS)
+
+    def lose() -> None:
+        assert replica.transport.is_receiving.wait(LIMIT_S)
+        replica.exchange.member_lost(5, "c")
+        replica.exchange.member_lost(5, lost)
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    assert not replica.end(attempt)
+    thread.join(LIMIT_S)
+
+
+def test_the_end_of_the_replica_group_ends_a_fetch_and_is_what_the_script_is_told(replica: Replica) -> None:
+    replica.registry.register("model", ignore, dict)
+    attempt = replica.begin(5, **HEALS)
+
+    def lose() -> None:
+        assert replica.transport.is_receiving.wait(LIMIT_S)
+        assert replica.driver.waits_for() is not None
+        replica.driver.group_lost("rank 1 is gone")
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    with pytest.raises(GroupLostError, match="rank 1 is gone"):
+        replica.exchange.exchange(attempt)
+    thread.join(LIMIT_S)
+    assert not attempt.is_exchanging
+
+
+def test_a_state_that_was_loaded_in_part_is_disowned(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(_: object) -> None:
+        raise KeyError("layer.7")
+
+    replica.registry.register("model", load, dict)
+    replica.protocol.commit_quorum_id = 4
+    sent = {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 4}}
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
+    attempt = replica.begin(5, **HEALS)
+    with pytest.raises(KeyError):
+        replica.exchange.exchange(attempt)
+    assert replica.protocol.begin().commit_quorum_id == 0
+
+
+def test_the_snapshot_of_a_state_is_complete_when_the_step_goes_on(replica: Replica) -> None:
+    """With the Manager's own transport: the optimizer may change the tensors at once."""
+    weight = torch.ones(1000)
+    transport = HTTPTransport[Any](timedelta(seconds=LIMIT_S))
+    replica.exchange._transport = transport
+    replica.registry.register("model", ignore, lambda: {"w": weight})
+    attempt = replica.begin(5, **SERVES)
+    replica.exchange.exchange(attempt)
+    weight.zero_()
+    state = transport.recv_checkpoint(0, transport.metadata(), 3, timedelta(seconds=LIMIT_S))
+    assert torch.equal(state["user"]["model"]["w"], torch.ones(1000))
+    transport.shutdown()

@@ -1,0 +1,250 @@
+"""A rank's state on its way to and from its peers: on the training thread, between two steps.
+
+INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by
+the first `start_quorum`, which looks at what they return, and then, in a step in which somebody heals, where
+the step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). There
+no module computes, so `state_dict` may take modules apart. Every rank of a replica group is at the same
+place, and all of them serve or none, so it may use collectives of the group.
+
+Who waits for whom: a healing rank waits, in `should_commit`, until its source comes to the end of the same
+step and has offered its state. The source waits for nobody: it takes a snapshot, or refuses, and goes on. It
+cannot wait for the healing rank in a collective: that takes part in all of the step's before it asks for the
+state. Where one of the two gives the step up before its end it gives the quorum up: the healing rank asks for
+nothing, the source is told and released, or the other way round.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from lighthouse.net import coordination_loop
+from torchft_like.checkpointing.shards import Shard
+from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.errors import CheckpointError, MemberLostError
+from torchft_like.manager.assignment import QuorumResult
+from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.client import ManagerClient
+from torchft_like.manager.config import ManagerConfig
+from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
+from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.manager.step import Plan, StepProtocol
+
+State = Mapping[str, object]
+
+LINGER_S = 5.0
+ASK_EARLY_S = 1.0  # whoever waits for the quorum worker waits so long, if the source's host is gone
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """What a peer sent: the training script's state, and its Manager's counters."""
+
+    user: State
+    counters: State
+
+
+class StateExchange:
+    """Serves this rank's state and loads a peer's; the coordination loop may end a fetch."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        protocol: StepProtocol,
+        group: ManagedGroup,
+        registry: StateRegistry,
+        transport: CheckpointTransport[State],
+        emit: Emit,
+    ) -> None:
+        self._config = config
+        self._protocol = protocol
+        self._group = group
+        self._registry = registry
+        self._transport = transport
+        self._emit = emit
+        self._is_serving = False
+        self._fetching: tuple[str, str] | None = None  # the source of the fetch that runs, and this replica
+        self._client: ManagerClient | None = None  # that asks the source
+        self._lost: frozenset[tuple[int, str]] = frozenset()  # members, with the quorum they were lost in
+
+    # -------------------------------------------------------------- on the training thread
+
+    def exchange(self, attempt: Attempt) -> None:
+        """Serve and heal as the quorum of the attempt wants it; once, the next call does nothing.
+
+        Raises:
+            ConfigError: somebody has to heal, and nothing was registered.
+            FaultToleranceError: the attempt has ended while a peer's state was awaited.
+            Exception: of the script's load functions; the state is nobody's then.
+        """
+        plan, result = attempt.take_plan(), attempt.result
+        if plan is None or result is None or not (plan.serve or plan.heal or self._is_serving):
+            return
+        if plan.heal or (plan.serve and result.max_step == 0):  # later it is the healing replica's error
+            self._registry.check_registered()
+        attempt.synchronize()
+        attempt.is_exchanging = attempt.has_exchanged = True
+        try:
+            self._serve(plan, result)
+            if plan.heal:
+                self._heal(attempt, result)
+        finally:
+            attempt.is_exchanging = False
+
+    def _serve(self, plan: Plan, result: QuorumResult) -> None:
+        """A failure is the healing replicas' loss, never this one's or its step's: they are told."""
+        if plan.serve:
+            self._is_serving = True
+            self._offer(result)
+        elif self._is_serving:  # every member of this quorum is done with the last one
+            self._is_serving = False
+            try:
+                self._transport.disallow_checkpoint()
+            except Exception:  # of a user's transport
+                logger.exception("the offer of the state could not be ended")
+
+    def _offer(self, result: QuorumResult) -> None:
+        ranks = list(result.recover_dst_replica_ranks)
+        try:
+            with self._registry.reading() as user_state:
+                state = {"user": user_state, "torchft": self._protocol.counters()}
+                timeout = timedelta(seconds=self._config.timeout_s)
+                self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
+        except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory end
+            self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
+            self._refuse(ranks, result.max_step, f"{type(error).__name__}: {error}")
+        else:
+            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
+
+    def _refuse(self, ranks: list[int], step: int, reason: str) -> None:
+        try:
+            self._transport.refuse_checkpoint(ranks, step, reason)
+        except Exception:  # of a user's transport, or of the process group
+            logger.exception("healing members could not be told that there is no state for them")
+
+    def _heal(self, attempt: Attempt, result: QuorumResult) -> None:
+        """Take over the peer's state; without it this replica does not commit.
+
+        It adds zeros where the others do not count it (`StepProtocol.is_counted_on`); else nobody commits.
+        """
+        began = time.monotonic()
+        source, own = result.recover_src_replica_rank or 0, result.replica_rank
+        self._fetching = result.replica_ids[source], result.replica_ids[own]
+        try:
+            attempt.raise_error()
+            lost = any((result.quorum_id, member) in self._lost for member in self._fetching)
+            if lost or not self._protocol.may_wait_for_state:
+                raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
+            state = self._fetch(attempt, result)
+        except Exception as error:  # noqa: BLE001 - of a user's transport, or for want of memory or threads
+            attempt.raise_error()
+            self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
+            return
+        finally:
+            self._fetching = None
+        self._emit(
+            "heal",
+            source=result.replica_ids[source],
+            bytes=state_bytes(state.user),
+            seconds=time.monotonic() - began,
+        )
+        self._load(state)
+
+    def _fetch(self, attempt: Attempt, result: QuorumResult) -> PeerState:
+        """The whole state of the up-to-date peer that the quorum assigned, verified.
+
+        Raises:
+            CheckpointError: the peer is gone, slow, or what it sent is not the state of `max_step`.
+        """
+        metadata = attempt.source_metadata
+        if metadata is None:
+            metadata = self._ask(result, self._config.timeout_s)
+        state = self._transport.recv_checkpoint(
+            src_rank=result.recover_src_replica_rank or 0,
+            metadata=metadata,
+            step=result.max_step,
+            timeout=timedelta(seconds=self._config.timeout_s),
+        )
+        source = result.recover_src_manager_address
+        user, counters = state.get("user"), state.get("torchft")
+        if not isinstance(user, Mapping) or not isinstance(counters, Mapping):
+            raise CheckpointError(
+                f"{source} sent state of another form; every replica must run the same version"
+            )
+        if counters.get("step") != result.max_step:
+            raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
+        return PeerState(user, counters)
+
+    def _ask(self, result: QuorumResult, timeout_s: float) -> str:
+        """Where the source's state can be had."""
+        client = self._client = ManagerClient(result.recover_src_manager_address)
+        try:
+            return client._checkpoint_metadata(self._config.group_rank, timedelta(seconds=timeout_s))
+        finally:
+            self._client = None
+            client.close()
+
+    def _load(self, state: PeerState) -> None:
+        try:
+            self._registry.load(state.user)
+            with self._group.lock:
+                self._protocol.heal(state.counters)
+        except BaseException:  # a part of the state may be the peer's by now
+            with self._group.lock:
+                self._protocol.disown_state()
+            raise
+
+    def linger(self) -> None:
+        """Before this replica leaves: who heals from it in its last step has only begun to fetch."""
+        if self._is_serving:
+            self._transport.wait_fetched(timedelta(seconds=LINGER_S))
+
+    # ------------------------------------------------------------------ from other threads
+
+    def ask_early(self, attempt: Attempt, result: QuorumResult) -> None:
+        """On the quorum worker: what a fetch has to know, while the training thread computes."""
+        try:
+            attempt.source_metadata = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
+        except Exception:  # it is asked again at the end of the step
+            logger.info("the source could not be asked for its address yet", exc_info=True)
+
+    def member_lost(self, quorum_id: int, replica_id: str) -> None:
+        """On the coordination loop: a fetch that needs the member ends, also one that is yet to begin."""
+        newest = self._protocol.quorum_id
+        self._lost = frozenset(lost for lost in self._lost if lost[0] >= newest) | {(quorum_id, replica_id)}
+        fetching = self._fetching
+        if fetching is not None and replica_id in fetching:
+            self._end(fetching, f"lost {replica_id}")
+
+    def end_fetch(self, reason: str) -> None:
+        """The attempt has failed: the training thread need not wait for a state any longer."""
+        self._end(self._fetching, reason)
+
+    def _end(self, fetching: tuple[str, str] | None, reason: str) -> None:
+        """Repeated, as the transport's part of it may yet begin."""
+        if fetching is not None and fetching is self._fetching:
+            if (client := self._client) is not None:
+                client.close()
+            self._transport.abort_recv(reason)
+            loop = coordination_loop().loop
+            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._end, fetching, reason)
+
+
+def state_bytes(state: object) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(state, Shard):
+        return state_bytes(state.local)
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, Mapping):
+        return sum(state_bytes(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(state_bytes(value) for value in state)
+    return 0
