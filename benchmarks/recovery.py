@@ -112,14 +112,14 @@ def _bars(result: Result) -> list[Bar]:
 def _measure_kills(result: Result, plan: Plan) -> None:
     for system in (OURS, *PEERS, *QUICK_HEARTBEAT):
         count = plan.kills if system is OURS else plan.kills_peer
-        with _job(system) as job:
-            result.add(KILL, system.name, "s", [job.sample(_kill) for _ in range(count)])
+        with standing_job(system) as job:
+            result.add(KILL, system.name, "s", [job.sample(kill) for _ in range(count)])
 
 
 def _measure_stops(result: Result, plan: Plan) -> None:
     for system in (OURS, *PEERS):
         count = plan.stops if system is OURS else plan.stops_peer
-        with _job(system, f"--timeout={STOP_OPERATION_TIMEOUT_S}") as job:
+        with standing_job(system, f"--timeout={STOP_OPERATION_TIMEOUT_S}") as job:
             result.add(STOP, system.name, "s", [job.sample(_stop) for _ in range(count)])
 
 
@@ -132,7 +132,7 @@ def _measure_lighthouse(result: Result, plan: Plan) -> None:
     for system, count in counts:
         samples = []
         for _ in range(count):
-            with _job(system) as job, contextlib.suppress(NotReportedError):
+            with standing_job(system) as job, contextlib.suppress(NotReportedError):
                 samples.append(job.lighthouse_outage())
         missed = count - len(samples)
         note = f"no step within {LIGHTHOUSE_WAIT_S:.0f} s in {missed} of {count} outages" if missed else ""
@@ -140,7 +140,7 @@ def _measure_lighthouse(result: Result, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def _job(system: System, *options: str) -> Iterator[_Job]:
+def standing_job(system: System, *options: str) -> Iterator[_Job]:
     with Fleet() as fleet:
         job = _Job(fleet, system, options)
         job.wait_settled()
@@ -215,7 +215,7 @@ class _Fault(Protocol):
     def __call__(self, fleet: Fleet, victim: FleetProcess) -> float: ...
 
 
-def _kill(fleet: Fleet, victim: FleetProcess) -> float:
+def kill(fleet: Fleet, victim: FleetProcess) -> float:
     now = time.time()
     victim.signal(signal.SIGKILL)
     return now

@@ -19,6 +19,7 @@ from benchmarks import (
     growth,
     heal,
     lighthouse_cost,
+    loaders,
     message_queue,
     plots,
     process_groups,
@@ -39,6 +40,7 @@ def _of_groups(name: str) -> Callable[[bool], Result]:
 
 BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
+    "loaders": lambda quick: loaders.main(loaders.QUICK if quick else loaders.Plan()),
     "step_time": lambda quick: step_time.main(step_time.QUICK if quick else step_time.Plan()),
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 BATCH_ROWS = 32
 LAYER_WIDTHS = {
@@ -86,19 +88,24 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-class Batches:
-    """A few batches, different on every replica, used in rotation."""
+class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A few batches, different on every replica, used in rotation; `workers` processes bring them, if any."""
 
-    def __init__(self, size: str, seed: int) -> None:
+    def __init__(self, size: str, seed: int, workers: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         widths = LAYER_WIDTHS[size]
         self._inputs = torch.randn(4, BATCH_ROWS, widths[0], generator=generator)
         self._targets = torch.randn(4, BATCH_ROWS, widths[-1], generator=generator)
-        self._next = 0
+        loader = DataLoader(self, batch_size=None, sampler=itertools.count(), num_workers=workers)
+        self._coming = iter(loader if workers else map(self.__getitem__, itertools.count()))
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = number % len(self._inputs)
+        return self._inputs[chosen], self._targets[chosen]
 
     def loss(self, model: nn.Module) -> torch.Tensor:
-        self._next = (self._next + 1) % len(self._inputs)
-        return nn.functional.mse_loss(model(self._inputs[self._next]), self._targets[self._next])
+        inputs, targets = next(self._coming)
+        return nn.functional.mse_loss(model(inputs), targets)
 
 
 class PlainTrainer:
@@ -115,7 +122,7 @@ class PlainTrainer:
         self.model = model
         self._wrapped = nn.parallel.DistributedDataParallel(model)
         self._optimizer = make_optimizer(model)
-        self._batches = Batches(options.model, options.rank)
+        self._batches = Batches(options.model, options.rank, options.loader_workers)
         self._participants = options.replicas
 
     def await_peers(self) -> None:
@@ -159,7 +166,7 @@ class ManagedTrainer:
         self._optimizer = package.Optimizer(self.manager, optimizer)
         self._uses_ddp = options.gradients == "ddp"
         self._wrapped = package.DistributedDataParallel(self.manager, model) if self._uses_ddp else model
-        self._batches = Batches(options.model, options.rank)
+        self._batches = Batches(options.model, options.rank, options.loader_workers)
 
     def await_peers(self) -> None:
         self.manager.wait_quorum()
@@ -260,6 +267,7 @@ def _options() -> argparse.Namespace:
         "--rank", type=int, default=0, help="rank under plain DDP, seed of the data elsewhere"
     )
     parser.add_argument("--replicas", type=int, default=1, help="world size under plain DDP")
+    parser.add_argument("--loader-workers", type=int, default=0, help="processes that load the batches")
     parser.add_argument("--rendezvous", help="a file that the ranks of plain DDP share")
     parser.add_argument("--lighthouse", help="http://host:port")
     parser.add_argument("--min-replicas", type=int, default=1)

@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft_like.digest import state_digest
@@ -67,10 +69,11 @@ def main() -> None:
     with manager, stop_on_signals(manager) as stop:
         ddp_model = DistributedDataParallel(manager, model)
         optimizer = Optimizer(manager, adamw)
+        batches = StepLoader(data, manager.current_step, args.workers)
         progress = Progress(args, manager)
 
         while not stop.requested and not is_done(manager, args):
-            inputs, targets = data.batch(manager.current_step())
+            inputs, targets = batches.batch()
             optimizer.zero_grad()
             loss = next_byte_loss(ddp_model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -87,7 +90,7 @@ def is_done(manager: Manager, args: argparse.Namespace) -> bool:
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
 
-class StandardLibraryText:
+class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
     """The text, cut into windows; each replica reads every n-th of them, in an order of its own.
 
     A batch depends on the seed, the replica and the step alone: a step that is tried again, or a
@@ -102,7 +105,7 @@ class StandardLibraryText:
         self.batch_size = args.batch_size
         self.key = f"{args.seed}/{args.replica_id}"
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, `[batch_size, CONTEXT]` int64 each; targets are one byte ahead."""
         chosen = random.Random(f"{self.key}/{step}").sample(self.shard, self.batch_size)
         windows = [self.bytes[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in chosen]
@@ -153,6 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
+    parser.add_argument("--workers", type=int, default=2, help="processes that load the batches ahead")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
     parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at the least")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two progress lines")

@@ -38,12 +38,14 @@ from typing import Any, NoReturn
 import psutil
 import torch
 import torch.distributed as dist
+from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Dataset
 
 from torchft_like import LighthouseServer, Manager, Optimizer, ProcessGroupGloo, stop_on_signals
 from torchft_like.device_mesh import ft_init_device_mesh
@@ -91,8 +93,9 @@ def train(args: argparse.Namespace) -> None:
 
         everybody = mesh._flatten("dp").get_group()  # all ranks of all groups
         data = StandardLibraryText(args.seed, shard=args.replica_id * group_size + rank)
+        batches = StepLoader(data, manager.current_step, args.workers)
         while not stop.requested and not is_done(manager, args):
-            inputs, targets = data.batch(manager.current_step())
+            inputs, targets = batches.batch()
             optimizer.zero_grad()
             loss = next_byte_loss(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -168,7 +171,7 @@ class Checkpoints:
         return {"model": model, "optimizer": optimizer, "manager": self.manager.state_dict()}
 
 
-class StandardLibraryText:
+class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
     """The source text of Python's standard library; a batch depends on seed, shard and step alone."""
 
     def __init__(self, seed: int, shard: int) -> None:
@@ -176,7 +179,7 @@ class StandardLibraryText:
         self.bytes = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
         self.key = f"{seed}/{shard}"
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each; targets are one byte ahead."""
         starts = random.Random(f"{self.key}/{step}").sample(range(len(self.bytes) - CONTEXT - 1), BATCH_SIZE)
         tokens = torch.stack([self.bytes[start : start + CONTEXT + 1] for start in starts]).long()
@@ -288,6 +291,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--finish-together", action="store_true", help="go on until all groups are there")
     parser.add_argument("--checkpoint-dir", type=Path, help="save here, and resume from here")
     parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between two checkpoints")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a rank that load batches ahead")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
