@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
 
 import psutil
 import pytest
@@ -89,3 +91,69 @@ def test_workers_of_a_killed_trainer_do_not_keep_its_connections(processes: Proc
     survivor.wait_for_output(r"lost a:\w+: its connection ended")
     survivor.wait_for_output(r"step \d+ of 1")
     assert all(worker.is_running() and worker.status() == "stopped" for worker in workers)
+
+
+PEER = """
+import sys, torch
+from torch import nn
+from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+model = nn.Linear(1, 1)
+manager = Manager(
+    pg=ProcessGroupGloo(), load_state_dict=model.load_state_dict, state_dict=model.state_dict,
+    min_replica_size=1, replica_id="peer",
+)
+ddp = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.001))
+together = 0
+while together < int(sys.argv[1]):
+    optimizer.zero_grad()
+    ddp(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    together += manager.num_participants() == 2
+    print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
+manager.shutdown()
+"""
+ANY_STEPS = str(10**9)
+OWN_LINES = r"step \d+ of \d|start \d+: \w+ \w+ \d|over: .*"
+OF_THE_PEER = (
+    r"WARNING:torchft_like:.*\b(lost|left|gone) .*\bpeer\b.*"  # which is what the Manager is there to say
+)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param(10, marks=pytest.mark.timeout(600)),
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_loaders_start_beside_a_manager_whose_peers_come_leave_and_die(
+    processes: Processes, starts: int
+) -> None:
+    """Of all start methods, with workers that speak gRPC: none dies, and nothing is said of them."""
+    lighthouse = processes.start(sys.executable, "-m", "lighthouse", "--bind", "127.0.0.1:0")
+    url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
+    # Torch finds that DDP looks for unused parameters, and that there are too few processors for workers.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::UserWarning"}
+    env = {"TORCHFT_LIGHTHOUSE": url, "TORCHFT_QUORUM_TIMEOUT_SEC": "600", **quiet}
+    program = ("-m", "tests.integration.loader_trainer", "trainer", str(starts))
+    trainer = processes.start(sys.executable, *program, env=env)
+    trainer.wait_for_output(r"step \d+ of 1")
+    ends = 0
+    while trainer.exit_code is None:
+        is_killed = ends % 2 == 0
+        limit = ANY_STEPS if is_killed else "3"
+        peer = processes.start(sys.executable, "-c", PEER, limit, env=env)
+        while trainer.exit_code is None and peer.exit_code is None:
+            if is_killed and re.search(r"step \d+ of 2", peer.output):
+                os.kill(peer.pid, signal.SIGKILL)
+            time.sleep(0.05)
+        ends += peer.exit_code is not None
+        peer.kill()
+    assert trainer.wait() == 0
+    assert f"over: loaded {starts} times in quorums of [1, 2]" in trainer.output
+    assert ends >= 2, "the peer has neither died nor left"
+    assert trainer.output.count("\nstart ") == starts
+    said = [line for line in trainer.output.splitlines() if not re.fullmatch(OWN_LINES, line)]
+    assert [line for line in said if not re.fullmatch(OF_THE_PEER, line)] == []
