@@ -15,16 +15,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
+import logging
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 ROW = 2**16
 
+# Of a matrix and as many factors as it has columns makes the sum of each row.
+Kernel = Callable[[Tensor, Tensor], Tensor]
+
 # The products are temporaries: rows at a time for which they stay in a processor's cache, or for which
 # launching kernels costs a GPU nothing beside running them.
 _ROWS_ON_CPU = 1
 _ROWS_ELSEWHERE = 2**6
+
+_logger = logging.getLogger(__name__)
 
 
 def word_sum(elements: Tensor) -> Tensor:
@@ -47,11 +56,40 @@ def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
         return (words * factors[: len(words)]).sum().reshape(1)
     whole = len(words) // ROW
     matrix = words[: whole * ROW].view(whole, ROW)
-    step = _ROWS_ON_CPU if words.device.type == "cpu" else _ROWS_ELSEWHERE
-    sums = [(matrix[row : row + step] * factors).sum(dim=1) for row in range(0, whole, step)]
+    sums = [_kernel_for(words.device)(matrix, factors)]
     if whole * ROW < len(words):
         sums.append(_rows_of(words[whole * ROW :], factors))
     return torch.cat(sums)
+
+
+@functools.cache
+def _kernel_for(device: torch.device) -> Kernel:
+    """What adds up rows there. A kernel of our own has to give what torch gives, or it is not used."""
+    if device.type != "cuda" or (kernel := _fused_kernel()) is None:
+        return _row_sums
+    matrix = torch.arange(3 * ROW, dtype=torch.int32, device=device).mul_(-1_640_531_535).view(3, ROW)
+    factors = _factors("words", device)
+    try:
+        if torch.equal(kernel(matrix, factors), _row_sums(matrix, factors)):
+            return kernel
+        _logger.warning("triton's sums on %s are not torch's: torch's are used", device)
+    except Exception as error:  # noqa: BLE001 - of a compiler, of which nearly anything may be missing
+        _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
+    return _row_sums
+
+
+def _fused_kernel() -> Kernel | None:
+    try:
+        return cast("Kernel", importlib.import_module("torchft_like.divergence.fused").row_sums)
+    except ImportError:
+        return None
+
+
+def _row_sums(matrix: Tensor, factors: Tensor) -> Tensor:
+    """The sum of each row's words, each multiplied by its column's factor, modulo 2**64."""
+    step = _ROWS_ON_CPU if matrix.device.type == "cpu" else _ROWS_ELSEWHERE
+    rows = range(0, len(matrix), step)
+    return torch.cat([(matrix[row : row + step] * factors).sum(dim=1) for row in rows])
 
 
 def _as_words(elements: Tensor) -> Tensor:
