@@ -27,12 +27,12 @@ def row_sums(matrix: Tensor, factors: Tensor) -> Tensor:
     blocks = row // COLUMNS
     parts = torch.empty((rows, blocks), dtype=torch.int64, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):  # None for a CPU, of triton's interpreter
-        _add_up[blocks, triton.cdiv(rows, HEIGHT)](matrix, factors, parts, rows, row, blocks, COLUMNS, HEIGHT)
+        _add_up[blocks, triton.cdiv(rows, HEIGHT)](matrix, factors, parts, rows, row, COLUMNS, HEIGHT)
     return parts.sum(dim=1)
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _add_up(words, factors, parts, rows, row, blocks, columns: tl.constexpr, height: tl.constexpr):  # type: ignore[no-untyped-def] # a kernel
+def _add_up(words, factors, parts, rows, row, columns: tl.constexpr, height: tl.constexpr):  # type: ignore[no-untyped-def] # a kernel
     block = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * height
     places = block * columns + tl.arange(0, columns)
@@ -41,4 +41,4 @@ def _add_up(words, factors, parts, rows, row, blocks, columns: tl.constexpr, hei
         number = first + offset
         if number < rows:
             word = tl.load(words + number * row + places).to(tl.int64)
-            tl.store(parts + number * blocks + block, tl.sum(word * factor, axis=0))
+            tl.store(parts + number * (row // columns) + block, tl.sum(word * factor, axis=0))
