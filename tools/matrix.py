@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 from tests.conftest import RunningProcess
 from tools.environments import ROOT, Environment, UnavailableError
@@ -146,9 +148,7 @@ def main() -> int:
     for row in ROWS:
         if row.name in (arguments.rows or [row.name]):
             suites = [suite for suite in SUITES if suite.name in (arguments.suites or [suite.name])]
-            outcomes.append(run(row, suites))
-            if arguments.save:
-                save(outcomes[-1])
+            outcomes.append(run(row, suites, save if arguments.save else lambda _: None))
     print(f"\n{table(outcomes)}\n")
     for outcome in outcomes:
         if outcome.not_run:
@@ -158,8 +158,12 @@ def main() -> int:
     return not all(verdict.is_good for outcome in outcomes for verdict in outcome.suites.values())
 
 
-def run(row: Row, suites: Sequence[Suite]) -> Outcome:
-    """What becomes of the suites in the row's environment, which is made first where it is missing."""
+def run(row: Row, suites: Sequence[Suite], keep: Callable[[Outcome], None]) -> Outcome:
+    """What becomes of the suites in the row's environment, which is made first where it is missing.
+
+    Args:
+        keep: called after each suite with what is known by then.
+    """
     outcome = Outcome(row.name, taken=datetime.now(UTC).strftime("%Y-%m-%d"))
     print(f"{row.name}: Python {row.python} {' '.join(row.pins)}", flush=True)
     try:
@@ -170,18 +174,18 @@ def run(row: Row, suites: Sequence[Suite]) -> Outcome:
         print(f"  NOT RUN: {error}", flush=True)
         return outcome
     for suite in suites:
-        verdict = outcome.suites[suite.name] = _run_suite(python, suite)
+        verdict = outcome.suites[suite.name] = run_suite(python, suite)
         print(f"  {suite.name}: {verdict} in {verdict.seconds:.0f} s", flush=True)
+        keep(outcome)
     return outcome
 
 
 def save(outcome: Outcome) -> None:
     """Keep what came out, beside what is known of other rows and suites; make the page anew."""
     known = saved()
-    if (before := known.get(outcome.row)) and before.versions == outcome.versions:
-        outcome.suites = before.suites | outcome.suites
-    if not outcome.not_run:
-        known[outcome.row] = outcome
+    before = known.get(outcome.row, outcome)
+    suites = before.suites if before.versions == outcome.versions else {}
+    known[outcome.row] = replace(outcome, suites=suites | outcome.suites)
     document = [asdict(known[row.name]) for row in ROWS if row.name in known]
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
     PAGE.write_text(page())
@@ -210,6 +214,25 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def run_suite(python: Path, suite: Suite) -> Verdict:
+    """What pytest says of a suite in the environment of this interpreter; who runs too long is ended."""
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        report, began = Path(folder, "report.xml"), time.monotonic()
+        options = ("-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}")
+        running = RunningProcess([str(python), "-m", "pytest", "-q", *options, *suite.arguments], {})
+        try:
+            code = running.wait(suite.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            running.kill()
+        ended = report.exists() and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        verdict = verdict_of(report.read_text() if ended else "", time.monotonic() - began)
+    if not verdict.is_good:
+        print(*running.output.splitlines()[-LAST_LINES:], sep="\n", flush=True)
+    return verdict
+
+
 def verdict_of(report: str, seconds: float) -> Verdict:
     """What pytest's report (JUnit's XML) says; without one the suite was cut off."""
     if not report:
@@ -223,23 +246,6 @@ def verdict_of(report: str, seconds: float) -> Verdict:
             verdict.skipped += 1
         else:
             verdict.passed += 1
-    return verdict
-
-
-def _run_suite(python: Path, suite: Suite) -> Verdict:
-    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-        report, began = Path(folder, "report.xml"), time.monotonic()
-        options = ("-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}")
-        running = RunningProcess([str(python), "-m", "pytest", "-q", *options, *suite.arguments], {})
-        try:
-            running.wait(suite.limit_s)
-        except subprocess.TimeoutExpired:
-            report.unlink(missing_ok=True)
-        finally:
-            running.kill()
-        verdict = verdict_of(report.read_text() if report.exists() else "", time.monotonic() - began)
-    if not verdict.is_good:
-        print(*running.output.splitlines()[-LAST_LINES:], sep="\n", flush=True)
     return verdict
 
 

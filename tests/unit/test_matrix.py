@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from tools.environments import CONSTRAINTS, ROOT, Environment, UnavailableError
-from tools.matrix import PAGE, ROWS, SUITES, Outcome, Row, page, run, saved, verdict_of
+from tools.matrix import PAGE, ROWS, SUITES, Outcome, Row, Suite, page, run, run_suite, saved, verdict_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPORT = """<testsuites><testsuite>
@@ -85,6 +87,24 @@ def test_a_row_that_cannot_be_had_is_not_run_and_says_why(
         raise UnavailableError("no Python 3.99")
 
     monkeypatch.setattr(Environment, "interpreter", refuse)
-    outcome = run(Row("x", "3.99"), SUITES)
+    outcome = run(Row("x", "3.99"), SUITES, lambda _: pytest.fail("it ran"))
     assert outcome == Outcome("x", taken=outcome.taken, not_run="no Python 3.99")
     assert "NOT RUN: no Python 3.99" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "limit_s", "told"),
+    [
+        ("def test(): pass", 60.0, "1 passed"),
+        ("def test(): assert False", 60.0, "**1 failed**"),
+        ("def test_a(): pass\ndef test_b(): raise KeyboardInterrupt", 60.0, "**ended after"),
+        ("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)", 3.0, "**ended after"),
+    ],
+    ids=["good", "bad", "interrupted", "too long"],
+)
+def test_a_suite_is_run_within_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, limit_s: float, told: str
+) -> None:
+    (tmp_path / "test_it.py").write_text(body)
+    suite = Suite("x", ("-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)), limit_s)
+    assert str(run_suite(Path(sys.executable), suite)).startswith(told)

@@ -61,11 +61,14 @@ class Lobby:
         self._token = token
         self._ranks = frozenset(ranks)
         self._callers: dict[int, tuple[socket.socket, float]] = {}
-        self._events = select.epoll()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(max(CALLERS_MAX, len(ranks)))  # all may come before the writer looks
-        self._events.register(self._listener, select.EPOLLIN)
+        with contextlib.ExitStack() as undo:
+            self._events = undo.enter_context(select.epoll())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._listener = undo.enter_context(listener)
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen(max(CALLERS_MAX, len(ranks)))  # all may come before the writer looks
+            self._events.register(self._listener, select.EPOLLIN)
+            undo.pop_all()
 
     def fileno(self) -> int:
         """Readable when `admit` has something to do."""
