@@ -198,10 +198,7 @@ def point_to_point_coalesced_on_a_device(s: Scene) -> Any:
 
 
 def monitored_barrier(s: Scene) -> Any:
-    """torch takes the name of the backend for what it can do: ours are not called gloo."""
-    if s.is_reference:
-        return dist.monitored_barrier(s.group, timedelta(seconds=20))
-    return s.group.monitored_barrier(timedelta(seconds=20))
+    return dist.monitored_barrier(s.group, timedelta(seconds=20))
 
 
 def who_is_who(s: Scene) -> Any:

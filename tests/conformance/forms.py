@@ -195,6 +195,12 @@ def scattered_in_place(s: Scene) -> tuple[Any, ...]:
     return parts(whole, s.world)[s.rank], whole
 
 
+def scattered_parts_in_place(s: Scene) -> tuple[Any, ...]:
+    """The caller's own part is its output."""
+    places = parts(s.tensor(shape=(s.world * 2,)), s.world)
+    return [places[s.rank]], [places]
+
+
 def exchanged_in_place(s: Scene) -> tuple[Any, ...]:
     tensors = [s.tensor(rank) for rank in s.ranks]
     return tensors, tensors
@@ -220,8 +226,59 @@ def with_first_repeated(s: Scene, which: str) -> tuple[Any, ...]:
     return outputs, inputs
 
 
+def sparse_parts(s: Scene) -> Tensors:
+    return [s.tensor(rank).to_sparse() for rank in s.ranks]
+
+
+# What torch's Gloo makes of them is an error, on every rank.
+SPARSE: dict[str, Case] = {
+    "reduce of sparse": of_many("reduce", lambda s: (sparse(s),)),
+    "allgather_coalesced of sparse": of_many(
+        "allgather_coalesced", lambda s: ([[s.blank()] for _ in s.ranks], sparse(s))
+    ),
+    "allgather_into_tensor_coalesced of sparse": of_many(
+        "allgather_into_tensor_coalesced", lambda s: ([s.blank(s.joined())], sparse(s))
+    ),
+    "gather of sparse": of_many("gather", lambda s: ([sparse_parts(s)] if s.rank == 0 else [], sparse(s))),
+    "scatter of sparse": of_many("scatter", lambda s: (sparse(s), [sparse_parts(s)] if s.rank == 0 else [])),
+    "reduce_scatter of sparse": of_many("reduce_scatter", lambda s: (sparse(s), [sparse_parts(s)])),
+    "_reduce_scatter_base of sparse": of_many(
+        "_reduce_scatter_base", lambda s: (s.blank(), s.tensor(shape=s.joined()).to_sparse())
+    ),
+    "reduce_scatter_tensor_coalesced of sparse": of_many(
+        "reduce_scatter_tensor_coalesced", lambda s: ([s.blank()], [s.tensor(shape=s.joined()).to_sparse()])
+    ),
+    "alltoall of sparse": of_many("alltoall", lambda s: (sparse_parts(s), sparse_parts(s))),
+    "alltoall_base of sparse": of_many(
+        "alltoall_base", lambda s: (s.blank(s.joined()), s.tensor(shape=s.joined()).to_sparse(), [], [])
+    ),
+}
+
+
 OTHERS: dict[str, Case] = {
     "reduce of two": of_many("reduce", lambda s: (two(s),)),
+    "reduce of the same twice": of_many("reduce", lambda s: (same_twice(s),)),
+    "allreduce_coalesced of one": of_many("allreduce_coalesced", lambda s: ([s.tensor()],)),
+    "gather of the same twice": of_many(
+        "gather", lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], same_twice(s))
+    ),
+    "gather into one tensor": of_many(
+        "gather", lambda s: ([[s.blank()] * s.world] if s.rank == 0 else [], [s.tensor()])
+    ),
+    "scatter in place": of_many(
+        "scatter",
+        lambda s: scattered_parts_in_place(s) if s.rank == 0 else ([s.blank((2,))], []),
+    ),
+    "reduce_scatter in place": of_many(
+        "reduce_scatter",
+        scattered_parts_in_place,
+    ),
+    "allgather_into_tensor_coalesced of one": of_many(
+        "allgather_into_tensor_coalesced", lambda s: ([s.blank(s.joined())], [s.tensor()])
+    ),
+    "reduce_scatter_tensor_coalesced of one": of_many(
+        "reduce_scatter_tensor_coalesced", lambda s: ([s.blank()], [s.tensor(shape=s.joined())])
+    ),
     "allgather of two": of_many(
         "allgather", lambda s: ([[s.blank() for _ in range(2 * s.world)] for _ in range(2)], two(s))
     ),
@@ -336,6 +393,7 @@ FORMS: dict[str, Case] = {
     "broadcast of the second of two": broadcasting(two, 1),
     "broadcast of no such tensor": broadcasting(two, 2),
     **OTHERS,
+    **SPARSE,
     **{f"coalescing of {words}": case for words, case in COALESCING.items()},
 }
 

@@ -37,7 +37,7 @@ BETTER = {
     "all_reduce_coalesced of nothing": "says what is wrong; torch's dispatcher raises NotImplementedError",
     "all_to_all_single with wrong splits": "is refused at once",
     "alltoall_base in place": "sends what was there; torch may send what has just come in",
-    "averages of several, or of sparse tensors": "are right if managed; torch divides the first, and refuses",
+    "averages of several, or of sparse tensors": "are right; torch divides the first, and no sparse one",
 }
 
 CASES: dict[str, Case] = {
@@ -61,7 +61,7 @@ def case(name: str) -> Case:
 
 def model(subject: str, name: str) -> Case:
     """What torch's own group has to do to show what is right."""
-    if subject == "Managed" and (found := re.fullmatch(r"allreduce of (.*), AVG", name)):
+    if found := re.fullmatch(r"allreduce of (.*), AVG", name):
         return CASES[f"average of {found[1]}"]
     return CASES[name]
 

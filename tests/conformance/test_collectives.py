@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+
+from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT
 
 from .calls import CALLS, REDUCING, REDUCTIONS
 from .fleet import Fleet
 from .forms import FORMS
-from .scene import CONJUGATED, KINDS, LAYOUTS, MODES, PLAIN, Kind
+from .scene import CONJUGATED, IN_INFERENCE_MODE, KINDS, LAYOUTS, MODES, PLAIN, Kind
 from .subjects import Subject
 
 pytestmark = pytest.mark.integration
@@ -33,6 +37,18 @@ def test_works_and_futures_give_what_torchs_give(
 def test_reductions_are_torchs(fleet: Fleet, subject: Subject, world: int, reduction: str) -> None:
     for name in REDUCING:
         fleet.check(subject.name, world, f"{name} {reduction}")
+
+
+def test_every_call_has_every_form_that_its_arguments_can_have() -> None:
+    """Gaps, and the mode in which the call is made, are kinds: each form is run with all of them."""
+    rows = [row for row in COLLECTIVES if row.tensor_places and row.name not in POINT_TO_POINT]
+    for row in rows:
+        forms = [form.removeprefix(row.name) for form in FORMS if re.match(rf"{row.name} ", form)]
+        assert any("sparse" in form for form in forms), row.name
+        assert any(re.search("same|in place|one tensor", form) for form in forms), row.name
+        takes_lists = (row.input or row.output).depth > 0  # type: ignore[union-attr]
+        assert not takes_lists or len(forms) > 2, row.name
+    assert {"strided", "transposed", "inference", IN_INFERENCE_MODE} <= set(LAYOUTS)
 
 
 @pytest.mark.parametrize("case", FORMS)

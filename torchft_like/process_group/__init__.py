@@ -2,7 +2,7 @@
 
 from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.controls import adopt_timeout_setter
+from torchft_like.process_group.controls import adopt_functions
 from torchft_like.process_group.dummy import ProcessGroupDummy
 from torchft_like.process_group.fault_injection import (
     FakeProcessGroupWrapper,
@@ -49,4 +49,4 @@ __all__ = [
     "trigger_nccl_fr_trace_through_pipe",
 ]
 
-adopt_timeout_setter()  # torch before 2.14 would not know our groups
+adopt_functions()  # of torch, which would not know our groups

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
-from torchft_like.process_group.controls import Controls
+from torchft_like.process_group.controls import Controls, is_nan_check_wanted
 from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.joint_work import JointWork
 from torchft_like.process_group.naming import Named
@@ -50,6 +50,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
         self._global_ranks: Sequence[int] | None = None
+        self._checks_nan = is_nan_check_wanted()
         self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # being coalesced, by thread
 
     def __init_subclass__(cls) -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed import ReduceOp
@@ -88,6 +89,12 @@ class Call(NamedTuple):
             if isinstance(value, ReduceOp | ReduceOp.RedOpType):
                 return ReduceOp(value) if isinstance(value, ReduceOp.RedOpType) else value
         return ReduceOp(ReduceOp.SUM)
+
+    @property
+    def root(self) -> int:
+        """The rank that the options name; 0 when they name none."""
+        roots = (getattr(option, "rootRank", option) for option in self.options)
+        return next((root for root in roots if isinstance(root, int)), 0)
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -226,6 +233,23 @@ def refuse_overlap(call: Call) -> None:
             raise CollectiveRefusedError(
                 f"{call.collective.name} joins its tensors, of which two share memory ({list(one.shape)} and "
                 f"{list(other.shape)}): pass copies, or call it for each"
+            )
+
+
+def refuse_nan(call: Call, rank: int) -> None:
+    """For TORCH_DIST_NAN_CHECK, before a call begins.
+
+    Raises:
+        CollectiveRefusedError: what the caller gives has a NaN. What it only receives is not looked at.
+    """
+    if call.collective.name == "broadcast" and call.root != rank:
+        return
+    for tensor in tensors_of(call.inputs) if call.inputs is not None else ():
+        values = tensor if tensor.layout is torch.strided else tensor.detach().to_dense()
+        if bool(values.isnan().any()):
+            raise CollectiveRefusedError(
+                f"{call.collective.name} was given a NaN, in a tensor of {list(tensor.shape)} on rank {rank} "
+                "(TORCH_DIST_NAN_CHECK=1)"
             )
 
 
@@ -425,6 +449,8 @@ def install_collectives(cls: ClassT) -> ClassT:
 
 def _method(name: str, collective: Collective) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._checks_nan:
+            refuse_nan(collective.bind(args, kwargs), self.rank())
         work = self._run(collective, args, kwargs)
         if self._batches:
             self._coalesce(collective, args, kwargs, work)

@@ -6,12 +6,14 @@ class, some of these do nothing, and some end the process.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import Backend, Store
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.errors import NotSupportedError
@@ -58,14 +60,9 @@ class Controls:
         """They begin at 0."""
         self._ask_inner("_set_sequence_number_for_group")
 
-    def create_device(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not with a group that makes a device of its own for each configuration."""
-        raise NotSupportedError(
-            "a device is made for each configuration, on the interface that leads to the store; name another "
-            "one by the environment variable GLOO_SOCKET_IFNAME"
-        )
-
-    create_default_device = create_device
+    # For the options of torch's own groups, which are refused here: each configuration makes a device itself.
+    create_device = staticmethod(ProcessGroupGloo.create_device)
+    create_default_device = staticmethod(ProcessGroupGloo.create_default_device)
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not with members that change."""
@@ -108,17 +105,51 @@ class GroupOptions(Backend.Options):
         self._group.set_timeout(timeout)
 
 
-def adopt_timeout_setter() -> None:
-    """Have torch's `_set_pg_timeout` set that of our groups: before 2.14 it looks for torch's own classes."""
-    torchs = c10d._set_pg_timeout
-    if hasattr(c10d, "set_timeout") or getattr(torchs, "__module__", None) == __name__:
-        return
+def adopt_functions() -> None:
+    """Have functions of torch that look for its own classes take our groups as well; again does no harm.
 
-    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-        target = c10d._get_default_group() if group is None else group
-        if isinstance(target, Controls):
-            target.set_timeout(timeout)
+    `monitored_barrier` asks for the backend's name, and before torch 2.14 `_set_pg_timeout` for its class.
+    """
+    for name, take_over in _TAKEN_OVER.items():
+        torchs = getattr(c10d, name, None)
+        is_newer = name == "_set_pg_timeout" and hasattr(c10d, "set_timeout")
+        if torchs is None or is_newer or torchs.__module__ == __name__:
+            continue
+        ours = take_over(torchs)
+        for module in (c10d, dist):
+            if hasattr(module, name):
+                setattr(module, name, ours)
+
+
+def _take_barrier(torchs: Callable[..., None]) -> Callable[..., None]:
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        if (own := _own(group)) is None:
+            torchs(group, timeout, wait_all_ranks)
         else:
-            torchs(timeout, target)
+            own.monitored_barrier(own.timeout if timeout is None else timeout, wait_all_ranks)
 
-    c10d._set_pg_timeout = _set_pg_timeout
+    return monitored_barrier
+
+
+def _take_timeout(torchs: Callable[..., None]) -> Callable[..., None]:
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        if (own := _own(group)) is None:
+            torchs(timeout, group)
+        else:
+            own.set_timeout(timeout)
+
+    return _set_pg_timeout
+
+
+_TAKEN_OVER = {"monitored_barrier": _take_barrier, "_set_pg_timeout": _take_timeout}
+
+
+def _own(group: Any) -> Any:
+    """The group, or the default one, if it is one of ours."""
+    target = c10d.GroupMember.WORLD if group is None else group
+    return target if isinstance(target, Controls) else None
+
+
+def is_nan_check_wanted() -> bool:
+    """Whether what collectives are given is to be checked, as torch does from 2.14 on."""
+    return os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"

@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store, Work
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+from torch.distributed.distributed_c10d import GroupName
 
 from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.futures import context_timeout
@@ -174,6 +175,7 @@ def _make_gloo(store: Store, device: GlooDevice, membership: Membership) -> Torc
     options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
     options._timeout = membership.timeout
     options._devices = [device.torch_device]
+    options.group_name = membership.store.prefix
     return TorchGloo(store, membership.rank, membership.world_size, options)
 
 
@@ -181,6 +183,10 @@ def _shell_around(gloo: TorchGloo, membership: Membership) -> TorchProcessGroup:
     shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
     shell._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     shell._register_backend(torch.device("cpu"), TorchProcessGroup.BackendType.GLOO, gloo)
+    shell._set_group_name(
+        GroupName(membership.store.prefix)
+    )  # what torch's flight recorder calls it, on all ranks
+    shell._set_group_desc("torchft-gloo")
     return shell
 
 

@@ -5,6 +5,7 @@
 * Its gathers into one tensor do not take the stacked shape, which NCCL takes.
 * Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
   writes into what lies between the elements: without an error. Such a tensor is copied here.
+* Of an average of several tensors it divides the first, and of sparse tensors it takes none.
 * Of a view that negates, it moves what is negated, and it refuses one that conjugates when its peers
   are under way. Such a view is copied, too.
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Work
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+from torch.distributed import ReduceOp
 
 from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
 from torchft_like.process_group.alone import tensors_of
@@ -34,7 +36,7 @@ from torchft_like.process_group.collectives import (
     refuse_overlap,
 )
 from torchft_like.process_group.joint_work import JointWork
-from torchft_like.writing import share_memory, writing_to
+from torchft_like.writing import divide, share_memory, writing_to
 
 # Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
 COPIED_LATER = frozenset(
@@ -70,6 +72,27 @@ class GlooGaps:
         if row is None or run is None or not row.tensor_places:
             raise AttributeError(name)
         return functools.partial(_run_contiguous, row, run)
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> Work:
+        """With averages of several tensors, and of sparse ones: their sum, divided by the ranks."""
+        row, reduce = BY_NAME["allreduce"], self._gloo.allreduce  # type: ignore[attr-defined]
+        tensors = args[0] if args else None
+        if type(tensors) is list and len(tensors) == 1 and tensors[0].layout is torch.strided:
+            return _run_contiguous(row, reduce, *args, **kwargs)  # as nearly always
+        call = row.bind(args, kwargs)
+        is_simple = len(call.outputs) == 1 and call.outputs[0].layout is torch.strided
+        if is_simple or call.reduce_op != ReduceOp(ReduceOp.AVG):
+            return _run_contiguous(row, reduce, *args, **kwargs)
+        for tensor in call.outputs:
+            torch.empty(0, dtype=tensor.dtype).div_(self._world_size)  # raises for whole numbers
+        options = AllreduceOptions()
+        options.timeout = call.timeout or options.timeout
+
+        def take() -> list[Any]:
+            divide(call.outputs, self._world_size)
+            return call.result
+
+        return JointWork([_run_contiguous(row, reduce, list(call.outputs), options)], take)
 
     def _allgather_base(self, *args: Any, **kwargs: Any) -> Work:
         return _run_contiguous(BY_NAME["_allgather_base"], self._gather, *args, **kwargs)

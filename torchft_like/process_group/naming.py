@@ -106,9 +106,12 @@ class Named:
     def _refresh_registration(self) -> None:
         """After `configure`: what torch filed about the members of a group that it made is out of date."""
         ranks: dict[Any, Any] = c10d._world.pg_group_ranks
+        filed: dict[Any, Any] = c10d._world.pg_map
         with _tables:
             if self in ranks and not isinstance(ranks[self], _RanksOf):
                 ranks[self] = _RanksOf(self)
+            if self in filed and not isinstance(filed[self], _BackendAndStore):
+                filed[self] = _BackendAndStore(self, filed[self][0])
 
     # C++ asks under these names.
 
@@ -151,12 +154,26 @@ class _RanksOf(Mapping[int, int]):
         return len(self._group._member_ranks())
 
 
+class _BackendAndStore(Sequence[Any]):
+    """The backend's name, and the store that the members share when one asks for it."""
+
+    def __init__(self, group: Any, backend: str) -> None:
+        self._group = group
+        self._backend = backend
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._group.get_group_store() if index in (1, -1) else (self._backend, None)[index]
+
+    def __len__(self) -> int:
+        return 2
+
+
 def _enter(group: Any, name: str) -> None:
     backend, tag, world = group.getBackendName(), f"ptd:{name}", c10d._world
     devices: list[torch.device] = group._device_types
     _register_process_group(name, group)  # type: ignore[arg-type] # a name is more than a string to the stub
     world.pg_names[group] = name  # type: ignore[assignment]
-    world.pg_map[group] = (backend, None)  # type: ignore[assignment] # its members met in no store of torch's
+    world.pg_map[group] = _BackendAndStore(group, backend)  # type: ignore[assignment]
     world.pg_backend_config[group] = ",".join(f"{device.type}:{backend}" for device in devices)
     world.pg_group_ranks[group] = _RanksOf(group)  # type: ignore[assignment]
     world.pg_to_tag[group] = tag

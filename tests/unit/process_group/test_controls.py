@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import NotSupportedError
+from torchft_like.errors import CollectiveRefusedError, NotSupportedError
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
@@ -180,9 +183,137 @@ def test_the_store_of_a_group_that_torch_made_is_the_one_that_torch_was_given() 
     dist.destroy_process_group()
 
 
+def test_torch_finds_the_store_of_a_registered_group_and_follows_each_configure(party: Party) -> None:
+    groups = [group.register(f"stores-{next(_names)}") for group in party.meet(2)]
+    for _ in range(2):
+        stores = [c10d._get_process_group_store(group) for group in groups]
+        stores[0].set("said", "here")
+        assert stores[1].get("said") == b"here"
+        assert dist.get_backend(groups[0]) == "torchft-gloo"
+        party.configure(groups)
+        assert not c10d._get_process_group_store(groups[0]).check(["said"])
+    for group in groups:
+        group.unregister()
+
+
+def test_torch_finds_the_store_that_a_group_of_its_own_making_was_configured_with(party: Party) -> None:
+    made_by_torch("torchft-gloo")
+    group: Any = dist.group.WORLD
+    first = c10d._get_process_group_store(group)
+    party.configure([group])
+    c10d._get_process_group_store(group).set("said", "here")
+    assert group.get_group_store().check(["said"])
+    assert not first.check(["said"])
+    assert dist.get_backend() == "torchft-gloo"
+    dist.destroy_process_group()
+
+
 def test_a_group_that_met_nowhere_has_no_store() -> None:
     with pytest.raises(NotSupportedError, match="get_group_store"):
         ProcessGroupDummy(0, 1).get_group_store()
+
+
+# What it is asked by name, or by class
+
+
+@pytest.mark.parametrize("function", [dist.monitored_barrier, c10d.monitored_barrier])
+def test_the_monitored_barrier_of_torch_takes_every_group(group: Any, function: Callable[..., None]) -> None:
+    function(group)
+    function(group, SEVEN, wait_all_ranks=True)
+
+
+def test_the_monitored_barrier_says_who_did_not_come(party: Party) -> None:
+    first, _ = party.meet(2)
+    with pytest.raises(RuntimeError, match=r"(?i)rank 1 (failed|did not come)"):
+        dist.monitored_barrier(first, timedelta(seconds=0.2))
+
+
+def test_the_monitored_barrier_of_torchs_own_groups_is_as_before() -> None:
+    made_by_torch("gloo")
+    dist.monitored_barrier()
+    dist.monitored_barrier(dist.group.WORLD, SEVEN, True)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="not been initialized"):
+        dist.monitored_barrier()
+
+
+def test_a_device_can_be_made_as_with_torchs_gloo(group: Any) -> None:
+    """For options of torch's own groups; ours refuse those."""
+    made = [group._get_backend(CPU).create_device(interface="lo"), group.create_default_device()]
+    assert {type(device) for device in made} == {type(dist.ProcessGroupGloo.create_device(interface="lo"))}
+
+
+# What it is given
+
+NAN = torch.tensor([1.0, float("nan")])
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch, party: Party) -> list[Any]:
+    """Groups of two members that look for NaNs."""
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    return [ProcessGroupWrapper(pg=group) for group in party.meet(2)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.allreduce([torch.ones(2), NAN.clone()]),
+        lambda g: g.allreduce(NAN.clone().to_sparse()),
+        lambda g: g.allgather([[torch.ones(2), torch.ones(2)]], [NAN]),
+        lambda g: g.broadcast_one(NAN.clone(), g.rank()),
+        lambda g: g.alltoall_base(torch.ones(2), NAN, [], []),
+        lambda g: g.send([NAN], 1 - g.rank(), 0),
+        lambda g: dist.all_reduce(NAN.clone().to(torch.bfloat16), group=g),
+    ],
+    ids=["second", "sparse", "allgather", "broadcast", "alltoall", "send", "function"],
+)
+def test_a_nan_is_refused_before_a_call_begins_where_torch_is_told_to_look(
+    checking: list[Any], party: Party, call: Callable[[Any], object]
+) -> None:
+    for group in checking:
+        group.register(f"nan-{next(_names)}")
+        with pytest.raises(CollectiveRefusedError, match="was given a NaN, in a tensor of"):
+            call(group)
+        group.unregister()
+    assert party.together(checking, lambda _, group: group.allreduce(torch.ones(1)).wait()) == [True, True]
+
+
+def test_a_nan_in_what_is_only_received_is_no_matter(checking: list[Any], party: Party) -> None:
+    def run(rank: int, group: Any) -> float:
+        received, whole = NAN.clone() if rank else torch.ones(2), torch.full((2,), float("nan"))
+        group.broadcast_one(received, 0).wait()
+        group._allgather_base(whole, torch.ones(1)).wait()
+        group.allreduce(torch.ones(2, dtype=torch.int64)).wait()
+        return float(received.sum() + whole.sum())
+
+    assert party.together(checking, run) == [4.0, 4.0]
+
+
+def test_nobody_looks_for_nans_unasked(party: Party) -> None:
+    (group,) = party.meet(1)
+    group.allreduce([NAN.clone()]).wait()
+
+
+def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_that_all_ranks_share() -> None:
+    """In a process of its own: torch reads once how much the recorder keeps."""
+    script = (
+        "import pickle, torch, torch.distributed as dist\n"
+        "from torch._C import _distributed_c10d as c\n"
+        "import torchft_like\n"
+        "dist.init_process_group('torchft-gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "entry = pickle.loads(c._dump_fr_trace())['entries'][-1]\n"
+        "print(entry['profiling_name'], entry['input_sizes'], *entry['process_group'])\n"
+        "print(dist.group.WORLD.store_address.prefix)\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "10"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    recorded, prefix = said.splitlines()
+    assert recorded == f"gloo:all_reduce [[3]] {prefix} torchft-gloo"
+    assert prefix
 
 
 # What is refused. Left to torch, some of these end the process.
@@ -191,14 +322,12 @@ def test_a_group_that_met_nowhere_has_no_store() -> None:
 @pytest.mark.parametrize(
     ("call", "cure"),
     [
-        (lambda g: g._get_backend(CPU).create_device(interface="lo"), "GLOO_SOCKET_IFNAME"),
-        (lambda g: g._get_backend(CPU).create_default_device(), "GLOO_SOCKET_IFNAME"),
         (lambda g: g.split_group([0], SEVEN, None, "name", "description"), "new_group"),
         (lambda g: g.merge_remote_group(HashStore(), 1, SEVEN, "name", "description"), "new_group"),
         (lambda g: g._register_on_completion_hook(print), "futures"),
         (lambda g: g._wait_for_pending_works(), "futures"),
     ],
-    ids=["create_device", "create_default_device", "split", "merge", "hook", "pending"],
+    ids=["split", "merge", "hook", "pending"],
 )
 def test_what_a_group_cannot_do_is_a_typed_error_with_the_cure(
     group: Any, call: Callable[[Any], object], cure: str
