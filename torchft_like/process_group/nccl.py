@@ -264,7 +264,8 @@ class _NcclBackend:
         self._ended.wait()
         self.is_still()  # lets go of the operations that the abort has ended
         self.watch.close()
-        self._probe = self._shell = self._nccl = None
+        with beside_captures(self._device):
+            self._probe = self._shell = self._nccl = None
 
     def start(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Start one operation, which from now on is watched."""
