@@ -25,36 +25,32 @@ ROUNDS = 3
 
 def main(*, dry: bool) -> None:
     sizes = (64 << 20,) if dry else (1 << 30, 4 << 30, 16 << 30)
-    seconds: dict[tuple[str, int], float] = {}
     with running(2, ANSWER_S) as ours, running(2, ANSWER_S) as theirs:
-        peers = {OURS: ours, TORCHFT: theirs}
         for size in sizes:
             gigabytes = f"{size / 1e9:.3g} GB"
-            for package, ranks in peers.items():
+            seconds: dict[str, float] = {}
+            for package, ranks in ((OURS, ours), (TORCHFT, theirs)):
                 name = f"{gigabytes}, {package}"
                 found = attempted(lambda: _heal(ranks, package, size, dry=dry), name)  # noqa: B023 - called at once
                 if found is not None:
-                    seconds[package, size] = found
-                    figure(name, found, "s")
-            if (OURS, size) in seconds:
-                copy = ours[0].ask(copy_seconds, 0)
-                figure(
-                    f"{gigabytes}, ours over a copy on the device",
-                    seconds[OURS, size] / copy,
-                    "x",
-                    bar=OVER_COPY_BAR,
-                )
-            if (OURS, size) in seconds and (TORCHFT, size) in seconds:
-                ratio = seconds[OURS, size] / seconds[TORCHFT, size]
+                    seconds[package], copy = found
+                    figure(name, seconds[package], "s")
+                    bar = OVER_COPY_BAR if package == OURS else None
+                    figure(f"{name}, over a copy on the device", seconds[package] / copy, "x", bar=bar)
+            if len(seconds) == 2:
+                ratio = seconds[OURS] / seconds[TORCHFT]
                 figure(f"{gigabytes}, ours over torchft's", ratio, "x", bar=OVER_TORCHFT_BAR)
 
 
-def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> float:
+def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> tuple[float, float]:
+    """Seconds of the heal, and of a copy of the same state; the memory of both ranks is free after it."""
     ranks.ask(make, package, size, dry)
-    metadata, seconds = ranks[0].ask(offer, 0)
-    fetched = ranks[1].ask(fetch, 1, metadata)
-    ranks[0].ask(withdraw, 0)
-    return float(seconds + fetched)
+    try:
+        metadata, seconds = ranks[0].ask(offer, 0)
+        fetched = ranks[1].ask(fetch, 1, metadata)
+        return seconds + fetched, ranks[0].ask(copy_seconds, 0)
+    finally:
+        ranks.ask(drop)
 
 
 def make(here: Here, rank: int, package: str, size: int, dry: bool) -> None:
@@ -92,8 +88,11 @@ def fetch(here: Here, rank: int, metadata: str) -> float:
     return seconds
 
 
-def withdraw(here: Here, rank: int) -> None:
+def drop(here: Here, rank: int) -> None:
     here.transport.disallow_checkpoint()
+    here.state.clear()
+    if here.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def copy_seconds(here: Here, rank: int) -> float:
