@@ -8,8 +8,8 @@ is of no use to the fork, and may do harm in it:
 * the copy of a connection hides the parent's death: the kernel tells the peer of the end only when the last
   copy is closed, and workers outlive a killed trainer by seconds.
 
-INVARIANT: a fork holds no copy of a TCP socket that this package, gRPC, Gloo or a TCPStore of this package
-has opened. The sockets of ZeroMQ (a queue's remote readers) and of NCCL are not known here: forks have them.
+INVARIANT: a fork holds no copy of a TCP socket that this package, gRPC, Gloo, ZeroMQ or a TCPStore of this
+package has opened. The sockets of NCCL are not known here: forks have them.
 
 Python code does not see the sockets of the libraries, so they are told by their ports: `disown` is called
 for each address that is listened on or connected to. In a fork the descriptor of such a socket

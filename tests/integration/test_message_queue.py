@@ -226,11 +226,17 @@ def test_forks_of_both_ends_of_a_remote_queue_leave_it_alone(cast: Cast) -> None
     cast.forks.append(fork)
     assert said == "QueueClosedError"
     cast.forks.append(writer.ask("fork")[0])
+    for end, its_fork in zip((reader, writer), cast.forks, strict=True):
+        assert _connections(its_fork) < _connections(end.pid), "it hides the death of its parent"
     fill(writer)
     assert read(reader, CHUNKS) == list(range(CHUNKS))
     writer.begin("shutdown")
     assert "QueueClosedError" in reader.fails("dequeue", timeout=None)
     writer.result()
+
+
+def _connections(pid: int) -> set[object]:
+    return {(c.laddr, c.raddr) for c in psutil.Process(pid).net_connections("tcp") if c.raddr}
 
 
 def test_readers_that_wait_use_no_processor(cast: Cast) -> None:

@@ -21,6 +21,8 @@ from typing import TypeAlias
 
 import zmq
 
+from lighthouse.address import Address
+from lighthouse.forks import disown
 from torchft_like.message_queue.handle import RemoteHandle
 from torchft_like.message_queue.ring import Bytes
 
@@ -96,6 +98,7 @@ class RemoteAudience:
                 f"remote_host={host!r} is no address of this machine ({error}): pass the one at which remote "
                 "readers reach it, or the name of its network interface"
             ) from error
+        disown(Address(host, port))
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.handle = RemoteHandle(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", public)
 

@@ -13,6 +13,8 @@ import time
 
 import zmq
 
+from lighthouse.address import parse_address
+from lighthouse.forks import disown
 from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
@@ -109,6 +111,7 @@ class RemoteReader(ReadingEnd):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             raise ValueError(f"the address or the key in a queue's handle is none: {error}") from error
+        disown(parse_address(remote.address.removeprefix("tcp://")))
 
     def _join(self, deadline: float, seconds: float) -> None:
         if self._number is not None:
