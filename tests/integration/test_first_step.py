@@ -60,6 +60,6 @@ def test_the_page_leads_from_an_empty_environment_to_a_step(
     for replica in replicas:
         replica.wait_for_output(r"step 100 with 2 replicas")
         assert replica.wait() == 0
-    asked = [python.with_name("torchft-like"), "chaos", "--length", "1"]
+    asked = [str(python.with_name("torchft-like")), "chaos", "--length", "1"]
     refused = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     assert "pip install 'torchft-like[chaos]'" in refused.stderr, "the core does without psutil"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.versions import NEEDS_A_GLOO_THAT_IS_SILENCED
 from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
@@ -95,6 +96,7 @@ def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_agai
         theirs.result(LIMIT_S)
 
 
+@NEEDS_A_GLOO_THAT_IS_SILENCED
 def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
