@@ -21,6 +21,7 @@ from benchmarks import (
     lighthouse_cost,
     loaders,
     message_queue,
+    native_groups,
     plots,
     process_groups,
     recovery,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     ),
     "divergence": lambda quick: divergence.main(divergence.QUICK if quick else divergence.Plan()),
     **{name: _of_groups(name) for name in process_groups.RESULTS},
+    "native_groups": lambda quick: native_groups.main(native_groups.QUICK if quick else native_groups.Plan()),
     "group_coordinator": lambda quick: group_coordinator.main(
         group_coordinator.QUICK if quick else group_coordinator.Plan()
     ),

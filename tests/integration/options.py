@@ -19,7 +19,9 @@ class WorkerOptions:
         pause_s: work outside of the collectives in each step.
         timeout_s: of operations. Above every limit of the tests: what recovers by it fails them.
         ballast_mb: extra state, so that a heal takes a while.
-        backend: the process group: "gloo", "baby-gloo", "nccl" or "baby-nccl" (on a GPU).
+        backend: the process group: "gloo", "baby-gloo", "nccl" or "baby-nccl" (on a GPU), "native-gloo"
+            (torch's own).
+        store_port: of the store in which torch's own groups meet.
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "sharded"
             for a model that is sharded over the ranks of the group (see `sharded`).
         state: of a sharded model: "shards" for a ShardedState, "dtensors" for what `state_dict` of modules
@@ -43,6 +45,7 @@ class WorkerOptions:
     world_size_mode: str = "DYNAMIC"
     ballast_mb: int = 0
     backend: str = "gloo"
+    store_port: int = 0
     reduce: str = "ddp"
     state: str = "shards"
     inner_backend: str = ""

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.integration.faults import Faults
@@ -43,6 +44,7 @@ from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
+NATIVE_WORLD = 8
 
 
 def main() -> None:
@@ -219,11 +221,27 @@ BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
 }
 
 
+def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> dist.ProcessGroup:
+    """The group that the options ask for."""
+    if options.backend != "native-gloo":
+        return FaultyProcessGroup(BACKENDS[options.backend](timeout), faults)
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", options.store_port, is_master=False, wait_for_workers=False),  # type: ignore[attr-defined]
+        rank=options.index,  # of a group that is there once at a time
+        world_size=NATIVE_WORLD,
+        timeout=timeout,
+        enable_reconfigure=True,  # type: ignore[call-arg] # torch has it from 2.14 on
+    )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Manager:
     """The Manager that the options ask for; the rest comes from the environment."""
     timeout = timedelta(seconds=options.timeout_s)
     return Manager(
-        pg=FaultyProcessGroup(BACKENDS[options.backend](timeout), faults),
+        pg=make_group(options, faults, timeout),
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
         min_replica_size=options.min_replica_size,

@@ -14,12 +14,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from lighthouse.net import coordination_loop
 from torchft_like.errors import MemberLostError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import LossNotice
 from torchft_like.manager.step import NO_QUORUM, Plan, StepProtocol
-from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.native import adopted
 
 ABORT_REPEAT_S = 0.02
 
@@ -29,8 +31,8 @@ Emit = Callable[..., None]
 class ManagedGroup:
     """Guards `protocol` and `pg` with one lock; never waits while holding it."""
 
-    def __init__(self, pg: ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
-        self.pg = pg
+    def __init__(self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
+        self.pg = adopted(pg)
         self.lock = threading.RLock()
         self._protocol = protocol
         self._emit = emit

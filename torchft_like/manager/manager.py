@@ -63,7 +63,7 @@ class Manager:
     """Keeps one rank of one replica group in step with its peers. A TORCHFT_* variable beats its argument.
 
     Args:
-        pg: the group that joins this rank of every replica group; the Manager configures it.
+        pg: joins this rank of every replica group; the Manager configures it. Ours, or torch's (`adopted`).
         load_state_dict, state_dict: load and save the training script's state (model, optimizer, ...).
         min_replica_size: fewer participants than this do not commit.
         use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
@@ -92,7 +92,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup,
+        pg: torch.distributed.ProcessGroup,
         load_state_dict: LoadFunction | None,
         state_dict: SaveFunction | None,
         min_replica_size: int,
@@ -140,7 +140,7 @@ class Manager:
         self.events = followed(EventLog("manager", logger))
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:
-            pg.set_timeout(timedelta(seconds=config.timeout_s))
+            self._group.pg.set_timeout(timedelta(seconds=config.timeout_s))
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
         self._exchange = StateExchange(
@@ -150,7 +150,7 @@ class Manager:
         self._reducer = Reducer(self._protocol, self._group, self._driver)
         try:
             # First: whom the lighthouse knows, others wait for.
-            pg.prepare(timedelta(seconds=config.timeout_s))
+            self._group.pg.prepare(timedelta(seconds=config.timeout_s))
             self._link, self._store = connect(config, self._driver, heartbeat_interval)
         except BaseException:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)

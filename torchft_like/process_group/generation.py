@@ -65,6 +65,10 @@ class Backend(Protocol):
     """What a generation runs its collectives on."""
 
     @property
+    def rest_s_max(self) -> float | None:
+        """After an abort: how long it may take to come to rest before it is given up; None is as most."""
+
+    @property
     def inner(self) -> object:
         """The group of the library that moves the bytes."""
 
@@ -311,7 +315,9 @@ class Generation:
         try:
             try:
                 was_aborted = self.abort_signal.reason is not None
-                if was_aborted and not self.operations.give_up(backend.is_still, self._aborted()):
+                if was_aborted and not self.operations.give_up(
+                    backend.is_still, self._aborted(), backend.rest_s_max
+                ):
                     _logger.warning("%s was aborted, and did not come to rest: %s", self.membership, backend)
             finally:
                 backend.close()  # or the backend would be destroyed by whoever drops the last reference to it

@@ -76,6 +76,8 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
 class _GlooBackend:
     """One Gloo group with the device that its connections belong to."""
 
+    rest_s_max = None
+
     def __init__(self, store: Store, host: str, membership: Membership, abort: AbortSignal) -> None:
         self._abort = abort
         self._membership = membership

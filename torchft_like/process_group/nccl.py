@@ -168,6 +168,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 class _NcclBackend:
     """One communicator, and the watch over its operations."""
 
+    rest_s_max = None
+
     def __init__(
         self, store: Store, membership: Membership, abort: AbortSignal, device: torch.device
     ) -> None:

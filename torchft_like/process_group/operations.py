@@ -113,12 +113,15 @@ class Operations:
             del work  # whoever keeps an error keeps this frame: let that not keep the connections open
             self._count_waiting(-1)
 
-    def give_up(self, is_still: Callable[[], bool], error: Exception) -> bool:
+    def give_up(
+        self, is_still: Callable[[], bool], error: Exception, seconds_max: float | None = None
+    ) -> bool:
         """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
 
-        Blocks for a moment, and for `LOOKS_S_MAX` where the backend does not come to rest; False then.
+        Blocks for a moment, and for `seconds_max` (`LOOKS_S_MAX` if left out) where the backend does not come
+        to rest; False then.
         """
-        deadline = time.monotonic() + LOOKS_S_MAX
+        deadline = time.monotonic() + (LOOKS_S_MAX if seconds_max is None else seconds_max)
         is_safe = False
         while not is_safe and time.monotonic() < deadline:
             is_safe = not self._is_awaited() or is_still()

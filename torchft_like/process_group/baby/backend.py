@@ -60,6 +60,8 @@ class RemoteBackend:
         abort: ends the subprocess when it is set.
     """
 
+    rest_s_max = None
+
     def __init__(self, child: Child, lender: Lender, abort: AbortSignal) -> None:
         self._child = child
         self._lender = lender

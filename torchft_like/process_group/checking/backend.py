@@ -96,6 +96,7 @@ class CheckedBackend:
         self, backend: Backend, handle: Handle, link: Link, membership: Membership, abort: AbortSignal
     ) -> None:
         self._backend = backend
+        self.rest_s_max = backend.rest_s_max
         self._handle = handle
         self._methods = _methods_of(backend)
         self._link = link

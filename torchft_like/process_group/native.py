@@ -1,0 +1,147 @@
+"""A Gloo group of torch's own, made with `enable_reconfigure=True`, in the hands of a Manager.
+
+torch brings the members together and moves the bytes; a generation of ours waits for the operations, ends
+when the Manager says so, and tells errors in the Manager's words.
+
+Nothing but its timeout ends an operation of torch's Gloo: torch's own abort leaves a blocked one blocked. So
+an abort here is to meet nobody else, as soon as no operation of this process is under way: that closes the
+connections. The neighbours of a member that was killed fail at once, and by leaving free most of those that
+wait for them; Gloo forgets some. What is left, and everything that waits for a member that is stopped,
+lasts until the group's timeout: choose it with that in mind.
+
+INVARIANT: an operation is never given up while torch may still write to its tensors.
+
+The members meet in the store that each of them gave to `init_process_group`: one, for the life of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchft_like.errors import ConfigError
+from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.gloo_gaps import GlooGaps
+from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
+from torchft_like.process_group.rendezvous import claim_prefix
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+CPU = torch.device("cpu")
+
+_logger = logging.getLogger(__name__)
+
+
+def adopted(pg: dist.ProcessGroup) -> ProcessGroup:
+    """The group itself if it is ours; one of torch's in our terms.
+
+    Raises:
+        ConfigError: it is neither ours nor torch's Gloo that can be reconfigured.
+    """
+    if hasattr(pg, "configure"):
+        return pg  # type: ignore[return-value] # what has it is meant to be ours
+    can_ask = isinstance(pg, dist.ProcessGroup) and CPU in pg._device_types
+    gloo = pg._get_backend(CPU) if can_ask else None
+    # Its `supports_reconfigure` says yes in any case.
+    if isinstance(gloo, dist.ProcessGroupGloo) and getattr(gloo.options, "enable_reconfigure", False):
+        return NativeProcessGroup(pg, gloo)
+    raise ConfigError(
+        f"no Manager can configure {pg!r:.99}: pass ProcessGroupGloo() or another group of this package, or "
+        'what init_process_group("gloo", ..., enable_reconfigure=True) makes, from torch 2.14 on'
+    )
+
+
+class NativeProcessGroup(ReconfigurableProcessGroup):
+    """torch's Gloo, configured with the address of a store, as our groups are.
+
+    Args:
+        pg: torch's group; it stays usable by its other owners, between `configure` and the next abort.
+        gloo: its backend.
+    """
+
+    def __init__(self, pg: Any, gloo: Any) -> None:
+        super().__init__(gloo.options._timeout)
+        self._torchs = pg
+        self._gloo = gloo
+        self._meeting = threading.Lock()  # torch has one configuration at a time
+        self._latest: _NativeBackend | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """native-gloo."""
+        return "native-gloo"
+
+    def _create(self, membership: Membership, abort: AbortSignal) -> _NativeBackend:
+        with contextlib.ExitStack() as until_met:
+            until_met.enter_context(self._meeting)
+            abort.check()
+            self._gloo._set_default_timeout(membership.timeout)
+            self._latest = backend = _NativeBackend(self, membership)
+            if membership.world_size == 1:
+                reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], membership.timeout)
+                return backend
+            store = until_met.enter_context(
+                contextlib.closing(AbortableStore(membership.store, membership.timeout))
+            )
+            until_met.enter_context(abort.ends(store.abort))
+            store.connect()
+            claim_prefix(store, membership)
+            seat = membership.rank, membership.world_size
+            exchange_and_reconfigure(self._torchs, store, seat, membership.timeout)
+            return backend
+
+    def _leave(self, backend: _NativeBackend) -> None:
+        """Meet nobody else, if this backend is still the latest."""
+        with self._meeting:
+            if self._latest is not backend:
+                return
+            self._latest = None
+            try:
+                reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], self._timeout)
+            except RuntimeError as error:  # of torch's store, say; the next `configure` tells what is wrong
+                _logger.warning("torch's group could not leave its peers: %s", error)
+
+
+class _NativeBackend:
+    """torch's group as it is in one configuration; see generation.Backend."""
+
+    rest_s_max = math.inf  # torch ends every operation at its timeout, and nothing does before
+
+    def __init__(self, owner: NativeProcessGroup, membership: Membership) -> None:
+        self._owner = owner
+        self._membership = membership
+
+    def __str__(self) -> str:
+        return f"torch's Gloo: {self._membership}"
+
+    @property
+    def inner(self) -> object:
+        """torch's ProcessGroupGloo."""
+        return self._owner._gloo
+
+    def targets(self) -> tuple[object, ...]:
+        """Gloo, and torch's group around it for what it does not offer to Python."""
+        gloo, pg = self._owner._gloo, self._owner._torchs
+        return GlooGaps(gloo, pg, self._membership.rank, self._membership.world_size), gloo, pg
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """See generation.Backend."""
+        self._owner._gloo._set_default_timeout(timeout)
+
+    def break_off(self) -> None:
+        """Not before an abort: alone, the next operation would succeed, with a wrong result."""
+
+    def is_still(self) -> bool:
+        """Never before torch is done with everything."""
+        return False
+
+    def close(self) -> None:
+        """Leave the peers, which frees those who wait for this process."""
+        self._owner._leave(self)
