@@ -167,9 +167,6 @@ class QuorumDriver:
             f"another rank of this replica group voted no on its step in quorum {quorum_id}"
         )
         self._group.fail(quorum_id, error)
-        if quorum_id == self._protocol.quorum_id:
-            # This one's source may wait for that rank's, and that for this group's verdict.
-            self._exchange.end_fetch(str(error))
 
     def member_lost(self, notice: LossNotice) -> None:
         self._group.member_lost(notice)

@@ -9,8 +9,7 @@ place, and all of them serve or none, so it may use collectives of the group.
 Who waits for whom: a healing rank waits, in `should_commit`, until its source comes to the end of the same
 step and has offered its state. The source waits for nobody: it takes a snapshot, or refuses, and goes on. It
 cannot wait for the healing rank in a collective: that takes part in all of the step's before it asks for the
-state. Where one of the two gives the step up before its end it gives the quorum up: the healing rank asks for
-nothing, the source is told and released, or the other way round.
+state. A rank that never met its source in `configure` asks for nothing, as the source may wait there for it.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from torchft_like.manager.step import Plan, StepProtocol
 State = Mapping[str, object]
 
 LINGER_S = 5.0
+PATIENCE_WHEN_FAILED = 0.25
 ASK_EARLY_S = 1.0  # whoever waits for the quorum worker waits so long, if the source's host is gone
 
 logger = logging.getLogger(__name__)
@@ -163,14 +163,17 @@ class StateExchange:
         Raises:
             CheckpointError: the peer is gone, slow, or what it sent is not the state of `max_step`.
         """
+        timeout_s = self._config.timeout_s
+        if self._protocol.failure is not None:  # the source may wait for this rank: the next join releases it
+            timeout_s *= PATIENCE_WHEN_FAILED
         metadata = attempt.source_metadata
         if metadata is None:
-            metadata = self._ask(result, self._config.timeout_s)
+            metadata = self._ask(result, timeout_s)
         state = self._transport.recv_checkpoint(
             src_rank=result.recover_src_replica_rank or 0,
             metadata=metadata,
             step=result.max_step,
-            timeout=timedelta(seconds=self._config.timeout_s),
+            timeout=timedelta(seconds=timeout_s),
         )
         source = result.recover_src_manager_address
         user, counters = state.get("user"), state.get("torchft")

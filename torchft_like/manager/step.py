@@ -195,12 +195,8 @@ class StepProtocol:
 
     @property
     def may_wait_for_state(self) -> bool:
-        """Whether a source comes to the end of the step.
-
-        It may itself wait, in a collective or before the first, for a rank that has given the step up: that
-        one has to say so, in its next join.
-        """
-        return self._configured_quorum_id == self.quorum_id and self.failure is None
+        """Whether a source comes to the end of the step: it may wait in `configure` for one it never met."""
+        return self._configured_quorum_id == self.quorum_id
 
     @property
     def _is_waiting(self) -> bool:
