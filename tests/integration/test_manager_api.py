@@ -304,57 +304,6 @@ def test_a_replica_that_heals_in_the_last_step_of_its_source_gets_the_state(
     assert one == other
 
 
-def test_a_replica_whose_source_refuses_heals_from_another_one_in_the_next_step(
-    lighthouse: LighthouseServer,
-) -> None:
-    newcomer_is_due, newcomer_is_here = threading.Event(), threading.Event()
-    asked: list[str] = []
-
-    def train(name: str) -> tuple[str, list[int]]:
-        model, healed_to = nn.Linear(4, 4), list[int]()
-
-        def save() -> dict[str, Any]:
-            if newcomer_is_due.is_set() and name != "c":
-                asked.append(name)
-                if name == "a":
-                    raise RuntimeError("no memory for a copy")
-            return model.state_dict()
-
-        def load(state: dict[str, Any]) -> None:
-            model.load_state_dict(state)
-            healed_to.append(manager.current_step())
-
-        if name == "c":
-            assert newcomer_is_due.wait(LIMIT_S)
-        with Manager(
-            ProcessGroupGloo(timeout=60.0),
-            load,
-            save,
-            2,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-        ) as manager:
-            parallel = PureDistributedDataParallel(manager, model)
-            optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
-            if name == "c":
-                newcomer_is_here.set()
-            while manager.current_step() < 8:
-                if manager.current_step() == 2 and name != "c":
-                    newcomer_is_due.set()
-                    assert newcomer_is_here.wait(LIMIT_S)
-                optimizer.zero_grad()
-                parallel(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-            return state_digest(model.state_dict()), healed_to
-
-    torch.manual_seed(3)
-    with ThreadPoolExecutor(3) as threads:
-        (a, _), (b, _), (c, healed_to) = threads.map(train, "abc")
-    assert asked == ["a", "b"]
-    assert a == b == c
-    assert len(healed_to) == 1
-
-
 def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: LighthouseServer) -> None:
     def wrap(name: str) -> int:
         with make_manager(lighthouse, name, nn.Linear(1, 1)) as manager:
