@@ -35,7 +35,9 @@ from lighthouse.forks import Turn, in_each_fork, lock_of_each_process
 _LIBRARY = "grpc._cython.cygrpc"
 _SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 _THREAD_OF_GRPC = "event_engine"
-_DESTRUCTOR = 6 * ctypes.sizeof(ctypes.c_void_p)  # from the start of a type: see PyTypeObject
+# From the start of a type: see PyTypeObject.
+_BASIC_SIZE = 4 * ctypes.sizeof(ctypes.c_void_p)
+_DESTRUCTOR = 6 * ctypes.sizeof(ctypes.c_void_p)
 _KEEP = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
 # Which attributes of grpc's own objects are objects of the library.
 _HOLDERS = {
@@ -145,12 +147,16 @@ def prepare_for_forks() -> None:
 
 @functools.cache
 def _destructors(library: ModuleType) -> list[ctypes.c_void_p]:
-    """Where the types of the library that are written in C have them."""
+    """Where the types of the library that are written in C have them.
+
+    A type that is not laid out as Python's documentation says, as in a Python without the GIL, is not touched.
+    """
     kinds = [kind for kind in vars(library).values() if isinstance(kind, type) and not kind.__dictoffset__]
     return [
         ctypes.c_void_p.from_address(id(kind) + _DESTRUCTOR)
         for kind in kinds
         if kind.__module__ == library.__name__
+        and ctypes.c_ssize_t.from_address(id(kind) + _BASIC_SIZE).value == kind.__basicsize__
     ]
 
 
