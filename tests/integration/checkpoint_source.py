@@ -40,7 +40,7 @@ def stop_transfers_after(pieces: int) -> None:
 
 def main() -> None:
     step, megabytes, pieces = map(int, sys.argv[1:])
-    transport: HTTPTransport[dict[str, object]] = HTTPTransport(timedelta(seconds=60))
+    transport: HTTPTransport[dict[str, object]] = HTTPTransport(timedelta(seconds=60), hostname="127.0.0.1")
     if pieces:
         stop_transfers_after(pieces)
     transport.send_checkpoint([1], step, make_state(megabytes), timedelta(seconds=60))

@@ -32,7 +32,9 @@ ENTIRE = 0
 
 @pytest.fixture
 def receiver() -> Iterator[HTTPTransport[dict[str, Any]]]:
-    transport: HTTPTransport[dict[str, Any]] = HTTPTransport(LIMIT, stall_timeout=timedelta(seconds=30))
+    transport: HTTPTransport[dict[str, Any]] = HTTPTransport(
+        LIMIT, stall_timeout=timedelta(seconds=30), hostname="127.0.0.1"
+    )
     yield transport
     transport.shutdown()
 
@@ -110,7 +112,7 @@ def test_a_receive_from_a_stopped_source_can_be_aborted(
 def test_a_stopped_source_is_given_up_after_the_stall_timeout(processes: Processes) -> None:
     source, address = start_source(processes)
     source.signal(signal.SIGSTOP)
-    receiver: Receiver = HTTPTransport(LIMIT, stall_timeout=timedelta(seconds=1))
+    receiver: Receiver = HTTPTransport(LIMIT, stall_timeout=timedelta(seconds=1), hostname="127.0.0.1")
     try:
         with pytest.raises(CheckpointError, match=f"{address}: no byte came for 1 s"):
             receiver.recv_checkpoint(0, address, 5, LIMIT)

@@ -145,7 +145,9 @@ class HealthyHeals(Beside):
     def __init__(self, checkpoint: str) -> None:
         super().__init__(self._fetch)
         self._checkpoint = checkpoint
-        self._transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(timedelta(seconds=LIMIT_S))
+        self._transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(
+            timedelta(seconds=LIMIT_S), hostname="127.0.0.1"
+        )
 
     def __exit__(self, *how: object) -> None:
         try:

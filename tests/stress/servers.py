@@ -24,7 +24,9 @@ def main(lighthouse: str) -> None:
     manager = ManagerServer(
         "under-stress:1", lighthouse, LOOPBACK, f"{LOOPBACK}:0", f"{LOOPBACK}:1", world_size=2
     )
-    transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(timedelta(seconds=60))
+    transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(
+        timedelta(seconds=60), hostname="127.0.0.1"
+    )
     transport.send_checkpoint([0], STEP, {"w": torch.arange(1000.0)}, timedelta(seconds=60))
     print(json.dumps({"manager": manager.address(), "checkpoint": transport.metadata()}), flush=True)
     signal.pause()

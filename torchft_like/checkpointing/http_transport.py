@@ -10,7 +10,7 @@ import threading
 from datetime import timedelta
 from typing import TypeVar, cast
 
-from lighthouse.address import LOOPBACK, Address, parse_address
+from lighthouse.address import Address, own_host, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
@@ -31,8 +31,9 @@ class HTTPTransport(CheckpointTransport[T]):
     Args:
         timeout: the longest that sending the state to one receiver may take.
         num_chunks: over how many connections at a time to fetch; 0 means one.
-        hostname: under which other hosts reach this one. By default the Manager that has it says so:
-            as for its own server, the interface that leads to the lighthouse. Without one, this host only.
+        hostname: under which other hosts reach this one. By default the Manager that has it says so: as
+            for its own server, the interface that leads to the lighthouse. Without a Manager, the address
+            of this host's name; nothing listens before it is asked for, or a state is offered.
         bind_host: where to listen; the same as `hostname` unless given.
         stall_timeout: without a byte from the peer; then it counts as dead.
 
@@ -59,7 +60,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
         self._bind_host = bind_host
         self._has_hostname = hostname is not None
-        self._server, self._address = self._serve(hostname or LOOPBACK)
+        self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -70,19 +71,21 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             BindError: the address is not of this host.
         """
-        if self._has_hostname or host == self._address.host:
-            return
-        before = self._server
-        self._server, self._address = self._serve(host)
-        before.close(wait=True)
+        with self._lock:
+            before = self._serving
+            if self._has_hostname or (before is not None and before[1].host == host):
+                return
+            self._serving = self._serve(host)
+        if before is not None:
+            before[0].close(wait=True)
 
     def metadata(self) -> str:
         """The address of this rank's server, http://host:port."""
-        return self._address.url
+        return self._served()[1].url
 
     def address(self) -> str:
         """Where the server answers: http://host:port/checkpoint/, and then the step."""
-        return f"{self._address.url}/checkpoint/"
+        return f"{self.metadata()}/checkpoint/"
 
     def allow_checkpoint(self, step: int) -> None:
         """Offer what is offered as the state of `step`; `send_checkpoint` offers by itself.
@@ -91,7 +94,7 @@ class HTTPTransport(CheckpointTransport[T]):
             CheckpointError: nothing is offered; `disallow_checkpoint` lets go of the copy.
         """
         self._check_open()
-        if not self._server.offer_as(step):
+        if not self._served()[0].offer_as(step):
             raise CheckpointError(f"there is no state to offer as step {step}: call send_checkpoint")
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
@@ -101,7 +104,7 @@ class HTTPTransport(CheckpointTransport[T]):
         copying waits for nobody, whatever the `timeout`.
         """
         self._check_open()
-        self._server.offer(step, EncodedState(state_dict), len(dst_ranks))
+        self._served()[0].offer(step, EncodedState(state_dict), len(dst_ranks))
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
@@ -109,15 +112,17 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
-        self._server.refuse(step, reason)
+        self._served()[0].refuse(step, reason)
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing to new requests. Transfers in progress finish: the copy is theirs."""
-        self._server.withdraw()
+        if self._serving is not None:
+            self._serving[0].withdraw()
 
     def wait_fetched(self, idle: timedelta) -> None:
         """Wait until as many have it as `send_checkpoint` was told; not while nobody fetches for `idle`."""
-        self._server.wait_fetched(idle.total_seconds())
+        if self._serving is not None:
+            self._serving[0].wait_fetched(idle.total_seconds())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state of `step`; asked too early, wait until it is offered.
@@ -151,7 +156,15 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lock:
             self._closed = True
         self.abort_recv("the transport is shut down")
-        self._server.close(wait)
+        if self._serving is not None:
+            self._serving[0].close(wait)
+
+    def _served(self) -> tuple[CheckpointServer, Address]:
+        with self._lock:
+            if self._serving is None:
+                self._check_open()
+                self._serving = self._serve(own_host())
+            return self._serving
 
     def _serve(self, host: str) -> tuple[CheckpointServer, Address]:
         server = CheckpointServer(Address(self._bind_host or host, 0), self._limits)

@@ -35,7 +35,7 @@ def transports() -> Iterator[Callable[..., HTTPTransport[State]]]:
     made: list[HTTPTransport[State]] = []
 
     def make(**options: Any) -> HTTPTransport[State]:
-        made.append(HTTPTransport(**{"timeout": LIMIT, **options}))
+        made.append(HTTPTransport(**{"timeout": LIMIT, "hostname": LOOPBACK, **options}))
         return made[-1]
 
     yield make
@@ -148,11 +148,30 @@ class TestTransfer:
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         assert fetch(receiver, source)["step"] == 3
 
-    def test_it_listens_on_loopback_unless_told_otherwise(self, transports: Make) -> None:
-        assert parse_address(transports().metadata()).host == LOOPBACK
+    @pytest.mark.parametrize("name", ["127.0.0.3", "no-such-host.invalid"])
+    def test_without_a_manager_it_serves_where_the_hosts_name_leads(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr("socket.gethostname", lambda: name)
+        source, receiver = transports(hostname=None), transports()
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        assert parse_address(source.metadata()).host == (LOOPBACK if name.endswith("invalid") else name)
+        assert fetch(receiver, source)["step"] == 3
 
-    def test_it_moves_to_where_its_manager_says(self, transports: Make) -> None:
-        source, receiver = transports(), transports()
+    def test_nothing_listens_before_it_is_known_where(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torchft_like.checkpointing.http_transport.own_host", pytest.fail)
+        source = transports(hostname=None)
+        source.disallow_checkpoint()
+        source.use_host("127.0.0.2")
+        assert parse_address(source.metadata()).host == "127.0.0.2"
+
+    def test_it_moves_to_where_its_manager_says(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("socket.gethostname", lambda: LOOPBACK)
+        source, receiver = transports(hostname=None), transports()
         before = parse_address(source.metadata())
         source.use_host("127.0.0.2")
         assert parse_address(source.metadata()).host == "127.0.0.2"
@@ -184,7 +203,7 @@ class TestTransfer:
     @pytest.mark.parametrize("options", [{"num_chunks": -1}, {"num_chunks": 65}, {"timeout": timedelta(0)}])
     def test_numbers_out_of_range_are_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be"):
-            HTTPTransport(**{"timeout": LIMIT, **options})
+            HTTPTransport(**{"timeout": LIMIT, "hostname": LOOPBACK, **options})
 
 
 class TestSteps:
@@ -422,8 +441,8 @@ class TestAbort:
 
 def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
     def use() -> None:
-        source: HTTPTransport[State] = HTTPTransport(LIMIT)
-        receiver: HTTPTransport[State] = HTTPTransport(LIMIT, num_chunks=2)
+        source: HTTPTransport[State] = HTTPTransport(LIMIT, hostname=LOOPBACK)
+        receiver: HTTPTransport[State] = HTTPTransport(LIMIT, 2, hostname=LOOPBACK)
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         fetch(receiver, source)
         with request(parse_address(source.metadata()).port, "/checkpoint/9?part=0&parts=1&wait_ms=5000"):
