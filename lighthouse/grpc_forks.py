@@ -149,7 +149,7 @@ def prepare_for_forks() -> None:
 def _destructors(library: ModuleType) -> list[ctypes.c_void_p]:
     """Where the types of the library that are written in C have them.
 
-    A type that is not laid out as Python's documentation says, as in a Python without the GIL, is not touched.
+    A type that is not laid out as Python documents it, as in a Python without the GIL, is not touched.
     """
     kinds = [kind for kind in vars(library).values() if isinstance(kind, type) and not kind.__dictoffset__]
     return [
