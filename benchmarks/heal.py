@@ -9,8 +9,10 @@ from benchmarks.report import Result
 from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System
 
 MEGABYTES = (1, 16, 64, 256)
+SHARDED = replace(OURS, name="torchft_like, DTensors", worker_options=("--dtensors",))
 CONTESTANTS = (
     OURS,
+    SHARDED,
     *PEERS,
     *(replace(peer, name=f"{peer.name}, 4 chunks", worker_options=("--chunks=4",)) for peer in PEERS),
 )
@@ -23,6 +25,8 @@ METHOD = [
     "The systems take turns. Every fetched state was compared with the offered one by checksum.",
     PEER_VERSIONS,
     "torchft sends the live tensors, unchecked; ours a snapshot with a checksum for every chunk.",
+    "DTensors are a rank's shards, as FSDP2 has them; the fetch includes putting them on the receiver's "
+    "mesh. The ratio is that of two transfers of one turn.",
 ]
 
 
@@ -51,6 +55,9 @@ def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -
         result.add(f"{megabytes} MB", name, "ms", [(offer + fetch) * 1e3 for offer, fetch in of_system])
     for name, of_system in times.items():
         result.add(f"{megabytes} MB, the offer alone", name, "ms", [offer * 1e3 for offer, _ in of_system])
+    turns = zip(times[SHARDED.name], times[OURS.name], strict=True)
+    over_plain = [sum(sharded) / sum(plain) for sharded, plain in turns]
+    result.add(f"{megabytes} MB, over plain tensors", SHARDED.name, "x", over_plain)
 
 
 class _Pair:
@@ -66,7 +73,9 @@ class _Pair:
         """Seconds for the offer and for the fetch."""
         self._step += 1
         offered = self._ask(self._source, do="offer", megabytes=megabytes, step=self._step)
-        fetched = self._ask(self._sink, do="fetch", metadata=offered["metadata"], step=self._step)
+        fetched = self._ask(
+            self._sink, do="fetch", metadata=offered["metadata"], megabytes=megabytes, step=self._step
+        )
         self._ask(self._source, do="withdraw")
         if fetched["checksum"] != offered["checksum"]:
             raise CorruptStateError(f"{self.system.name}: {megabytes} MB arrived with another checksum")
