@@ -56,6 +56,7 @@ class Trainer(Protocol):
 
 def main() -> None:
     options = _options()
+    sys.path += options.beside
     # One thread for each process: what is compared is the runtimes, not the schedulers.
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -142,7 +143,7 @@ class ManagedTrainer:
 
     def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
         package = importlib.import_module(options.package)
-        groups = importlib.import_module(f"{options.package}.process_group")
+        groups = importlib.import_module(f"{options.groups or options.package}.process_group")
         timeout = timedelta(seconds=options.timeout)
         self.model = model
         optimizer = make_optimizer(model)
@@ -260,6 +261,8 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--package", choices=["torchft", "torchft_like", "ddp"], required=True)
+    parser.add_argument("--groups", help="the package of its process group; without it, that of its Manager")
+    parser.add_argument("--beside", action="append", default=[], help="folder of modules that come last")
     parser.add_argument("--gradients", choices=["ddp", "allreduce"], default="ddp")
     parser.add_argument("--model", choices=list(LAYER_WIDTHS), default="tiny")
     parser.add_argument("--name", default="replica")

@@ -2,19 +2,21 @@
 
 Real processes on both sides: replicas that train a small model in one package's environment, under
 the other package's lighthouse daemon. All replicas of a job are of one package: what they say to each
-other, when one heals, is not the same in both.
+other, when one heals, is not the same in both. Their process groups may be of the other one.
 """
 
 from __future__ import annotations
 
 import signal
+import sysconfig
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from benchmarks.processes import Fleet, FleetProcess, Record
-from benchmarks.systems import OURS, System, start_lighthouse, start_worker
+from benchmarks.systems import OURS, TORCHFT_NIGHTLY, System, start_lighthouse, start_worker
 
 # The first test of a machine installs the peer, which takes longer than a test may.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
@@ -33,6 +35,14 @@ def test_our_replicas_survive_a_kill_and_heal_a_newcomer_under_torchft_s_lightho
     fleet: Fleet, peer: System
 ) -> None:
     _kill_one_and_heal_a_newcomer(_MixedJob(fleet, managers=OURS, coordinator=peer))
+
+
+@pytest.mark.parametrize("peer", [pytest.param(TORCHFT_NIGHTLY, id="nightly")], indirect=True)
+def test_managers_of_the_nightly_drive_our_process_group_through_a_kill_and_a_heal(
+    fleet: Fleet, peer: System
+) -> None:
+    ours = ("--groups=torchft_like", f"--beside={sysconfig.get_path('purelib')}")  # gRPC is there
+    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, replace(peer, worker_options=ours), coordinator=peer))
 
 
 def _kill_one_and_heal_a_newcomer(job: _MixedJob) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Store, TCPStore, Work
+from torch._C._distributed_c10d import ErrorType, Store, TCPStore, Work
 
 from lighthouse.address import own_host
 from torchft_like.errors import ProcessGroupError
@@ -123,6 +123,7 @@ class Reconfigurable:
 
     if TYPE_CHECKING:
         configure: Any
+        errored: Any
 
     def set_rank_info(
         self, replica_id: str, group_rank: int, group_world_size: int, global_rank: int | None = None
@@ -154,6 +155,10 @@ class Reconfigurable:
                 self._handle_store = store, str(address)
                 self._handle_id = uuid.uuid4().hex
         return json.dumps(Handle(self._handle_id or "", self._handle_store[1], self._rank_in_job)._asdict())
+
+    def get_error(self) -> ErrorType:
+        """Whether the group is usable, as torch's backends say it; `errored()` says why it is not."""
+        return ErrorType.SUCCESS if self.errored() is None else ErrorType.COMM_ERROR
 
     def reconfigure(self, opts: Any) -> Work:
         """`configure`, among the members that gave the handles; blocks until the group is usable.
