@@ -49,7 +49,7 @@ SIMULATE ?= --compiled
 
 simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
 	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:100000 --jobs 2
-	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:2000 --jobs 2 --mutants
+	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:3000 --jobs 2 --mutants
 
 slow: $(READY)  ## the tests that are too long for `make test`, but for those below
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \

@@ -23,7 +23,7 @@ from torchft_like.manager.group import Effect, RankJoin, RankVerdict, ReplicaGro
 from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.step import Join, Plan, StepProtocol
 
-SEEDS_MAX = 2000
+SEEDS_MAX = 3000
 
 
 class Mutant(NamedTuple):
@@ -370,7 +370,7 @@ CAUGHT_BY = {
     "forgets the majority": 6,
     "ignores min_replicas": 1,
     "keeps the id after a failure": 5,
-    "forgets rounds": 251,
+    "forgets rounds": 2391,
     "does not say it is over": 72,
     "does not warn of broken groups": 13,
     "learns too late": 8,
@@ -383,10 +383,10 @@ CAUGHT_BY = {
     "drops member_lost": 3,
     "one vote is enough": 0,
     "every rank its own verdict": 0,
-    "keeps its no to itself": 328,
+    "keeps its no to itself": 226,
     "joins once only": 0,
-    "compares steps only": 37,
-    "speaks for its first rank": 263,
+    "compares steps only": 39,
+    "speaks for its first rank": 0,
     "survives its ranks": 1,
     "probes nobody": 26,
     "probes once": 2,
@@ -399,9 +399,9 @@ CAUGHT_BY = {
     "counts who heals": 0,
     "lets others go on": 51,
     "votes yes after an error": 0,
-    "keeps the old commit quorum": 37,
-    "keeps its process group": 0,
+    "keeps the old commit quorum": 39,
+    "keeps its process group": 3,
     "leaves quietly": 29,
-    "hides broken groups": 0,
+    "hides broken groups": 5,
     "forgets the healed version": 7,
 }
