@@ -148,23 +148,27 @@ def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject,
     make = getattr(ours, name, None)
     if make is None:
         return ()
-    return (Subject(name, lambda: seat(make(TIMEOUT_S)), **more),)
+    return (Subject(name, lambda: seat(make(TIMEOUT_S, check_collectives=True)), **more),)
+
+
+def _checked() -> ProcessGroupGloo:
+    return ProcessGroupGloo(TIMEOUT_S, check_collectives=True)
 
 
 SUBJECTS: tuple[Subject, ...] = (
     Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False))),
-    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S)))),
+    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=_checked()))),
     Subject(
         "ErrorSwallowing",
-        lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
+        lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(_checked())),
         swallows=True,
     ),
     Subject(
         "FaultInjecting",
-        lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
+        lambda: Seat(FaultInjectingProcessGroup(_checked())),
         forwards=True,
     ),
-    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
+    Subject("Checked", lambda: Seat(_checked()), forwards=True),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),
