@@ -148,27 +148,23 @@ def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject,
     make = getattr(ours, name, None)
     if make is None:
         return ()
-    return (Subject(name, lambda: seat(make(TIMEOUT_S, check_collectives=True)), **more),)
-
-
-def _checked() -> ProcessGroupGloo:
-    return ProcessGroupGloo(TIMEOUT_S, check_collectives=True)
+    return (Subject(name, lambda: seat(make(TIMEOUT_S)), **more),)
 
 
 SUBJECTS: tuple[Subject, ...] = (
     Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False))),
-    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=_checked()))),
+    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S)))),
     Subject(
         "ErrorSwallowing",
-        lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(_checked())),
+        lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
         swallows=True,
     ),
     Subject(
         "FaultInjecting",
-        lambda: Seat(FaultInjectingProcessGroup(_checked())),
+        lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
     ),
-    Subject("Checked", lambda: Seat(_checked()), forwards=True),
+    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),

@@ -30,7 +30,7 @@ from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_T
 from .gloo_member import serve_store
 from .ranks import LIMIT_S, Rank
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
+pytestmark = pytest.mark.integration
 
 NAMES = [row.name for row in COLLECTIVES]
 BEGUN_S = 0.05  # for the survivors to be inside the collective

@@ -26,8 +26,6 @@ from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
 
 from .conftest import Party
 
-pytestmark = pytest.mark.usefixtures("no_operator")
-
 RANKS = 2
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 import threading
@@ -47,7 +46,6 @@ from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
-_log = logging.getLogger(__name__)
 
 
 # Makes of a work of the real backend what its caller gets.
@@ -71,23 +69,18 @@ def checked(create: Create, handle: Handle) -> Create:
 
 
 def is_wanted(check_collectives: bool | None) -> bool:
-    """What the operator of the job says by our environment variable, or else the argument, or else torch's
-    TORCH_DISTRIBUTED_DEBUG.
+    """The argument, or where that is None, the environment: ours, or else torch's TORCH_DISTRIBUTED_DEBUG.
 
     Raises:
-        ConfigError: the variable says neither yes nor no.
+        ConfigError: the environment says neither yes nor no.
     """
-    text = os.environ.get(CHECK_ENV)
-    if not text:  # blanked, it says nothing
-        is_detailed = get_debug_level() == DebugLevel.DETAIL
-        return is_detailed if check_collectives is None else check_collectives
+    if check_collectives is not None:
+        return check_collectives
+    if (text := os.environ.get(CHECK_ENV)) is None:
+        return get_debug_level() == DebugLevel.DETAIL
     if text not in ("0", "1"):
         raise ConfigError(f"the environment variable {CHECK_ENV} is {text!r}: it must be 0 or 1")
-    wanted = text == "1"
-    if check_collectives not in (None, wanted):
-        told = "check_collectives=%s (%s instead of the argument %s)"
-        _log.info(told, wanted, CHECK_ENV, check_collectives)
-    return wanted
+    return text == "1"
 
 
 class CheckedBackend:
