@@ -10,6 +10,8 @@ This file needs nothing but Python: it unpacks the wheels of what is not install
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import sys
 import tempfile
@@ -37,10 +39,17 @@ def unpacked(folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         sys.exit(f"{folder} holds no wheels: make it as docs/gpu.md says")
-    target = Path(tempfile.gettempdir()) / f"gpu-evidence-{os.getuid()}"
+    key = hashlib.sha256("".join(wheel.name for wheel in wheels).encode()).hexdigest()[:12]
+    target = ROOT / ".cache" / f"wheels-{key}"
+    if target.exists():
+        return target
+    target.parent.mkdir(exist_ok=True)
+    fresh = tempfile.mkdtemp(dir=target.parent)
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(target)
+            archive.extractall(fresh)
+    with contextlib.suppress(OSError):  # somebody else was quicker; their files are never written to again
+        os.rename(fresh, target)
     return target
 
 
