@@ -23,6 +23,7 @@ COUNT = 1 << 18
 NOTICES_S = 3.0  # for survivors that notice by themselves
 CHANGES_S_MAX = 70.0
 MB_MAX = 64  # that thirty reconfigurations may leave
+SETTLED_S_MAX = 60.0
 
 
 def assert_sums(ranks: Ranks, group: str = "group") -> None:
@@ -127,12 +128,26 @@ def test_membership_changes_leave_nothing_behind(backend: str) -> None:
         figure(f"{backend}: rounds of 2, 1, 3, 2 members", number)
         figure(f"{backend}: a change of members with a sum", (time.monotonic() - begin) / number / 4, "s")
         ranks.meet()
-        for earlier, later in zip(before, ranks.ask(group_job.footprint), strict=True):
-            growth = {what: later[what] - earlier[what] for what in later}
-            assert growth["threads"] <= 4, growth
-            assert growth["descriptors"] <= 4, growth
-            assert growth["shared memory"] <= 4, growth
-            assert growth["MB of the device"] <= MB_MAX, growth
+        allowed: dict[str, float] = {
+            "threads": 4,
+            "descriptors": 4,
+            "shared memory": 4,
+            "MB of the device": MB_MAX,
+        }
+        deadline = time.monotonic() + SETTLED_S_MAX
+        while beyond := _growth_beyond(allowed, before, ranks.ask(group_job.footprint)):
+            assert time.monotonic() < deadline, beyond
+            time.sleep(0.1)  # backends are taken down beside what follows
+
+
+def _growth_beyond(
+    allowed: dict[str, float], before: list[dict[str, float]], now: list[dict[str, float]]
+) -> list[dict[str, float]]:
+    growths = [
+        {what: later[what] - earlier[what] for what in later}
+        for earlier, later in zip(before, now, strict=True)
+    ]
+    return [growth for growth in growths if any(growth[what] > most for what, most in allowed.items())]
 
 
 @each_backend

@@ -109,7 +109,7 @@ def test_an_optimizer_travels(kind: type[torch.optim.Optimizer]) -> None:
             optimizer.zero_grad()
             loss = parameter.square().sum()
             loss.backward()
-            return float(loss)
+            return float(loss.detach())
 
         optimizer.step(closure)
     assert same(round_trip(optimizer.state_dict()), optimizer.state_dict())
@@ -137,6 +137,7 @@ def test_a_gradient_scaler_and_a_metric_travel() -> None:
     assert same(round_trip(scaler.state_dict()), scaler.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_a_stateful_data_loader_travels() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     loader = stateful.StatefulDataLoader(list(range(20)), batch_size=2, num_workers=2)
