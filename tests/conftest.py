@@ -4,7 +4,8 @@ A process leads a session of its own, so that its descendants are found and kill
 have lost their parent; and the kernel kills it should pytest itself die.
 
 Process groups check their collectives (docs/checking-collectives.md), here and in every process that a
-test starts. A test that is about a group without the check says `check_collectives=False`.
+test starts, as their operator says. A test that is about groups with another choice, such as
+`check_collectives=False`, has no such operator: it uses the fixture `no_operator`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torchft_like.chaos.processes import is_in_session, wait_ended
 
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
-os.environ.setdefault("TORCHFT_CHECK_COLLECTIVES", "1")
+CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
+os.environ.setdefault(CHECK_ENV, "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 _PDEATHSIG = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
@@ -160,6 +162,12 @@ def processes() -> Iterator[Processes]:
         yield starter
     finally:
         starter.kill_all()
+
+
+@pytest.fixture
+def no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups check their collectives where their argument says so."""
+    monkeypatch.delenv(CHECK_ENV, raising=False)
 
 
 @pytest.hookimpl(wrapper=True)

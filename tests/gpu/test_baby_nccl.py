@@ -19,6 +19,8 @@ from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.backend import RemoteBackend
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 
 @pytest.fixture
 def group(party: Party) -> Iterator[ProcessGroupBabyNCCL]:

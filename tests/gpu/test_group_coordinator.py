@@ -19,6 +19,8 @@ from torchft_like.errors import CollectiveMismatchError
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 CHECKED = CoordinatorOptions(check_collectives=True)
 
 

@@ -32,6 +32,7 @@ def run_store(commands: Connection) -> None:
 
 def run_member(commands: Connection) -> None:
     """Obey commands until the connection ends."""
+    os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # groups without the check, as they say
     member = Member()
     commands.send("ok ready")
     while True:

@@ -27,7 +27,7 @@ from torchft_like.process_group import ProcessGroupGloo, gloo
 
 from .gloo_member import LIMIT_S, run_member, run_store, serve_store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 
 FELT_S = 0.3  # what still blocks after this time was really blocked by the fault
 _nursery = multiprocessing.get_context("forkserver")

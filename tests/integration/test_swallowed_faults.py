@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,12 +26,13 @@ from torchft_like import LighthouseServer, ManagedProcessGroup, Manager
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupGloo
 from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.checking.backend import CHECK_ENV
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
 
 from .gloo_member import serve_store
 from .ranks import LIMIT_S, Rank
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 
 NAMES = [row.name for row in COLLECTIVES]
 BEGUN_S = 0.05  # for the survivors to be inside the collective
@@ -40,6 +42,7 @@ _prefixes = itertools.count()
 
 def join(here: SimpleNamespace, address: str, rank: int, world_size: int) -> str:
     """What the process that dies is asked."""
+    os.environ.pop(CHECK_ENV, None)  # as here: it compares on no side
     here.group = ProcessGroupGloo(300, check_collectives=False)
     here.group.configure(address, rank, world_size)
     return "joined"
@@ -97,7 +100,9 @@ def summed(rank: int, group: Any) -> float:
 
 @pytest.fixture(scope="module")
 def survivors() -> Iterator[Survivors]:
-    survivors = Survivors()
+    with pytest.MonkeyPatch.context() as patch:  # comes before every `no_operator`
+        patch.delenv(CHECK_ENV, raising=False)
+        survivors = Survivors()
     yield survivors
     survivors.end()
 

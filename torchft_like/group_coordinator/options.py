@@ -18,7 +18,7 @@ class CoordinatorOptions:
             given groups keep theirs. A barrier without a timeout of its own ends after it, too.
         check_collectives: compare what the ranks pass to all_reduce, all_gather, reduce_scatter, gather and
             broadcast before data moves, so that a mistake of one rank is an error on all of them; the other
-            calls always compare. None asks the environment: TORCHFT_CHECK_COLLECTIVES=1.
+            calls always compare. The environment variable TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
         message_bytes_max: of the tensors of one message; more than that is refused before it is allocated.
     """
 

@@ -131,8 +131,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
         check_collectives: compare the ranks' calls before any data moves, and refuse those that do not
-            fit together (docs/checking-collectives.md); the same on every rank. None asks the
-            environment: TORCHFT_CHECK_COLLECTIVES=1.
+            fit together (docs/checking-collectives.md); the same on every rank. The environment variable
+            TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
     """
 
     def __init__(

@@ -297,6 +297,7 @@ def test_parts_have_parts(crew: MakeCrew) -> None:
     assert crew(4).together(act) == [(2, 0), (4, None), (2, None), (4, 3)]
 
 
+@pytest.mark.usefixtures("no_operator")
 def test_a_part_inherits_class_timeout_and_options(party: Party, crew: MakeCrew) -> None:
     gangs = crew(2, lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(17, check_collectives=False)))
 

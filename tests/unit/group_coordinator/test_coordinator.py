@@ -36,6 +36,8 @@ from torchft_like.process_group import (
     ProcessGroupWrapper,
 )
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 __all__ = ["party", "store"]
 LIMIT_S = 30.0
 

@@ -14,6 +14,8 @@ from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 __all__ = ["party", "store"]
 WHOLE = torch.arange(6.0)
 Receive = Callable[[GroupCoordinator, GroupCoordinator], object]

@@ -13,6 +13,8 @@ from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError,
 from torchft_like.group_coordinator import Handle, barrier
 from torchft_like.process_group import ProcessGroupGloo
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 __all__ = ["party", "store"]
 
 

@@ -26,6 +26,8 @@ from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
 
 from .conftest import Party
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 RANKS = 2
 
 

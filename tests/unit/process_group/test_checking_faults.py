@@ -39,6 +39,8 @@ from torchft_like.process_group.checking.rules import Description
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 FELT_S = 0.2  # what still waits after this time really waited
 
 

@@ -32,6 +32,8 @@ from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBacken
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party, wait_until
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 FELT_S = 0.2  # what still waits after this time really waited
 
 
@@ -254,11 +256,13 @@ def timeout_options(seconds: float) -> Any:
         (None, None, False),
         (None, "0", False),
         (None, "1", True),
-        (True, "0", True),
-        (False, "1", False),
+        (True, "0", False),
+        (False, "1", True),
+        (True, "", True),
+        (False, "", False),
     ],
 )
-def test_the_argument_beats_the_environment(
+def test_the_operators_variable_beats_the_argument(
     party: Party,
     monkeypatch: pytest.MonkeyPatch,
     argument: bool | None,
@@ -293,7 +297,7 @@ def test_torchs_debug_level_switches_it_on_unless_our_environment_says_no(
     c10d.set_debug_level(level)
     try:
         assert is_wanted(None) == expected
-        assert is_wanted(False) is False
+        assert is_wanted(False) == (environment == "1")
     finally:
         c10d.set_debug_level(before)
 

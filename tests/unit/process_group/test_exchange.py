@@ -15,6 +15,8 @@ from torchft_like.process_group.store import parse_store_address
 
 from .conftest import LIMIT_S, Party
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 WORLD = 3
 
 

@@ -68,6 +68,7 @@ def test_an_abort_ends_a_blocked(party: Party, name: str, operate: Operate) -> N
         group.allreduce([torch.ones(1)])
 
 
+@pytest.mark.usefixtures("no_operator")
 def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
     group, _ = party.meet(2, unchecked)
     blocked = party.aside(lambda g: g.allreduce([torch.ones(4)]).wait(), group)
@@ -79,6 +80,7 @@ def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
             blocked.result(LIMIT_S)
 
 
+@pytest.mark.usefixtures("no_operator")
 def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_again(party: Party) -> None:
     """Here and at the peer, which no abort helps. Both only receive: Gloo may forget who sends in vain."""
     group, other = party.meet(2, lambda: ProcessGroupGloo(10 * LIMIT_S, check_collectives=False))
@@ -97,6 +99,7 @@ def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_agai
 
 
 @NEEDS_A_GLOO_THAT_IS_SILENCED
+@pytest.mark.usefixtures("no_operator")
 def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +124,7 @@ def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
         theirs.wait()
 
 
+@pytest.mark.usefixtures("no_operator")
 def test_an_abort_silences_a_message_for_nobody_where_nobody_waits(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:

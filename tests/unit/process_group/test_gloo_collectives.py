@@ -322,6 +322,7 @@ def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
 
 
 @NEEDS_ALLTOALL_OF_LISTS
+@pytest.mark.usefixtures("no_operator")
 @pytest.mark.parametrize("is_checking", [True, False])
 def test_outputs_made_in_inference_mode_are_written_to_outside_of_it(party: Party, is_checking: bool) -> None:
     def act(rank: int, group: Any) -> list[list[float]]:

@@ -432,6 +432,7 @@ def test_every_name_of_a_collective_can_be_forwarded() -> None:
         assert callable(getattr(ProcessGroupWrapper(pg=inner), name))
 
 
+@pytest.mark.usefixtures("no_operator")
 def test_a_group_makes_another_of_its_kind() -> None:
     made = ProcessGroupGloo(17, check_collectives=False).make_alike()
     assert isinstance(made, ProcessGroupGloo)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import threading
@@ -46,6 +47,7 @@ from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
+_log = logging.getLogger(__name__)
 
 
 # Makes of a work of the real backend what its caller gets.
@@ -69,18 +71,23 @@ def checked(create: Create, handle: Handle) -> Create:
 
 
 def is_wanted(check_collectives: bool | None) -> bool:
-    """The argument, or where that is None, the environment: ours, or else torch's TORCH_DISTRIBUTED_DEBUG.
+    """What the operator of the job says by our environment variable, or else the argument, or else torch's
+    TORCH_DISTRIBUTED_DEBUG.
 
     Raises:
-        ConfigError: the environment says neither yes nor no.
+        ConfigError: the variable says neither yes nor no.
     """
-    if check_collectives is not None:
-        return check_collectives
-    if (text := os.environ.get(CHECK_ENV)) is None:
-        return get_debug_level() == DebugLevel.DETAIL
+    text = os.environ.get(CHECK_ENV)
+    if not text:  # blanked, it says nothing
+        is_detailed = get_debug_level() == DebugLevel.DETAIL
+        return is_detailed if check_collectives is None else check_collectives
     if text not in ("0", "1"):
         raise ConfigError(f"the environment variable {CHECK_ENV} is {text!r}: it must be 0 or 1")
-    return text == "1"
+    wanted = text == "1"
+    if check_collectives not in (None, wanted):
+        told = "check_collectives=%s (%s instead of the argument %s)"
+        _log.info(told, wanted, CHECK_ENV, check_collectives)
+    return wanted
 
 
 class CheckedBackend:

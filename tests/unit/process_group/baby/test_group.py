@@ -36,6 +36,8 @@ from torchft_like.process_group.baby.backend import RemoteBackend
 from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.nursery import nursery
 
+pytestmark = pytest.mark.usefixtures("no_operator")
+
 
 def baby() -> ProcessGroup:
     return ProcessGroupBabyGloo(30, check_collectives=False)
