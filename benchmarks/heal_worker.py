@@ -2,8 +2,9 @@
 
 It reads commands, one JSON object in a line, and answers each with one record:
 
-* {"do": "offer", "megabytes": n, "step": s}: make a state of that size and offer it;
-* {"do": "fetch", "metadata": m, "step": s, "megabytes": n}: fetch it from the process that offers it;
+* {"do": "offer", "megabytes": n, "step": s, "dtensors": b}: make a state of that size and offer it;
+* {"do": "fetch", "metadata": m, "step": s, "megabytes": n, "dtensors": b}: fetch it from the process that
+  offers it;
 * {"do": "withdraw"}: end the offer.
 
 Times are of the transport's own calls; the checksum of the state is taken outside them.
@@ -36,10 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--package", choices=["torchft", "torchft_like"], required=True)
     parser.add_argument("--chunks", type=int, default=0)
-    parser.add_argument("--dtensors", action="store_true", help="the state's tensors are those of FSDP2")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    mesh = mesh_of_one() if options.dtensors else None
+    mesh = mesh_of_one() if options.package == "torchft_like" else None
     module = importlib.import_module(f"{options.package}.checkpointing.http_transport")
     transport = module.HTTPTransport(timeout=TIMEOUT, num_chunks=options.chunks)
     report(event="ready")
@@ -56,6 +56,7 @@ def obey(transport: Any, command: dict[str, Any], mesh: DeviceMesh | None) -> di
     if command["do"] == "withdraw":
         transport.disallow_checkpoint()
         return {"event": "withdrawn"}
+    mesh = mesh if command["dtensors"] else None
     state = make_state(command["megabytes"], command["step"], mesh)
     if command["do"] == "offer":
         return offer(transport, state, command["step"])

@@ -61,7 +61,7 @@ def shard_of(tensor: DTensor, number: int = 0) -> Shard:
     mesh = tensor.device_mesh
     layout = Layout(
         shape=tuple(tensor.shape),
-        mesh_shape=tuple(mesh.mesh.shape),
+        mesh_shape=tuple(mesh.shape),
         mesh_names=tuple(mesh.mesh_dim_names or ()),
         placements=tuple(map(str, tensor.placements)),
     )
