@@ -185,7 +185,8 @@ def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
 
 def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> None:
     """Rank 0 makes it by itself, for local readers that it names."""
-    queue = MessageQueue(2, len(local), *geometry, local_reader_ranks=local) if rank == 0 else None
+    sizes = dict(zip(("max_chunk_bytes", "max_chunks"), geometry, strict=False))
+    queue = MessageQueue(2, len(local), local, **sizes) if rank == 0 else None  # type: ignore[arg-type]
     here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lighthouse.address import LOOPBACK
 from tests.warm import end_with
 from torchft_like.errors import FaultToleranceError
 from torchft_like.message_queue import MessageQueue
@@ -126,7 +127,7 @@ class Worker:
 
     def do_write(self, arguments: list[int], local: list[int]) -> object:
         n_readers, chunk_bytes, chunks = arguments
-        self.queue = MessageQueue(n_readers, len(local), chunk_bytes, chunks, local_reader_ranks=local)
+        self.queue = MessageQueue(n_readers, len(local), local, chunk_bytes, chunks, LOOPBACK)
         return self.queue.export_handle()
 
     def do_join(self, handle: object, rank: int) -> None:

@@ -192,7 +192,7 @@ def _queue_for(transport: Transport, readers: list[int], writer: int, places: li
     near = [rank for rank in readers if places[rank] == places[writer]]
     elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
     host = _host_towards(elsewhere, transport)
-    return MessageQueue(len(readers), len(near), local_reader_ranks=near, remote_host=host)
+    return MessageQueue(len(readers), len(near), local_reader_ranks=near, connect_ip=host)
 
 
 def _written_end(value: object) -> MessageQueue:
@@ -241,7 +241,7 @@ def _host_towards(elsewhere: list[int], transport: Transport) -> str:
         raise NotSupportedError(
             f"ranks {elsewhere} are on other machines, or in other network namespaces, and a group of "
             "torch's own does not tell how they reach this one: pass a group of ours, or a MessageQueue "
-            "with a remote_host"
+            "with a connect_ip"
         )
     return LOOPBACK
 

@@ -26,7 +26,7 @@ from torchft_like.errors import (
     QueueWriterLostError,
 )
 from torchft_like.message_queue.audience import FILE, FILE_TAG, LEAVE, WAKE
-from torchft_like.message_queue.end import RECHECK_S, ReadingEnd
+from torchft_like.message_queue.end import RECHECK_S, ReadingEnd, Wait
 from torchft_like.message_queue.fence import before_publishing, full_fence
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.handshake import call, hear_welcome
@@ -167,13 +167,16 @@ class LocalReader(ReadingEnd):
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
         """Until the connection has something to say; looks once, however little time there is."""
+        wait = Wait()
         while True:
             self._require_open()
-            left_s = max(deadline - time.monotonic(), 0.0)
-            ready = {descriptor for descriptor, _ in self._events.poll(min(left_s, 3600))}
+            now = time.monotonic()
+            ready = {
+                descriptor for descriptor, _ in self._events.poll(wait.sleep_s(now, deadline, lambda: what))
+            }
             if self._connection.fileno() in ready:
                 return
-            if not left_s:
+            if now >= deadline:
                 raise QueueTimeoutError(seconds, what)
 
     # ------------------------------------------------------------------------------- reading
@@ -239,7 +242,8 @@ class LocalReader(ReadingEnd):
 
     def _wait(self, ring: RingReader, deadline: float, seconds: float) -> None:
         """Until there is a message."""
-        words, consumed, started = ring.words, ring.consumed, time.monotonic()
+        words, consumed, wait = ring.words, ring.consumed, Wait()
+        nothing = "the writer wrote nothing"
 
         def reached() -> bool:
             return words[PUBLISHED] > consumed
@@ -251,9 +255,9 @@ class LocalReader(ReadingEnd):
                     pass
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
-                    raise QueueTimeoutError(seconds, "the writer wrote nothing")
-                self._sleep(reached, min(deadline - now, RECHECK_S))
-        self._patience.learn(time.monotonic() - started)
+                    raise QueueTimeoutError(seconds, nothing)
+                self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: nothing), RECHECK_S))
+        self._patience.learn(wait.seconds)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
         """Raise if what is awaited will never come."""

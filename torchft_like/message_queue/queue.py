@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from lighthouse.address import own_host
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
@@ -46,43 +47,43 @@ class MessageQueue:
     from any thread and ends whatever the queue waits in. In a fork, a queue of the parent is closed.
 
     Args:
-        n_readers: how many will read.
-        n_local_readers: how many of them run on this machine and read shared memory; the others connect
+        n_reader: how many will read.
+        n_local_reader: how many of them run on this machine and read shared memory; the others connect
             to a port of this machine.
-        local_reader_ranks: the ranks of the local readers; 0 to n_local_readers - 1 unless given. Every
+        local_reader_ranks: the ranks of the local readers; 0 to n_local_reader - 1 unless given. Every
             other rank is a remote reader.
         max_chunk_bytes, max_chunks: size and number of the ring's slots, and so the shared memory that
             the queue takes. A message takes as many slots as it needs; one that is longer than the whole
             ring travels as a file in memory of its own. A remote reader may be `max_chunks` messages
             behind.
-        remote_host: the address of this machine at which remote readers reach it.
+        connect_ip: the address of this machine at which remote readers reach it; that of this host's name
+            unless given.
 
     Raises:
-        ValueError: the numbers make no sense, or `remote_host` is no address of this machine.
+        ValueError: the numbers make no sense, or `connect_ip` is no address of this machine.
         QueueMemoryError: there is not enough memory for the ring; says how much is missing.
         QueueDescriptorsError: too many files are open.
     """
 
     def __init__(
         self,
-        n_readers: int,
-        n_local_readers: int,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunks: int = MAX_CHUNKS,
-        *,
-        local_reader_ranks: Sequence[int] | None = None,
-        remote_host: str = "127.0.0.1",
+        connect_ip: str | None = None,
     ) -> None:
-        ranks = _local_ranks(n_readers, n_local_readers, local_reader_ranks)
+        ranks = _local_ranks(n_reader, n_local_reader, local_reader_ranks)
         geometry = _geometry(max_chunk_bytes, max_chunks)
         token = secrets.token_bytes(TOKEN_BYTES)
-        n_remote = n_readers - n_local_readers
+        n_remote = n_reader - n_local_reader
         remote = None
         with descriptors_for("a message queue"):
             if n_remote:
                 from torchft_like.message_queue.remote_audience import RemoteAudience  # noqa: PLC0415 - zmq
 
-                remote = RemoteAudience(remote_host, n_remote, max_chunks, token, ranks)
+                remote = RemoteAudience(connect_ip or own_host(), n_remote, max_chunks, token, ranks)
             try:
                 writer = Writer(geometry, ranks, token, remote)
             except BaseException:
@@ -136,8 +137,8 @@ class MessageQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `shutdown` was called, or a fork has closed it."""
-        return self._end.is_closed
+        """Whether this end is over: `shutdown` was called, it has left the queue, or it is a fork's."""
+        return self._end.is_closing
 
     def export_handle(self) -> dict[str, object]:
         """What readers need, as plain data. Who has it can read the queue."""

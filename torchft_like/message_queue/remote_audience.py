@@ -95,7 +95,7 @@ class RemoteAudience:
             if error.errno not in _NO_ADDRESS:
                 raise
             raise ValueError(
-                f"remote_host={host!r} is no address of this machine ({error}): pass the one at which remote "
+                f"connect_ip={host!r} is no address of this machine ({error}): pass the one at which remote "
                 "readers reach it, or the name of its network interface"
             ) from error
         disown(Address(host, port))

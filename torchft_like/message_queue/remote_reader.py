@@ -23,7 +23,7 @@ from torchft_like.errors import (
     QueueTimeoutError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.end import ReadingEnd
+from torchft_like.message_queue.end import ReadingEnd, Wait
 from torchft_like.message_queue.handle import QueueHandle, RemoteHandle
 from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.remote_audience import (
@@ -127,6 +127,7 @@ class RemoteReader(ReadingEnd):
         self._number = NUMBERED.unpack(answer)[1]
 
     def _receive(self, deadline: float, seconds: float, what: str) -> list[zmq.Frame]:
+        wait = Wait()
         while True:
             try:  # a copy of the parts might find no memory when some of them were taken
                 parts = self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -142,7 +143,7 @@ class RemoteReader(ReadingEnd):
                 continue
             if (now := time.monotonic()) >= deadline:
                 raise QueueTimeoutError(seconds, what)
-            self._events.poll(int(min(deadline - now, 3600) * 1000) + 1)
+            self._events.poll(int(wait.sleep_s(now, deadline, lambda: what) * 1000) + 1)
             self._require_open()
 
     def _read(self, parts: list[zmq.Frame]) -> object:

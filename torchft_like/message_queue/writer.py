@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchft_like.errors import QueueReadersLostError, QueueTimeoutError
 from torchft_like.message_queue.audience import Audience
-from torchft_like.message_queue.end import RECHECK_S, End
+from torchft_like.message_queue.end import RECHECK_S, End, Wait
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
 from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
@@ -210,16 +210,16 @@ class Writer(End):
         describe: Callable[[], tuple[str, Sequence[int]]],
     ) -> None:
         self._attend()
-        started = time.monotonic()
+        wait = Wait()
         if not self._patience.watch(reached, deadline):
             while not reached():
                 self._require_door()
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, *describe())
-                self._sleep(reached, min(deadline - now, RECHECK_S))
+                self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: describe()[0]), RECHECK_S))
                 self._attend()
                 self._require_open()
-        self._patience.learn(time.monotonic() - started)
+        self._patience.learn(wait.seconds)
 
     def _require_door(self) -> None:
         """Raise if who stands there cannot be let in: to wait for that would be no sleep."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from lighthouse.address import LOOPBACK
 from torchft_like.message_queue import MessageQueue
 
 LIMIT_S = 60.0
@@ -25,7 +26,7 @@ class Queues:
     ) -> tuple[MessageQueue, list[MessageQueue]]:
         """A writer and its readers, ready."""
         local = [rank for rank in range(n_readers) if rank not in remote]
-        writer = MessageQueue(n_readers, len(local), chunk_bytes, chunks, local_reader_ranks=local)
+        writer = MessageQueue(n_readers, len(local), local, chunk_bytes, chunks, LOOPBACK)
         self._made.append(writer)
         readers = [self.join(writer, rank) for rank in range(n_readers)]
         ready = [self.run(reader.wait_until_ready, LIMIT_S) for reader in readers]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.message_queue.queues import Queues
@@ -14,15 +16,15 @@ from torchft_like.message_queue import MessageQueue
         (-1, 0),
         (1, 2),
         (5000, 1),
-        (1, 1, 100),
-        (1, 1, 2**41),
-        (1, 1, 4096, 0),
-        (1, 1, 256, 2**20 + 1),
-        (1, 1, 1e4),
+        (1, 1, None, 100),
+        (1, 1, None, 2**41),
+        (1, 1, None, 4096, 0),
+        (1, 1, None, 256, 2**20 + 1),
+        (1, 1, None, 1e4),
     ],
     ids=str,
 )
-def test_numbers_that_make_no_sense_are_value_errors(arguments: tuple[int, ...]) -> None:
+def test_numbers_that_make_no_sense_are_value_errors(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"local|max_chunk"):
         MessageQueue(*arguments)
 

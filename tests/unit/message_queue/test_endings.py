@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.unit.message_queue.queues import Queues
-from torchft_like.errors import QueueClosedError
+from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from torchft_like.errors import QueueClosedError, QueueTimeoutError
+from torchft_like.message_queue import MessageQueue, end
 from torchft_like.message_queue.audience import WAKE
 
 LONGER_THAN_THE_RING = b"x" * 100_000
@@ -66,3 +68,44 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_a_long_wait_is_logged_again_and_again_with_its_reason(
+    queues: Queues, remote: Sequence[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (reader,) = queues.make(remote=remote)
+    monkeypatch.setattr(end, "LONG_WAIT_S", 0.01)
+    with caplog.at_level(logging.INFO), pytest.raises(QueueTimeoutError):
+        reader.dequeue(0.5)
+    assert sum("waited for" in text and "the writer wrote nothing" in text for text in caplog.messages) > 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert isinstance(_error_of_filling(writer), QueueTimeoutError)
+    assert any("no room: readers [0] have not read" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_an_end_says_that_it_is_closed_as_soon_as_a_call_says_so(
+    queues: Queues, remote: Sequence[int]
+) -> None:
+    _, (reader,) = queues.make(remote=remote)
+
+    def read() -> bool:
+        with pytest.raises(QueueClosedError):
+            reader.dequeue()
+        return reader.is_closed
+
+    waiting = queues.run(read)
+    wait_for(reader._end._lock.locked)
+    reader.shutdown()
+    assert waiting.result(LIMIT_S)
+
+
+def _error_of_filling(writer: MessageQueue) -> Exception | None:
+    for _ in range(1000):
+        try:
+            writer.enqueue(b"more than the reader takes", 0.5)
+        except QueueTimeoutError as error:
+            return error
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from lighthouse.address import LOOPBACK
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
@@ -28,7 +29,7 @@ def is_answered(call: Callable[..., object]) -> Callable[[], bool]:
 
 @NEAR_AND_FAR
 def test_a_reader_that_only_looks_joins_and_reads(queues: Queues, remote: Sequence[int]) -> None:
-    writer = queues.keep(MessageQueue(1, 1 - len(remote)))
+    writer = queues.keep(MessageQueue(1, 1 - len(remote), connect_ip=LOOPBACK))
     reader = queues.join(writer, 0)
     joining = queues.run(writer.wait_until_ready, LIMIT_S)
     wait_for(is_answered(reader.wait_until_ready))

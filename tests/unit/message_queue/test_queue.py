@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lighthouse.address import LOOPBACK
 from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
 from torchft_like.errors import (
     NotSupportedError,
@@ -210,7 +211,7 @@ def test_a_writer_that_closes_wakes_a_reader_that_waits(queues: Queues, remote: 
 
 
 def test_readers_that_have_not_come_are_named(queues: Queues) -> None:
-    writer = MessageQueue(3, 2)
+    writer = MessageQueue(3, 2, connect_ip=LOOPBACK)
     with pytest.raises(QueueTimeoutError, match=r"local readers \[0, 1\] and 1 remote readers") as caught:
         writer.wait_until_ready(0.01)
     assert caught.value.ranks == (0, 1)
@@ -223,7 +224,7 @@ def test_readers_that_have_not_come_are_named(queues: Queues) -> None:
 
 
 def test_a_reader_that_comes_late_has_missed_nothing(queues: Queues) -> None:
-    writer = MessageQueue(1, 1, 4096, 4)
+    writer = MessageQueue(1, 1, None, 4096, 4)
     writer.enqueue("early", LIMIT_S)
     reader = queues.join(writer, 0)
     joined = queues.run(reader.wait_until_ready, LIMIT_S)
@@ -248,7 +249,7 @@ def test_a_second_reader_of_one_rank_is_refused(queues: Queues, remote: Sequence
 
 
 def test_who_does_not_know_the_token_gets_nothing(queues: Queues) -> None:
-    writer = MessageQueue(2, 1)
+    writer = MessageQueue(2, 1, connect_ip=LOOPBACK)
     forged = {**writer.export_handle(), "token": bytes(32)}
     local = MessageQueue.create_from_handle(forged, 0)
     remote = MessageQueue.create_from_handle(forged, 1)
@@ -263,7 +264,7 @@ def test_who_does_not_know_the_token_gets_nothing(queues: Queues) -> None:
 
 
 def test_who_does_not_know_the_key_gets_no_connection() -> None:
-    writer = MessageQueue(1, 0)
+    writer = MessageQueue(1, 0, connect_ip=LOOPBACK)
     stranger = MessageQueue.create_from_handle({**writer.export_handle(), "server_key": b"x" * 40}, 0)
     with pytest.raises((QueueWriterLostError, QueueTimeoutError)):
         stranger.wait_until_ready(1)
@@ -342,7 +343,7 @@ def test_each_end_does_its_own_part_only(queues: Queues) -> None:
 @pytest.mark.parametrize("n_local", [0, 1], ids=["remote", "local"])
 @pytest.mark.parametrize("rank", [-1, "0", None, 0.0, False, 2**31, 2**33], ids=str)
 def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank: object) -> None:
-    with MessageQueue(1, n_local) as writer:
+    with MessageQueue(1, n_local, connect_ip=LOOPBACK) as writer:
         before = files()
         with pytest.raises(ValueError, match="no rank of a reader"):
             MessageQueue.create_from_handle(writer.export_handle(), rank)  # type: ignore[arg-type]
@@ -354,7 +355,7 @@ def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank:
 def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> None:
     before = files()
     with pytest.raises(QueueMemoryError, match="are missing"):
-        MessageQueue(1, 1, available_bytes() // 16 + 2**30, 16)
+        MessageQueue(1, 1, None, available_bytes() // 16 + 2**30, 16)
     assert not files() - before
 
 

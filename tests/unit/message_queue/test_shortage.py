@@ -124,7 +124,7 @@ def test_a_reader_without_a_descriptor_for_a_message_leaves_the_queue(queues: Qu
 
 
 def test_a_reader_without_memory_for_the_ring_leaves_the_queue(queues: Queues) -> None:
-    writer = queues.keep(MessageQueue(1, 1, 1024 * 1024, 64))
+    writer = queues.keep(MessageQueue(1, 1, None, 1024 * 1024, 64))
     reader = queues.join(writer, 0)
     writer.wait_until_ready(LIMIT_S)
     with memory_left(16 * 1024 * 1024), pytest.raises(QueueMemoryError, match="mapping the writer's memory"):
@@ -159,7 +159,7 @@ def _has_left(writer: MessageQueue, reader: MessageQueue) -> None:
 
 
 def test_a_writer_without_descriptors_for_its_readers_says_so_and_lets_them_in_later(queues: Queues) -> None:
-    writer = queues.keep(MessageQueue(2, 2, 4096, 4))
+    writer = queues.keep(MessageQueue(2, 2, None, 4096, 4))
     readers = [queues.join(writer, rank) for rank in range(2)]
     with descriptors_left(0):
         with pytest.raises(QueueDescriptorsError, match="limit of open files"):
