@@ -1,24 +1,22 @@
 """A fingerprint of a state dict: equal exactly when two replicas hold the same bits.
 
-The state is written into SHA-256 in one canonical form: every value as a type tag, its length and
-its bytes, dicts in the order of their keys. What has no canonical form is refused, because a digest
-that skips something is worse than none. The module knows nothing of replicas or of the Manager.
+The state is written by the codec, dicts in the order of the bytes of their keys, and SHA-256 is taken of
+what is written. What cannot be written is refused, because a digest that skips something is worse than
+none. The module knows nothing of replicas or of the Manager.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from operator import itemgetter
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from hashlib import _Hash as Hash
-
-DEPTH_MAX = 64
+from torchft_like.plain_data import Limits, Schema, Sheet, Unfit, UnfitType, bytes_of, write
+from torchft_like.plain_data.schema import DICT, PLAIN_KEYS, TAGS_END
+from torchft_like.plain_data.schemas import SIMPLE
+from torchft_like.plain_data.writing import about_key, refuse, write_tensor
 
 
 def state_digest(state_dict: Mapping[str, object]) -> str:
@@ -27,68 +25,58 @@ def state_digest(state_dict: Mapping[str, object]) -> str:
     It may hold None, bool, int, float, str, bytes, dense tensors, and dicts, lists and tuples of
     these, as the state dicts of modules and optimizers do. Neither the order of a dict nor the
     device, strides or `requires_grad` of a tensor counts; `-0.0` and `0.0`, `1` and `True`, a
-    list and a tuple all differ.
+    list and a tuple all differ. Digests of different versions of this package differ.
 
     Raises:
         TypeError: a value or a key is of another type; the message says where.
         ValueError: it is nested more than 64 deep.
     """
-    digest = hashlib.sha256()
-    _add(digest, state_dict, "state")
+    structure, leaves = write(state_dict, _DIGESTED)
+    digest = hashlib.sha256(structure)
+    for leaf in leaves:
+        digest.update(bytes_of(leaf))
     return digest.hexdigest()
 
 
-def _add(digest: Hash, value: object, where: str, depth: int = 0) -> None:
-    if depth > DEPTH_MAX:
-        raise ValueError(f"{where[:80]}...: nested more than {DEPTH_MAX} deep")
-    if isinstance(value, torch.Tensor):
-        _add_tensor(digest, value, where)
-    elif isinstance(value, Mapping):
-        _add_header(digest, "dict", len(value))
-        for encoded, key in sorted((_scalar(key, f"a key of {where}"), key) for key in value):
-            _add_bytes(digest, *encoded)
-            _add(digest, value[key], f"{where}[{key!r}]", depth + 1)
-    elif isinstance(value, list | tuple):
-        _add_header(digest, "tuple" if isinstance(value, tuple) else "list", len(value))
-        for index, item in enumerate(value):
-            _add(digest, item, f"{where}[{index}]", depth + 1)
+def _write_other(value: object, sheet: Sheet, depth: int) -> None:
+    """A subclass is digested like what it is a kind of: the two compare equal."""
+    for kind in (bool, int, float, str, bytes, list, tuple):
+        if isinstance(value, kind):
+            SIMPLE[kind](value, sheet, depth)
+            return
+    if isinstance(value, Mapping):
+        _write_sorted(value, sheet, depth)
     else:
-        _add_bytes(digest, *_scalar(value, where))
+        refuse(value, sheet, depth)
 
 
-def _add_tensor(digest: Hash, tensor: torch.Tensor, where: str) -> None:
-    # A subclass may hold its numbers anywhere; only the two plain classes are known to hold all of them.
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(f"{where} is a {type(tensor).__name__} that is not dense and plain: no digest of it")
-    _add_bytes(digest, f"tensor {tensor.dtype} {list(tensor.shape)}", _raw(tensor))
+def _write_sorted(value: Mapping[object, object], sheet: Sheet, depth: int) -> None:
+    """In an order that is the same however the dict came to be: that of the bytes of its keys."""
+    sheet.open(DICT, len(value), depth)
+    key: object = None
+    try:
+        written = []
+        for key in value:
+            if isinstance(key, tuple | Mapping | Tensor):
+                raise UnfitType(about_key(key, sheet.schema))
+            alone = Sheet(sheet.schema)
+            alone.write(key, depth + 1)
+            written.append((b"".join(alone.parts), key))
+        for data, key in sorted(written, key=itemgetter(0)):
+            sheet.put(data)
+            sheet.write(value[key], depth + 1)
+    except Unfit as unfit:
+        raise unfit.within(key)  # noqa: B904 - the same one
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _scalar(value: object, where: str) -> tuple[str, bytes]:
-    """Type tag and bytes of a value that holds no others."""
-    match value:
-        case None:
-            return "none", b""
-        case bool() | int():
-            return type(value).__name__, str(int(value)).encode()
-        case float():
-            return "float", struct.pack("<d", value)
-        case str():
-            return "str", value.encode()
-        case bytes():
-            return "bytes", value
-    raise TypeError(f"{where} is of type {type(value).__name__}: no digest of it")
-
-
-def _add_bytes(digest: Hash, tag: str, data: bytes | memoryview) -> None:
-    _add_header(digest, tag, len(data))
-    digest.update(data)
-
-
-def _add_header(digest: Hash, tag: str, length: int) -> None:
-    """Tag and length first, so that no two different states write the same bytes."""
-    digest.update(f"{tag}:{length}\n".encode())
+# Nobody reads it, so nothing limits it but the depth.
+_DIGESTED = Schema(
+    writers={**SIMPLE, dict: _write_sorted, Tensor: write_tensor, nn.Parameter: write_tensor},
+    other=_write_other,
+    keys=PLAIN_KEYS | {bytes},
+    tags_end=TAGS_END,
+    allowed="None, bool, int, float, str, bytes, dense tensors, and dicts, lists and tuples of these",
+    root="the state",
+    limits=Limits(2**62, 2**62, 2**62, 2**62),
+    inline_bytes_max=2**32 - 1,
+)

@@ -15,6 +15,7 @@ from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, Source, assembled, reading_ring
 from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
 from torchft_like.plain_data import assemble, disassemble, tensor_specs
+from torchft_like.plain_data.schema import LIST, MAGIC
 
 MESSAGE = disassemble(
     {
@@ -32,9 +33,9 @@ GEOMETRY = Geometry(4, 256)
 @given(
     st.one_of(st.binary(max_size=60), st.binary(max_size=60).map(HEAD.__add__), damaged(MESSAGE.structure))
 )
-@example(HEAD + struct.pack("<BI", 8, 1) * 200_000)  # lists in lists
-@example(HEAD + struct.pack("<BI", 8, 4_000_000) + b"\x00" * 4_000_000)
-@example(struct.pack("<II", 0x31445450, 65_536) + b"\x00" * 3 * 65_536 + b"\x00")
+@example(HEAD + struct.pack("<BI", LIST, 1) * 200_000)  # lists in lists
+@example(HEAD + struct.pack("<BI", LIST, 4_000_000) + b"\x00" * 4_000_000)
+@example(struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00")
 def test_plain_data_is_read_or_refused(structure: bytes) -> None:
     parse_or_refuse(tensor_specs, structure, refusals=PlainDataError)
     parse_or_refuse(assemble, structure, MESSAGE.tensors, refusals=PlainDataError)

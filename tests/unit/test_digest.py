@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchft_like.digest import state_digest
+from torchft_like.plain_data import disassemble
 
 
 def trained_state() -> dict[str, object]:
@@ -26,14 +27,10 @@ def test_equal_states_have_equal_digests() -> None:
     assert state_digest(trained_state()) == state_digest(trained_state())
 
 
-def test_digest_is_the_sha256_of_tags_lengths_and_bytes() -> None:
-    state = {"w": torch.tensor([1, 2], dtype=torch.int16), "betas": (0.5, None)}
-    written = (
-        b"dict:2\n"
-        b"str:5\nbetas" + b"tuple:2\n" + b"float:8\n" + struct.pack("<d", 0.5) + b"none:0\n"
-        b"str:1\nw" + b"tensor torch.int16 [2]:4\n" + struct.pack("<hh", 1, 2)
-    )
-    assert state_digest(state) == hashlib.sha256(written).hexdigest()
+def test_digest_is_the_sha256_of_the_sorted_structure_and_of_the_bytes_of_its_leaves() -> None:
+    state = {"ww": torch.tensor([1, 2], dtype=torch.int16), "b": (0.5, None)}
+    structure = disassemble({"b": state["b"], "ww": state["ww"]}).structure
+    assert state_digest(state) == hashlib.sha256(structure + struct.pack("<hh", 1, 2)).hexdigest()
 
 
 def test_order_of_a_dict_does_not_count() -> None:
@@ -106,12 +103,12 @@ def test_scalar_tensors_and_conjugate_views_are_read() -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place(make: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match=r"state\['outer'\]\[0\]"):
+    with pytest.raises(TypeError, match=r"^outer\[0\]"):
         state_digest({"outer": [make()]})
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     loop: dict[str, object] = {}
     loop["again"] = loop
-    with pytest.raises(ValueError, match="64 deep"):
+    with pytest.raises(ValueError, match="deeper than 64"):
         state_digest(loop)

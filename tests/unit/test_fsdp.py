@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.versions import NEEDS_RESET_OF_FSDP
-from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas

@@ -8,18 +8,30 @@ import struct
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from torchft_like.dtypes import DTYPES
-from torchft_like.errors import PlainDataError
-from torchft_like.message_queue.leaves import bytes_of
-from torchft_like.plain_data import assemble, assemble_from, disassemble, dissect, tensor_specs
+from torchft_like.errors import PlainDataError, PlainTypeError
+from torchft_like.plain_data import (
+    STATES,
+    assemble,
+    assemble_from,
+    bytes_of,
+    decode,
+    disassemble,
+    dissect,
+    encode,
+    tensor_specs,
+    write,
+)
 from torchft_like.plain_data.schema import (
     DEPTH_MAX,
     DIMENSIONS_MAX,
+    EQUAL_HASHES_MAX,
     INLINE_BYTES_MAX,
     LEAVES_MAX,
     STRUCTURE_BYTES_MAX,
@@ -67,7 +79,7 @@ PLAIN = [
     ("nested", {"deeper": ({"still": [b"q" * 10_000, "r" * 10_000]},)}),
 ]
 REFUSED = [
-    ({"a": [0, 1, 2, {1, 2}]}, r'\["a"\]\[3\] is a set.*`list'),
+    ({"a": [0, 1, 2, {1, 2}]}, r"a\[3\] is a set.*`list"),
     ([np.float64(3)], r"\[0\] is a numpy.float64.*`\.item\(\)`"),
     ({3: torch.Size([1])}, r"\[3\] is a torch.Size.*`tuple"),
     (OrderedDict(), r"the value is a collections.OrderedDict.*`dict"),
@@ -254,3 +266,49 @@ def test_a_structure_that_speaks_of_too_large_tensors_is_refused() -> None:
     assert huge != structure
     with pytest.raises(PlainDataError, match="shape"):
         tensor_specs(huge)
+
+
+@pytest.mark.parametrize(
+    "value", [1j, OrderedDict(a=1), torch.Size([2]), torch.float16, torch.device("cpu")], ids=repr
+)
+def test_a_message_may_not_bring_what_only_states_hold(value: object) -> None:
+    structure, _ = write([value], STATES)
+    with pytest.raises(PlainDataError, match="does not belong there"):
+        assemble(structure, [])
+
+
+def test_what_is_of_a_wrong_type_is_a_type_error_too() -> None:
+    with pytest.raises(TypeError):
+        disassemble([{1}])
+    assert issubclass(PlainTypeError, PlainDataError)
+
+
+def test_another_version_is_refused_by_its_first_bytes() -> None:
+    structure = disassemble([1]).structure
+    assert structure.startswith(b"PTD2")
+    with pytest.raises(PlainDataError, match=r"of another version.*same version"):
+        assemble(structure.replace(b"PTD2", b"PTD1"), [])
+
+
+@pytest.mark.parametrize("make", [lambda n: n * (2**61 - 1) << 61, lambda n: (n * (2**61 - 1) << 61, "x")])
+def test_keys_that_were_chosen_to_have_equal_hashes_are_refused(make: Callable[[int], object]) -> None:
+    """A dict of 100,000 of them takes minutes to make."""
+    keys = [make(number + 1) for number in range(EQUAL_HASHES_MAX + 2)]
+    assert len(set(map(hash, keys))) == 1
+    value = dict.fromkeys(keys)
+    with pytest.raises(PlainDataError, match="equal hashes"):
+        assemble(*disassemble(value))
+    del value[keys[0]]
+    assert assemble(*disassemble(value)) == value
+
+
+def test_values_without_leaves_come_back_from_where_they_begin() -> None:
+    values = [value for value in PLAIN if not isinstance(value, dict)]
+    data = encode(values)
+    assert repr(decode(b"before" + data, 6, len(values))) == repr(values)
+    assert decode(b"before", 6, 0) == []
+    for start, count in ((6, len(values) + 1), (6, len(values) - 1), (7, len(values))):
+        with pytest.raises(PlainDataError):
+            decode(b"before" + data, start, count)
+    with pytest.raises(PlainDataError, match=r"\[1\]\.a is a torch\.Tensor"):
+        encode([0, {"a": torch.ones(1)}])

@@ -20,6 +20,7 @@ from lighthouse.net import connect_tcp
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.futures import context_timeout
+from torchft_like.plain_data import Limits
 
 ASK_AGAIN_S = 0.05
 
@@ -40,12 +41,14 @@ class FetchOptions:
         parts: over how many connections at a time.
         timeout_s: for everything, the wait until the peer offers the step included.
         stall_s: without a byte from the peer; then it counts as dead.
+        limits: of the state.
     """
 
     step: int
     parts: int
     timeout_s: float
     stall_s: float
+    limits: Limits
 
 
 class Fetch:
@@ -90,9 +93,9 @@ class Fetch:
 
     def _fetch(self) -> object:
         with self._response(0) as response:
-            incoming = IncomingState(read_header(response))
+            limits = self._options.limits
+            incoming = IncomingState(read_header(response, limits), limits)
             incoming.check_length(response.length or 0, 0, self._options.parts)
-            incoming.allocate()
             if self._options.parts == 1:
                 incoming.read_part(response)
             else:
@@ -115,7 +118,7 @@ class Fetch:
 
     def _read_part(self, incoming: IncomingState, index: int) -> None:
         with self._response(index) as response:
-            if read_header(response) != incoming.header:
+            if read_header(response, self._options.limits) != incoming.header:
                 raise CheckpointFormatError("its parts have different headers")
             incoming.check_length(response.length or 0, index, self._options.parts)
             incoming.read_part(response, index, self._options.parts)

@@ -13,8 +13,8 @@ from typing import TypeVar, cast
 from lighthouse.address import Address, own_host, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import EncodedState
-from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.checkpointing.shards import STATE_SCHEMA
+from torchft_like.checkpointing.state_stream import EncodedState, limits_beside
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
 
@@ -36,6 +36,8 @@ class HTTPTransport(CheckpointTransport[T]):
             of this host's name; nothing listens before it is asked for, or a state is offered.
         bind_host: where to listen; the same as `hostname` unless given.
         stall_timeout: without a byte from the peer; then it counts as dead.
+        state_bytes_max: the most bytes of tensors to fetch. By default 16 times those of this rank's own
+            state and 256 MiB; any number until the Manager has looked at that state.
 
     Raises:
         BindError: the address is not of this host.
@@ -50,6 +52,7 @@ class HTTPTransport(CheckpointTransport[T]):
         hostname: str | None = None,
         bind_host: str | None = None,
         stall_timeout: timedelta = timedelta(seconds=10),
+        state_bytes_max: int | None = None,
     ) -> None:
         if not 0 <= num_chunks <= CHUNKS_MAX:
             raise ValueError(f"num_chunks is {num_chunks}, must be in [0, {CHUNKS_MAX}]")
@@ -61,6 +64,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._bind_host = bind_host
         self._has_hostname = hostname is not None
         self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
+        self._state_bytes_max = state_bytes_max
+        self._state_limits = STATE_SCHEMA.limits
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -107,8 +112,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._served()[0].offer(step, EncodedState(state_dict), len(dst_ranks))
 
     def check_state(self, state_dict: T) -> None:
-        """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
-        flatten_state(state_dict)
+        """Describe the state without copying a tensor, and expect one of a peer to be like it."""
+        self._state_limits = limits_beside(state_dict, self._state_bytes_max)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
@@ -134,7 +139,8 @@ class HTTPTransport(CheckpointTransport[T]):
             address = parse_address(metadata, "the metadata of a checkpoint")
         except AddressError as error:
             raise CheckpointError(f"replica {src_rank} does not send over this transport: {error}") from error
-        fetch = Fetch(address, FetchOptions(step, self._parts, timeout.total_seconds(), self._stall_s))
+        options = FetchOptions(step, self._parts, timeout.total_seconds(), self._stall_s, self._state_limits)
+        fetch = Fetch(address, options)
         with self._lock:
             self._check_open()
             self._fetches.add(fetch)

@@ -19,8 +19,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lighthouse.events import printable
-from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
-from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.checkpointing.shards import STATE_SCHEMA
+from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, limits_beside, read_header
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError, CheckpointTimeoutError
 
@@ -43,6 +43,7 @@ class PGTransport(CheckpointTransport[T]):
         timeout: for all messages of one transfer; a shorter one of the Manager's counts.
         device: where messages are staged: the one that `pg` transfers from.
         state_dict: accepted from scripts of torchft; the state arrives in memory of its own nevertheless.
+        state_bytes_max: as of an `HTTPTransport`.
     """
 
     def __init__(
@@ -51,12 +52,16 @@ class PGTransport(CheckpointTransport[T]):
         timeout: timedelta,
         device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
+        *,
+        state_bytes_max: int | None = None,
     ) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout {timeout} must be above 0")
         self._pg = pg
         self._timeout_s = timeout.total_seconds()
         self._device = torch.device(device)
+        self._state_bytes_max = state_bytes_max
+        self._state_limits = STATE_SCHEMA.limits
         self._is_announced = False  # a transfer that has begun, and may have failed
         if state_dict is not None:
             _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
@@ -85,8 +90,8 @@ class PGTransport(CheckpointTransport[T]):
             self._send(dst_ranks, self._timeout_s, (step, -len(told)), [told])
 
     def check_state(self, state_dict: T) -> None:
-        """Describe the state without copying a tensor; see `CheckpointTransport.check_state`."""
-        flatten_state(state_dict)
+        """Describe the state without copying a tensor, and expect one of a peer to be like it."""
+        self._state_limits = limits_beside(state_dict, self._state_bytes_max)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.
@@ -107,9 +112,8 @@ class PGTransport(CheckpointTransport[T]):
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
         source = _Arriving(line, src_rank, length, self._device)
-        incoming = IncomingState(read_header(source))
+        incoming = IncomingState(read_header(source, self._state_limits), self._state_limits)
         incoming.check_length(length - incoming.header_nbytes)
-        incoming.allocate()
         incoming.read_part(source)
         return cast(T, incoming.state())
 

@@ -9,51 +9,31 @@ only mesh of that form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchft_like.errors import CheckpointFormatError
+from torchft_like.plain_data import STATES, Layout, Shard, Sheet, Unfit, shown
 
 Path: TypeAlias = "tuple[object, ...]"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a DTensor lies over its mesh, in values that travel.
-
-    Attributes:
-        shape: of the whole tensor.
-        mesh_shape, mesh_names: of the mesh; names are empty where the mesh has none.
-        placements: one for each dimension of the mesh, as torch prints them.
-    """
-
-    shape: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
-    mesh_names: tuple[str, ...]
-    placements: tuple[str, ...]
-
-    def __str__(self) -> str:
-        names = f" {self.mesh_names}" if self.mesh_names else ""
-        return f"{self.shape} placed {', '.join(self.placements)} on a mesh {self.mesh_shape}{names}"
+def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
+    """A DTensor as the shard of it that this rank has; for `STATE_SCHEMA`."""
+    if any(placement.is_partial() for placement in value.placements):
+        raise Unfit(
+            f"is a DTensor placed {', '.join(map(str, value.placements))}: partial values do not travel; "
+            "redistribute it first"
+        )
+    sheet.write(shard_of(value, sheet.number_of(value.device_mesh)), depth)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A rank's part of a DTensor, on its way between replica groups.
-
-    Attributes:
-        mesh: the number of its mesh among those of the sender's state.
-    """
-
-    local: Tensor
-    layout: Layout
-    mesh: int
+STATE_SCHEMA = replace(STATES, writers={**STATES.writers, DTensor: write_dtensor})
 
 
 def shard_of(tensor: DTensor, number: int = 0) -> Shard:
@@ -97,15 +77,6 @@ def place(state: object, own: object) -> Any:
     return _replace(state, own, (), placing.elsewhere)
 
 
-def shown(path: Path) -> str:
-    """As one would write it in Python: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
-    text = ""
-    for key in path[:16]:
-        plain = isinstance(key, str) and key.isidentifier()
-        text += f".{key}" if plain else f"[{key!r:.80}]"
-    return (text.removeprefix(".") or "the state") + ("..." if len(path) > 16 else "")
-
-
 def _replace(value: object, own: Any, path: Path, leaf: Callable[[Shard, object, Path], object]) -> object:
     """`value` with `leaf(shard, what the own state has there, path)` in the place of each Shard."""
     if isinstance(value, Shard):
@@ -138,7 +109,7 @@ class _Placing:
         here = shard_of(own)
         if (here.layout, here.local.shape) != (shard.layout, shard.local.shape):
             raise CheckpointFormatError(
-                f"{shown(path)} is {here.layout} here, and {shard.layout} in the state to load: every "
+                f"{_shown(path)} is {here.layout} here, and {shard.layout} in the state to load: every "
                 "replica group must shard the same model over as many ranks"
             )
         _add(self._by_number.setdefault((shard.mesh, _mesh_of(here.layout)), []), own.device_mesh)
@@ -151,16 +122,20 @@ class _Placing:
         placements = [self._placements[text] for text in layout.placements if text in self._placements]
         if len(meshes) > 1:
             raise CheckpointFormatError(
-                f"{shown(path)} is {layout} in the state to load, and {len(meshes)} meshes here have that "
+                f"{_shown(path)} is {layout} in the state to load, and {len(meshes)} meshes here have that "
                 "form: register a state that has all of them with it, give their dimensions of different "
                 "names, or fill this place before the peer's state is loaded"
             )
         if not meshes or len(placements) < len(layout.placements):
             raise CheckpointFormatError(
-                f"{shown(path)} is {layout} in the state to load; this rank's own state has no DTensor "
+                f"{_shown(path)} is {layout} in the state to load; this rank's own state has no DTensor "
                 "there, and none that lies so"
             )
         return _tensor(shard, meshes[0], placements, torch.empty(layout.shape, device="meta").stride())
+
+
+def _shown(path: Path) -> str:
+    return shown(path, "the state")
 
 
 def _add(meshes: list[DeviceMesh], mesh: DeviceMesh) -> None:

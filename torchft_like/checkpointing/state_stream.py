@@ -1,43 +1,82 @@
 """State as a stream of checked bytes: what travels, and in which frames.
 
-    prefix   magic "TFTSTATE", version u32, header length u32, CRC-32 of the header u32
-    header   JSON: {"buffers": [length in bytes, ...], "tree": what `state_tree` makes}
-    chunks   4 MiB of the payload each (the last is shorter), followed by its CRC-32 u32
+    prefix     magic "TFTSTATE", version u32, length of the structure u32, CRC-32 of the structure u32
+    structure  what `plain_data` writes of the state: how it is built, and which leaves it has
+    chunks     4 MiB of the payload each (the last is shorter), followed by its CRC-32 u32
 
-Numbers are little-endian. The payload is all buffers one after another, each padded with zeros to
+Numbers are little-endian. The payload is all leaves one after another, each padded with zeros to
 64 bytes, so that the sender keeps its snapshot as the very bytes that it serves. The receiver reads
-into memory of one buffer per tensor: what it keeps does not hold the rest alive.
+into memory of one leaf per tensor: what it keeps does not hold the rest alive.
 
-A stream may be cut into parts, each the whole header and a contiguous run of the chunks, to be
+A stream may be cut into parts, each prefix and structure and a contiguous run of the chunks, to be
 fetched over several connections. CRC-32 finds every burst of up to 32 wrong bits and all but one in
-four billion of other damage; it is no defence against a peer that lies.
+four billion of other damage; it is no defence against a peer that lies. That is what limits are for: a
+receiver makes memory for bytes that have come, and takes no more of them than its own state lets expect.
+
+All replicas of a job must run the same version; a stream of another one is refused.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import struct
+import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from torchft_like.checkpointing.state_tree import Json, flatten_state, unflatten_state
-from torchft_like.errors import CheckpointFormatError
+from torchft_like.checkpointing.shards import STATE_SCHEMA
+from torchft_like.errors import CheckpointFormatError, PlainDataError
+from torchft_like.plain_data import Leaf, Limits, Structure, TensorSpec, bytes_of, nbytes_of, write
 
 CHUNK_BYTES = 4 * 1024 * 1024
-HEADER_BYTES_MAX = 64 * 1024 * 1024
-BUFFERS_MAX = 1_000_000
+
+# A receiver takes so many times what its own state has, which may lack that of optimizers, and so much more.
+GROWTH_MAX = 16
+GROWTH_FROM = Limits(structure_bytes=2**20, leaves=2**14, leaf_bytes=2**28)
 
 _MAGIC = b"TFTSTATE"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = struct.Struct("<8sIII")
 _CRC = struct.Struct("<I")
 _ALIGNMENT = 64
+
+
+def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
+    """The structure of a state, and its leaves: the state's own tensors, wherever they are.
+
+    Raises:
+        CheckpointFormatError: a value is of a type that does not travel; names its path.
+    """
+    try:
+        return write(state, STATE_SCHEMA)
+    except PlainDataError as error:
+        raise CheckpointFormatError(str(error)) from error
+
+
+def limits_beside(own: object, leaf_bytes_max: int | None = None) -> Limits:
+    """What a rank whose own state this is takes from a peer.
+
+    Args:
+        leaf_bytes_max: the most bytes of tensors, where the caller knows better.
+
+    Raises:
+        CheckpointFormatError: as `flatten_state`.
+    """
+    structure, leaves = flatten_state(own)
+    most = STATE_SCHEMA.limits
+    leaf_bytes = GROWTH_MAX * sum(map(nbytes_of, leaves)) + GROWTH_FROM.leaf_bytes
+    return Limits(
+        structure_bytes=min(GROWTH_MAX * len(structure) + GROWTH_FROM.structure_bytes, most.structure_bytes),
+        values=most.values,
+        leaves=min(GROWTH_MAX * len(leaves) + GROWTH_FROM.leaves, most.leaves),
+        leaf_bytes=leaf_bytes if leaf_bytes_max is None else leaf_bytes_max,
+    )
 
 
 class Source(Protocol):
@@ -65,7 +104,6 @@ def load_state(data: bytes) -> object:
     source = io.BytesIO(data)
     incoming = IncomingState(read_header(source))
     incoming.check_length(len(data) - incoming.header_nbytes)
-    incoming.allocate()
     incoming.read_part(source)
     return incoming.state()
 
@@ -81,15 +119,15 @@ class EncodedState:
     """
 
     def __init__(self, state: object) -> None:
-        tree, buffers = flatten_state(state)
-        sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-        self._header = _frame_header(tree, sizes)
-        payload = _copy_payload(buffers, sizes)
+        structure, leaves = flatten_state(state)
+        self._header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), zlib.crc32(structure)) + structure
+        payload = _copy_payload(leaves)
         self._payload = payload.numpy().data
 
     def part(self, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-        """Part `index` of `count`, in pieces of at most 4 MiB (a header may be larger)."""
-        yield self._header
+        """Part `index` of `count`, in pieces of at most 4 MiB."""
+        for start in range(0, len(self._header), CHUNK_BYTES):
+            yield memoryview(self._header)[start : start + CHUNK_BYTES]
         for start, stop in _chunks(len(self._payload), index, count):
             chunk = self._payload[start:stop]
             yield chunk
@@ -105,41 +143,62 @@ class EncodedState:
         return len(self._header) + len(self._payload)
 
 
-def read_header(source: Source) -> bytes:
-    """The checked header of a stream, still as JSON.
+def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
+    """The checked structure of a state, read in pieces: memory is made for what has come.
 
     Raises:
         CheckpointFormatError: it is truncated, corrupt, too large, or not of this format.
     """
-    prefix = _read(source, _PREFIX.size)
-    magic, version, length, crc = _PREFIX.unpack(prefix)
+    magic, version, length, crc = _PREFIX.unpack(_read(source, _PREFIX.size))
     if magic != _MAGIC:
         raise CheckpointFormatError(f"this is no state stream: it begins with {magic!r}")
     if version != _VERSION:
-        raise CheckpointFormatError(f"the state stream has version {version}, this is {_VERSION}")
-    if length > HEADER_BYTES_MAX:
-        raise CheckpointFormatError(f"the header claims {length} bytes; the limit is {HEADER_BYTES_MAX}")
-    header = _read(source, length)
+        raise CheckpointFormatError(
+            f"the state stream has version {version}, this is {_VERSION}: all replicas of a job must run the "
+            "same version of torchft_like"
+        )
+    if length > limits.structure_bytes:
+        raise CheckpointFormatError(
+            f"the header claims {length} bytes; the limit is {limits.structure_bytes} beside this rank's own "
+            "state"
+        )
+    header = bytearray()
+    while len(header) < length:
+        header += _read(source, min(length - len(header), CHUNK_BYTES))
     if zlib.crc32(header) != crc:
         raise CheckpointFormatError("the header is corrupt: its checksum does not match")
-    return header
+    return bytes(header)
 
 
 class IncomingState:
     """A state that is being received, in one part or in several, each perhaps by its own thread.
 
+    Memory is made for a leaf when its first byte is about to be read.
+
     Args:
         header: what `read_header` returned.
+        limits: what the receiver takes.
 
     Raises:
-        CheckpointFormatError: the header is not one that a sender makes.
+        CheckpointFormatError: the header is not one that a sender makes, or it describes too much.
     """
 
-    def __init__(self, header: bytes) -> None:
+    def __init__(self, header: bytes, limits: Limits = STATE_SCHEMA.limits) -> None:
         self.header = header
-        self._tree, self._sizes = _parse_header(header)
+        try:
+            # Its tensors are counted below, where there is more to say about them.
+            unbound = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
+            self._structure = Structure(header, STATE_SCHEMA, unbound)
+        except PlainDataError as error:
+            raise _malformed(error) from error
+        self._sizes = [spec.nbytes for spec in self._structure.specs]
         self._offsets = list(accumulate(map(_padded, self._sizes), initial=0))
-        self._buffers: list[torch.Tensor] = []
+        self._leaves = _ArrivingLeaves(self._structure.specs)
+        if (nbytes := sum(self._sizes)) > limits.leaf_bytes:
+            raise CheckpointFormatError(
+                f"the state has {nbytes} bytes of tensors, and {limits.leaf_bytes} are the most that this "
+                "rank takes beside its own: if a state may grow so, give the transport state_bytes_max"
+            )
 
     @property
     def header_nbytes(self) -> int:
@@ -165,22 +224,11 @@ class IncomingState:
         if length != expected:
             raise CheckpointFormatError(f"{length} bytes follow the header; by its own account {expected} do")
 
-    def allocate(self) -> None:
-        """Make the memory that parts are read into; once, before the first part.
-
-        Raises:
-            CheckpointFormatError: there is not that much memory.
-        """
-        try:
-            self._buffers = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
-        except (RuntimeError, MemoryError) as error:
-            raise CheckpointFormatError(f"no memory for a state of {self.payload_nbytes} bytes") from error
-
     def read_part(self, source: Source, index: int = 0, count: int = 1) -> None:
         """Read the chunks of a part into place; `source` is positioned behind the header.
 
         Raises:
-            CheckpointFormatError: the part ends early, or a checksum is wrong.
+            CheckpointFormatError: the part ends early, a checksum is wrong, or there is no memory for it.
         """
         for start, stop in _chunks(self.payload_nbytes, index, count):
             self._read_chunk(source, start, stop)
@@ -191,7 +239,10 @@ class IncomingState:
         Raises:
             CheckpointFormatError: the header describes something else than what was sent.
         """
-        return unflatten_state(self._tree, self._buffers)
+        try:
+            return self._structure.value(self._leaves)
+        except PlainDataError as error:
+            raise _malformed(error) from error
 
     def _read_chunk(self, source: Source, start: int, stop: int) -> None:
         crc = 0
@@ -208,57 +259,68 @@ class IncomingState:
         padding = memoryview(bytearray(_ALIGNMENT))
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
-            offset, size = self._offsets[index], self._sizes[index]
-            for begin, end, memory in (
-                (offset, offset + size, self._buffers[index].numpy().data),
-                (offset + size, self._offsets[index + 1], padding),
-            ):
-                if start < min(end, stop):
-                    yield memory[start - begin : min(end, stop) - begin]
-                    start = min(end, stop)
+            begin, size = self._offsets[index], self._sizes[index]
+            if start < begin + size:
+                end = min(begin + size, stop)
+                yield self._leaves.window(index)[start - begin : end - begin]
+                start = end
+            if start < (end := min(self._offsets[index + 1], stop)):
+                yield padding[: end - start]
+                start = end
             index += 1
 
 
-def _frame_header(tree: Json, sizes: list[int]) -> bytes:
-    try:
-        header = json.dumps({"buffers": sizes, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
-    except RecursionError as error:
-        raise CheckpointFormatError("the state is nested too deeply") from error
-    if len(header) > HEADER_BYTES_MAX or len(sizes) > BUFFERS_MAX:
-        raise CheckpointFormatError(
-            f"the state has {len(sizes)} buffers and its description {len(header)} bytes; the limits are "
-            f"{BUFFERS_MAX} and {HEADER_BYTES_MAX}: keep large lists of numbers in tensors"
-        )
-    return _PREFIX.pack(_MAGIC, _VERSION, len(header), zlib.crc32(header)) + header
+class _ArrivingLeaves:
+    """The leaves of a state: memory that bytes are read into, and then a source of them for the value."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        self._made: list[torch.Tensor | None] = [None] * len(specs)
+        self._lock = threading.Lock()
+        self._next = iter(range(len(specs)))
+
+    def window(self, index: int) -> memoryview:
+        """The bytes of a leaf."""
+        return self._get(index).reshape(-1).view(torch.uint8).numpy().data
+
+    def tensor(self, _: TensorSpec) -> torch.Tensor:
+        """The next leaf, which is a tensor."""
+        return self._get(next(self._next))
+
+    def memory(self, _: int) -> memoryview:
+        """The next leaf, for an array."""
+        return self.window(next(self._next))
+
+    def data(self, _: int) -> bytes:
+        """The next leaf, which is bytes."""
+        return bytes(self.window(next(self._next)))
+
+    def _get(self, index: int) -> torch.Tensor:
+        with self._lock:
+            if (tensor := self._made[index]) is None:
+                spec = self._specs[index]
+                try:
+                    tensor = self._made[index] = torch.empty(spec.shape, dtype=spec.dtype)
+                except (RuntimeError, MemoryError) as error:
+                    raise CheckpointFormatError(f"no memory for {spec.nbytes} bytes of the state") from error
+            return tensor
 
 
-def _parse_header(header: bytes) -> tuple[object, list[int]]:
-    try:
-        document = json.loads(header, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"the header is not JSON: {error}") from error
-    if not isinstance(document, dict) or set(document) != {"buffers", "tree"}:
-        raise CheckpointFormatError("the header is not an object of buffers and tree")
-    sizes = document["buffers"]
-    if not isinstance(sizes, list) or len(sizes) > BUFFERS_MAX:
-        raise CheckpointFormatError(f"the header's buffers are not a list of at most {BUFFERS_MAX}")
-    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes):
-        raise CheckpointFormatError("a buffer's length is not a number of bytes")
-    return document["tree"], sizes
+def _malformed(error: PlainDataError) -> CheckpointFormatError:
+    return CheckpointFormatError(f"the description of the state is malformed: {error}")
 
 
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number in JSON")
-
-
-def _copy_payload(buffers: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    offsets = list(accumulate(map(_padded, sizes), initial=0))
+def _copy_payload(leaves: Sequence[Leaf]) -> torch.Tensor:
+    offsets = list(accumulate(map(_padded, map(nbytes_of, leaves)), initial=0))
     payload = torch.empty(offsets[-1], dtype=torch.uint8)
-    for buffer, size, offset in zip(buffers, sizes, offsets, strict=False):
-        region = payload[offset : offset + size]
-        if size:
-            region.view(buffer.dtype).view(buffer.shape).copy_(buffer)
-        payload[offset + size : offset + _padded(size)] = 0
+    window = payload.numpy().data
+    for leaf, offset in zip(leaves, offsets, strict=False):
+        size = nbytes_of(leaf)
+        if size and isinstance(leaf, torch.Tensor):
+            payload[offset : offset + size].view(leaf.dtype).view(leaf.shape).copy_(leaf)
+        elif size:
+            window[offset : offset + size] = bytes_of(leaf)
+        window[offset + size : offset + _padded(size)] = bytes(_padded(size) - size)
     return payload
 
 

@@ -17,20 +17,9 @@ from torch import Tensor
 from torchft_like.errors import QueueCorruptError, QueueMemoryError
 from torchft_like.message_queue.memory import available_bytes, create, seal_content
 from torchft_like.message_queue.ring import Bytes, RingReader
-from torchft_like.plain_data import Leaf, TensorSpec, assemble_from
+from torchft_like.plain_data import TensorSpec, assemble_from
 
 FILE_RECORD = struct.Struct("<QQQQ")  # number of the message, attempt, bytes of its structure, of all of it
-
-
-def bytes_of(leaf: Leaf) -> Bytes:
-    """The memory of a leaf, not a copy; a CUDA tensor comes to the CPU."""
-    if isinstance(leaf, bytes):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.reshape(-1).view(np.uint8).data
-    if not leaf.numel():
-        return b""
-    return leaf.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def file_of(parts: Sequence[Bytes], nbytes: int) -> int:

@@ -18,7 +18,7 @@ from torchft_like.errors import QueueReadersLostError, QueueTimeoutError
 from torchft_like.message_queue.audience import Audience
 from torchft_like.message_queue.end import RECHECK_S, End, Wait
 from torchft_like.message_queue.fence import full_fence
-from torchft_like.message_queue.leaves import FILE_RECORD, bytes_of, file_of
+from torchft_like.message_queue.leaves import FILE_RECORD, file_of
 from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
 from torchft_like.message_queue.ring import (
     CLOSED,
@@ -31,7 +31,7 @@ from torchft_like.message_queue.ring import (
     RingWriter,
 )
 from torchft_like.patience import Patience
-from torchft_like.plain_data import dissect
+from torchft_like.plain_data import bytes_of, dissect
 
 if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
     from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,20 +16,49 @@ from torchft_like.dtypes import DTYPES, numpy_dtype
 from torchft_like.errors import FaultToleranceError, PlainDataError
 from torchft_like.plain_data.schema import (
     ARRAY,
+    BYTES,
+    COMPLEX,
+    COUNTER,
     DEPTH_MAX,
+    DEVICE,
     DEVICES,
+    DICT,
     DIMENSIONS_MAX,
+    DOUBLE,
+    DTYPE,
+    EQUAL_HASHES_MAX,
+    FALSE,
     FLOAT,
     HEAD,
     INT,
+    INT64,
+    LEAF_ARRAY,
+    LEAF_BYTES,
     LEAF_BYTES_MAX,
-    LEAVES_MAX,
+    LEAF_STR,
+    LEAF_TENSOR,
     LENGTH,
     LIST,
+    LONG,
     MAGIC,
     NO_LEAVES,
+    ORDERED_DICT,
+    SAME_TENSOR,
+    SCALAR,
+    SHARD,
+    SHORT_BYTES,
+    SHORT_STR,
+    SIZE,
+    SMALL_INT,
     SPEC,
+    STR,
+    TUPLE,
+    TWO_FLOATS,
     Buffer,
+    Layout,
+    Limits,
+    Schema,
+    Shard,
     TensorSpec,
     extent,
     is_key,
@@ -49,251 +79,335 @@ class LeafSource(Protocol):
         """The next leaf, which is bytes."""
 
 
-def tensor_specs(structure: bytes) -> list[TensorSpec]:
-    """What tensors belong to a structure, in their order.
-
-    Raises:
-        PlainDataError: these are not the bytes of a structure.
-    """
-    try:
-        return _read_specs(structure)[0]
-    except _FOREIGN as error:
-        raise _foreign(error) from error
-
-
-def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
-    """The value that `disassemble` took apart, on the memory of `tensors`, on whatever device they are.
-
-    Raises:
-        PlainDataError: these are not the bytes of a structure, or the tensors are not those it speaks of.
-    """
-    try:
-        specs, start = _read_specs(structure)
-        _require_same(specs, tensors)
-        return _read_value(structure, start, specs, _Tensors(tensors))
-    except _FOREIGN as error:
-        raise _foreign(error) from error
-
-
-def assemble_from(structure: bytes, leaves: LeafSource) -> object:
-    """The value that `dissect` took apart; its leaves are fetched while it is read, each once, in order.
-
-    Raises:
-        PlainDataError: these are not the bytes of a structure.
-        FaultToleranceError: what the source of the leaves raised.
-    """
-    try:
-        if structure.startswith(NO_LEAVES):
-            return _read_value(structure, HEAD.size, (), leaves)
-        specs, start = _read_specs(structure)
-        return _read_value(structure, start, specs, leaves)
-    except FaultToleranceError:
-        raise
-    except _FOREIGN as error:
-        raise _foreign(error) from error
-
+_length, _int, _float = LENGTH.unpack_from, INT.unpack_from, FLOAT.unpack_from
 
 # What reading foreign bytes may raise: turned into a PlainDataError at the door.
-_FOREIGN = (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError, OverflowError, RuntimeError)
+FOREIGN = (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError, OverflowError, RuntimeError)
+BEYOND = "a length goes beyond the end"
 
 
-def _foreign(error: Exception) -> PlainDataError:
+def foreign(error: Exception) -> PlainDataError:
+    """The error for the caller."""
     return PlainDataError(f"what came is no plain data ({error}): do both sides run the same version?")
 
 
-def _read_specs(structure: bytes) -> tuple[list[TensorSpec], int]:
+def _read_specs(data: bytes, limits: Limits) -> tuple[list[TensorSpec], int]:
     """The specs, and where the value begins."""
-    if len(structure) < HEAD.size:
-        raise ValueError(f"it ends after {len(structure)} bytes")
-    magic, count = HEAD.unpack_from(structure)
+    if len(data) < HEAD.size:
+        raise ValueError(f"it ends after {len(data)} bytes")
+    magic, count = HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise ValueError("it does not begin like it")
-    if count > min(LEAVES_MAX, len(structure) // SPEC.size):
-        raise ValueError(f"{count} tensors in {len(structure)} bytes")
+        raise ValueError("it does not begin like it, or is of another version")
+    if count > min(limits.leaves, len(data) // SPEC.size):
+        raise ValueError(f"{count} tensors in {len(data)} bytes, of which at most {limits.leaves} are taken")
     at, specs, nbytes = HEAD.size, [], 0
     for _ in range(count):
-        spec, at = _read_spec(structure, at)
+        dtype, device, dimensions = SPEC.unpack_from(data, at)
+        shape, at = _read_shape(data, at + SPEC.size, dimensions)
+        spec = TensorSpec(DTYPES[dtype], shape, DEVICES[device])
         nbytes += spec.nbytes
         specs.append(spec)
-    if nbytes > LEAF_BYTES_MAX:
+    if nbytes > limits.leaf_bytes:
         raise ValueError(f"it speaks of {nbytes} bytes of tensors")
     return specs, at
 
 
-def _read_spec(structure: bytes, at: int) -> tuple[TensorSpec, int]:
-    dtype, device, dimensions = SPEC.unpack_from(structure, at)
-    shape, at = _read_shape(structure, at + SPEC.size, dimensions)
-    return TensorSpec(DTYPES[dtype], shape, DEVICES[device]), at
-
-
-def _read_shape(structure: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...], int]:
+def _read_shape(data: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...], int]:
     if dimensions > DIMENSIONS_MAX:
         raise ValueError(f"a shape has {dimensions} dimensions")
-    shape = struct.unpack_from(f"<{dimensions}Q", structure, at)
-    if extent(shape) > LEAF_BYTES_MAX:
+    shape = struct.unpack_from(f"<{dimensions}Q", data, at)
+    if (math.prod(shape) or extent(shape)) > LEAF_BYTES_MAX:
         raise ValueError(f"a tensor has the shape {shape}")
     return shape, at + 8 * dimensions
 
 
-def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    if len(specs) != len(tensors):
-        raise ValueError(f"the structure speaks of {len(specs)} tensors, and {len(tensors)} came")
-    for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
-        if spec.dtype != tensor.dtype or spec.shape != tuple(tensor.shape):
-            raise ValueError(
-                f"the structure speaks of tensor {index} as {spec.dtype} {spec.shape}, and it came as "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
+class Reader:
+    """Reads values, and knows how many leaves it has given away."""
 
-
-class _Tensors:
-    """Leaves that came as tensors, which the value takes over."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._next = iter(tensors)
-
-    def tensor(self, _: TensorSpec) -> Tensor:
-        return next(self._next)
-
-    def memory(self, _: int) -> Buffer:
-        tensor = next(self._next)
-        if tensor.dtype is not torch.uint8:
-            raise ValueError("an array is not in a tensor of bytes")
-        return tensor.detach().cpu().contiguous().numpy().reshape(-1).data
-
-    def data(self, nbytes: int) -> bytes:
-        return bytes(self.memory(nbytes))
-
-
-class _Cursor:
-    """How far the structure was read."""
-
-    __slots__ = ("at", "data", "leaf", "leaves", "specs")
-
-    def __init__(self, data: bytes, at: int, specs: Sequence[TensorSpec], leaves: LeafSource) -> None:
+    def __init__(self, data: bytes, schema: Schema, limits: Limits) -> None:
         self.data = data
-        self.at = at
-        self.specs = specs
-        self.leaves = leaves
-        self.leaf = 0
+        self.keys = schema.keys
+        self.tags_end = schema.tags_end
+        self.values_left = limits.values
+        self.copies_left = limits.leaves
+        self.specs: Sequence[TensorSpec] = ()
+        self.leaves: LeafSource | None = None
+        self.given: list[Tensor | None] = []  # for each leaf, the tensor that it was, if it was one
 
-    def take(self) -> bytes:
-        """As many bytes as the length at the cursor says."""
-        start = self.at + 5
-        end = start + LENGTH.unpack_from(self.data, self.at)[1]
+    def values(self, at: int, count: int, depth: int = 0) -> tuple[list[object], int]:
+        """So many values from there on, and where they end.
+
+        One loop over lists, tuples and dicts in each other: a call for each takes longer than all the rest.
+        """
+        data, size, tags_end, values_left = self.data, len(self.data), self.tags_end, self.values_left
+        outer: list[tuple[int, list[object], int]] = []
+        container, items, left = LIST, list[object](), count
+        while True:
+            while left:
+                left -= 1
+                tag = data[at]
+                if SHORT_STR <= tag <= SHORT_BYTES:
+                    start = at + 2
+                    at = start + data[at + 1]
+                    if at > size:
+                        raise ValueError(BEYOND)
+                    text = data[start:at]
+                    items.append(text.decode("utf-8", "surrogatepass") if tag == SHORT_STR else text)
+                elif tag == SMALL_INT:
+                    items.append(data[at + 1])
+                    at += 2
+                elif tag == INT64:
+                    items.append(_int(data, at)[1])
+                    at += 9
+                elif tag <= FALSE:
+                    items.append(_CONSTANTS[tag])
+                    at += 1
+                elif LIST <= tag <= DICT:
+                    count = _length(data, at)[1]
+                    at += 5
+                    values_left -= count
+                    outer.append((container, items, left))
+                    container, items, left = tag, [], count + count if tag == DICT else count
+                    if left > size - at or values_left < 0 or depth + len(outer) > DEPTH_MAX:
+                        raise ValueError(_too_much(left > size - at, values_left < 0))
+                elif tag < tags_end:
+                    self.values_left = values_left
+                    value, at = _READERS[tag](self, at, depth + len(outer))
+                    items.append(value)
+                    values_left = self.values_left
+                else:
+                    raise ValueError(f"tag {tag} does not belong there")
+            if not outer:
+                self.values_left = values_left
+                return items, at
+            finished = items if container == LIST else _FINISH[container](self, items)
+            container, items, left = outer.pop()
+            items.append(finished)
+
+    def inner_values(self, at: int, depth: int, each: int = 1, more: int = 0) -> tuple[list[object], int]:
+        """The values of a container that begins there, and where they end."""
+        count = _length(self.data, at)[1]
+        self.values_left -= count + 8  # such containers take several times the memory of others
+        found = each * count + more
+        if found > len(self.data) - at - 5 or self.values_left < 0 or depth >= DEPTH_MAX:
+            raise ValueError(_too_much(found > len(self.data) - at - 5, self.values_left < 0))
+        return self.values(at + 5, found, depth + 1)
+
+    def take(self, at: int) -> tuple[bytes, int]:
+        """As many bytes as the length there says, and where they end."""
+        start = at + 5
+        end = start + LENGTH.unpack_from(self.data, at)[1]
         if end > len(self.data):
-            raise ValueError("a length goes beyond the end")
-        self.at = end
-        return self.data[start:end]
+            raise ValueError(BEYOND)
+        return self.data[start:end], end
 
-    def count(self) -> int:
-        """How many values follow; each takes a byte at least."""
-        count = int(LENGTH.unpack_from(self.data, self.at)[1])
-        self.at += 5
-        if count > len(self.data) - self.at:
-            raise ValueError("a count goes beyond the end")
-        return count
-
-    def next_leaf(self) -> TensorSpec:
-        index = self.leaf
-        if index == len(self.specs):
+    def next_spec(self) -> tuple[TensorSpec, LeafSource]:
+        """The next leaf's, and where to get that leaf from."""
+        if self.leaves is None or len(self.given) == len(self.specs):
             raise ValueError("a tensor is missing")
-        self.at += 1
-        self.leaf = index + 1
-        return self.specs[index]
+        spec = self.specs[len(self.given)]
+        self.given.append(None)
+        return spec, self.leaves
+
+    def next_data(self) -> bytes:
+        """The next leaf, which is bytes."""
+        spec, leaves = self.next_spec()
+        return leaves.data(spec.nbytes)
 
 
-def _read_value(structure: bytes, start: int, specs: Sequence[TensorSpec], leaves: LeafSource) -> object:
-    cursor = _Cursor(structure, start, specs, leaves)
-    value = _READERS[structure[start]](cursor, 0)
-    if cursor.at != len(structure) or cursor.leaf != len(specs):
-        raise ValueError("it goes on after its end")
-    return value
+class Structure(Reader):
+    """The bytes that `write` has made, of which the leaves are known at once and the value can be read, once.
+
+    Args:
+        data: the bytes; from anywhere.
+        schema: what may be in them.
+        limits: what the reader takes; by default those of the schema.
+
+    Raises:
+        PlainDataError: these are not the bytes of a structure, or it goes beyond the limits.
+    """
+
+    def __init__(self, data: bytes, schema: Schema, limits: Limits | None = None) -> None:
+        super().__init__(data, schema, limits := limits or schema.limits)
+        self._start = HEAD.size
+        if not data.startswith(NO_LEAVES):
+            try:
+                self.specs, self._start = _read_specs(data, limits)
+            except FOREIGN as error:
+                raise foreign(error) from error
+            self.copies_left -= len(self.specs)
+
+    def value(self, leaves: LeafSource) -> object:
+        """The value.
+
+        Raises:
+            PlainDataError: these are not the bytes of one.
+            FaultToleranceError: what the source of the leaves raised.
+        """
+        self.leaves = leaves
+        try:
+            (value,), end = self.values(self._start, 1)
+            if end != len(self.data) or len(self.given) != len(self.specs):
+                raise ValueError("it goes on after its end")
+        except FaultToleranceError:
+            raise
+        except FOREIGN as error:
+            raise foreign(error) from error
+        return value
 
 
-def _read_none(cursor: _Cursor, _: int) -> None:
-    cursor.at += 1
+def _too_much(is_beyond: bool, are_many: bool) -> str:
+    if is_beyond:
+        return "a count goes beyond the end"
+    return "it has more values than are taken" if are_many else f"it is nested deeper than {DEPTH_MAX} levels"
 
 
-def _read_true(cursor: _Cursor, _: int) -> bool:
-    cursor.at += 1
-    return True
+def _read_leaf_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
+    spec, leaves = reader.next_spec()
+    tensor = leaves.tensor(spec)
+    reader.given[-1] = tensor
+    return tensor, at + 1
 
 
-def _read_false(cursor: _Cursor, _: int) -> bool:
-    cursor.at += 1
-    return False
+def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
+    """Another tensor on the memory of one that has come."""
+    _, index = LENGTH.unpack_from(reader.data, at)
+    known = reader.given[index]
+    reader.copies_left -= 1
+    if known is None or reader.copies_left < 0:
+        raise ValueError("a tensor is the same as something that is none, or there are too many")
+    empty = torch.empty(0, dtype=known.dtype, device=known.device)
+    return empty.set_(known.untyped_storage(), known.storage_offset(), known.shape, known.stride()), at + 5
 
 
-def _read_int(cursor: _Cursor, _: int) -> int:
-    value: int = INT.unpack_from(cursor.data, cursor.at)[1]
-    cursor.at += 9
-    return value
+def _read_leaf_array(reader: Reader, at: int, _: int) -> tuple[np.ndarray, int]:
+    spec, leaves = reader.next_spec()
+    length, dimensions, _unused = ARRAY.unpack_from(reader.data, at + 1)
+    start = at + 1 + ARRAY.size
+    dtype = numpy_dtype(reader.data[start : start + length].decode("ascii"))
+    shape, at = _read_shape(reader.data, start + length, dimensions)
+    if math.prod(shape) * dtype.itemsize != spec.nbytes:
+        raise ValueError("an array is not as large as its memory")
+    return np.ndarray(shape, dtype, leaves.memory(spec.nbytes)), at
 
 
-def _read_float(cursor: _Cursor, _: int) -> float:
-    value: float = FLOAT.unpack_from(cursor.data, cursor.at)[1]
-    cursor.at += 9
-    return value
+def _read_scalar(reader: Reader, at: int, _: int) -> tuple[object, int]:
+    start = at + 2
+    end = start + reader.data[at + 1]
+    dtype = numpy_dtype(reader.data[start:end].decode("ascii"))
+    return np.frombuffer(reader.data, dtype, 1, end)[0], end + dtype.itemsize
 
 
-def _read_bytes(cursor: _Cursor, _: int) -> bytes:
-    return cursor.take()
+def _read_size(reader: Reader, at: int, _: int) -> tuple[torch.Size, int]:
+    dimensions = reader.data[at + 1]
+    sizes = struct.unpack_from(f"<{dimensions}Q", reader.data, at + 2)
+    return torch.Size(_sizes(sizes)), at + 2 + 8 * dimensions
 
 
-def _read_items(cursor: _Cursor, depth: int) -> list[object] | tuple[object, ...]:
-    if depth == DEPTH_MAX:
-        raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
-    data, readers, depth = cursor.data, _READERS, depth + 1
-    is_list = data[cursor.at] == LIST
-    items: list[object] = []
-    for _ in range(cursor.count()):
-        items.append(readers[data[cursor.at]](cursor, depth))  # noqa: PERF401 - a comprehension is a call
-    return items if is_list else tuple(items)
+def _read_long(reader: Reader, at: int, _: int) -> tuple[int, int]:
+    data, at = reader.take(at)
+    return int.from_bytes(data, "little", signed=True), at
 
 
-def _read_dict(cursor: _Cursor, depth: int) -> dict[object, object]:
-    if depth == DEPTH_MAX:
-        raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
-    data, readers, depth = cursor.data, _READERS, depth + 1
-    found: dict[object, object] = {}
-    count = cursor.count()
-    for _ in range(count):
-        key = readers[data[cursor.at]](cursor, depth)
-        if type(key) is not str and not is_key(key):
-            raise ValueError(f"a key is a {name_of(key)}")
-        found[key] = readers[data[cursor.at]](cursor, depth)
-    if len(found) != count:
+def _read_str(reader: Reader, at: int, _: int) -> tuple[str, int]:
+    data, at = reader.take(at)
+    return data.decode("utf-8", "surrogatepass"), at
+
+
+def _read_device(reader: Reader, at: int, _: int) -> tuple[torch.device, int]:
+    data, at = reader.take(at)
+    return torch.device(data.decode("ascii")), at
+
+
+def _pairs(reader: Reader, items: list[object]) -> dict[object, object]:
+    """A dict of keys and values, which come in turn."""
+    keys = items[::2]
+    for key in keys:
+        if type(key) is not str:
+            _check_keys([key for key in keys if type(key) is not str], reader.keys)
+            break
+    found = dict(zip(keys, items[1::2], strict=True))
+    if len(found) != len(keys):
         raise ValueError("a key occurs twice")
     return found
 
 
-def _read_array(cursor: _Cursor, _: int) -> np.ndarray:
-    nbytes = cursor.next_leaf().nbytes
-    length, dimensions, _unused = ARRAY.unpack_from(cursor.data, cursor.at)
-    start = cursor.at + ARRAY.size
-    dtype = numpy_dtype(cursor.data[start : start + length].decode("ascii"))
-    shape, cursor.at = _read_shape(cursor.data, start + length, dimensions)
-    if math.prod(shape) * dtype.itemsize != nbytes:
-        raise ValueError("an array is not as large as its memory")
-    return np.ndarray(shape, dtype, cursor.leaves.memory(nbytes))
+def _check_keys(keys: list[object], types: frozenset[type]) -> None:
+    for key in keys:
+        if not is_key(key, types):
+            raise ValueError(f"a key is a {name_of(key)}")
+    if len(keys) > EQUAL_HASHES_MAX < len(keys) - len(set(map(hash, keys))):
+        raise ValueError("its keys were chosen to have equal hashes")
 
 
-# By tag.
-_READERS: tuple[Callable[[_Cursor, int], object], ...] = (
-    _read_none,
-    _read_true,
-    _read_false,
-    _read_int,
-    lambda cursor, _: int.from_bytes(cursor.take(), "little", signed=True),
-    _read_float,
-    lambda cursor, _: cursor.take().decode("utf-8", "surrogatepass"),
-    _read_bytes,
-    _read_items,
-    _read_items,
-    _read_dict,
-    lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes).decode("utf-8", "surrogatepass"),
-    lambda cursor, _: cursor.leaves.data(cursor.next_leaf().nbytes),
-    lambda cursor, _: cursor.leaves.tensor(cursor.next_leaf()),
-    _read_array,
-)
+def _read_counter(reader: Reader, at: int, depth: int) -> tuple[object, int]:
+    items, at = reader.inner_values(at, depth, 2)
+    return Counter(_pairs(reader, items)), at
+
+
+def _read_ordered_dict(reader: Reader, at: int, depth: int) -> tuple[object, int]:
+    """After the pairs come the versions of a `Module.state_dict()`."""
+    items, at = reader.inner_values(at, depth, 2, 1)
+    versions = items.pop()
+    found = OrderedDict(_pairs(reader, items))
+    if versions is not None:
+        vars(found)["_metadata"] = versions
+    return found, at
+
+
+def _read_shard(reader: Reader, at: int, depth: int) -> tuple[Shard, int]:
+    items, at = reader.inner_values(at, depth)
+    if len(items) != 6:
+        raise ValueError("a shard has other parts")
+    local, mesh, shape, mesh_shape, names, placements = items
+    if not isinstance(local, Tensor) or type(mesh) is not int:
+        raise ValueError("a shard is no tensor, or its mesh no number")
+    layout = Layout(_sizes(shape), _sizes(mesh_shape), _texts(names), _texts(placements))
+    return Shard(local, layout, mesh), at
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
+        raise ValueError("a shape is no tuple, or too long")
+    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise ValueError("a dimension is not a size")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
+        raise ValueError("names or placements are no tuple, or too many")
+    if not all(type(text) is str for text in value):
+        raise ValueError("a name or a placement is no text")
+    return value
+
+
+_Reading: TypeAlias = "tuple[object, int]"
+_CONSTANTS = (None, True, False)
+
+# What becomes of the items of a container.
+_FINISH: Mapping[int, Callable[[Reader, list[object]], object]] = {
+    TUPLE: lambda _, items: tuple(items),
+    DICT: _pairs,
+}
+
+# By tag: what is read from a place on, at a depth, and where it ends.
+_READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
+    LONG: _read_long,
+    DOUBLE: lambda reader, at, _: (_float(reader.data, at)[1], at + 9),
+    STR: _read_str,
+    BYTES: lambda reader, at, _: reader.take(at),
+    LEAF_STR: lambda reader, at, _: (reader.next_data().decode("utf-8", "surrogatepass"), at + 1),
+    LEAF_BYTES: lambda reader, at, _: (reader.next_data(), at + 1),
+    LEAF_TENSOR: _read_leaf_tensor,
+    LEAF_ARRAY: _read_leaf_array,
+    SAME_TENSOR: _read_same_tensor,
+    COMPLEX: lambda reader, at, _: (complex(*TWO_FLOATS.unpack_from(reader.data, at)[1:]), at + 17),
+    SCALAR: _read_scalar,
+    DTYPE: lambda reader, at, _: (DTYPES[reader.data[at + 1]], at + 2),
+    DEVICE: _read_device,
+    SIZE: _read_size,
+    COUNTER: _read_counter,
+    ORDERED_DICT: _read_ordered_dict,
+    SHARD: _read_shard,
+}

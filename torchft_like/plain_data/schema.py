@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,9 +24,56 @@ STRUCTURE_BYTES_MAX = 64 * 1024 * 1024
 INLINE_BYTES_MAX = 4096  # longer bytes and texts travel beside the structure
 LEAVES_MAX = 65_536
 LEAF_BYTES_MAX = 2**40  # all leaves together
+EQUAL_HASHES_MAX = 64  # of the keys of a dict: more are no accident, and make it slow
 
 Leaf: TypeAlias = "Tensor | np.ndarray | bytes"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a sender may send, or a receiver takes.
+
+    Attributes:
+        structure_bytes: of the structure.
+        values: in containers, all together; the pairs of a dict count once.
+        leaves: tensors, arrays, and long texts and bytes.
+        leaf_bytes: of all leaves together.
+    """
+
+    structure_bytes: int = STRUCTURE_BYTES_MAX
+    values: int = VALUES_MAX
+    leaves: int = LEAVES_MAX
+    leaf_bytes: int = LEAF_BYTES_MAX
+
+
+@dataclass(frozen=True, eq=False)
+class Schema:
+    """What two parties send each other; the format is the same for all.
+
+    Attributes:
+        writers: for each type that travels, exactly (a subclass is another type), what writes it.
+        other: what is called for a value of any other type.
+        keys: the types of a dict's keys; tuples hold values of these types.
+        tags_end: the first tag that a reader refuses.
+        allowed: the types for a person.
+        root: the value itself for a person.
+        limits: of the sender, and of a receiver that does not know better.
+        inline_bytes_max: bytes and texts up to this length stand in the structure.
+        keeps_devices: a tensor arrives on the type of device that it was sent from; else on the CPU.
+        joins_views: equal views of one memory are one memory again.
+    """
+
+    writers: Mapping[type, Callable[..., None]]
+    other: Callable[..., None]
+    keys: frozenset[type]
+    tags_end: int
+    allowed: str
+    root: str = "the value"
+    limits: Limits = Limits()
+    inline_bytes_max: int = INLINE_BYTES_MAX
+    keeps_devices: bool = False
+    joins_views: bool = False
 
 
 class TensorSpec(NamedTuple):
@@ -37,7 +85,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements, one after the other."""
+        """The bytes that the tensor's elements take, one after the other."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -48,34 +96,76 @@ class Message(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies over its mesh, in values that travel.
+
+    Attributes:
+        shape: of the whole tensor.
+        mesh_shape, mesh_names: of the mesh; names are empty where the mesh has none.
+        placements: one for each dimension of the mesh, as torch prints them.
+    """
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_names: tuple[str, ...]
+    placements: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = f" {self.mesh_names}" if self.mesh_names else ""
+        return f"{self.shape} placed {', '.join(self.placements)} on a mesh {self.mesh_shape}{names}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a DTensor, on its way between replica groups.
+
+    Attributes:
+        mesh: the number of its mesh among those of the sender's state.
+    """
+
+    local: Tensor
+    layout: Layout
+    mesh: int
+
+
 # structure = magic, number of leaves, a spec for each leaf, one value
 # spec      = dtype, device, number of dimensions, dimensions
 # value     = tag, and what the tag's reader reads; leaves come in the order of their tags
+# container = tag, number of items (pairs for a dict), the items
 
-MAGIC = 0x31445450  # "PTD1"
+MAGIC = 0x32445450  # "PTD2": the digit is the version
 HEAD = struct.Struct("<II")
 SPEC = struct.Struct("<BBB")
 LENGTH = struct.Struct("<BI")
 INT = struct.Struct("<Bq")
 FLOAT = struct.Struct("<Bd")
+TWO_FLOATS = struct.Struct("<Bdd")
 ARRAY = struct.Struct("<BBB")
+SHORT = struct.Struct("<BB")  # a tag, and a small number
 NO_LEAVES = HEAD.pack(MAGIC, 0)
 DEVICES = ("cpu", "cuda")
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 (
-    NONE, TRUE, FALSE, INT64, LONG, DOUBLE, STR, BYTES, LIST, TUPLE, DICT,
+    NONE, TRUE, FALSE, SMALL_INT, SHORT_STR, SHORT_BYTES, INT64, LONG, DOUBLE, STR, BYTES, LIST, TUPLE, DICT,
     LEAF_STR, LEAF_BYTES, LEAF_TENSOR, LEAF_ARRAY,
-) = range(15)  # fmt: skip
+    SAME_TENSOR, COMPLEX, SCALAR, DTYPE, DEVICE, SIZE, COUNTER, ORDERED_DICT, SHARD, TAGS_END,
+) = range(28)  # fmt: skip
 
-TAGS = [bytes([tag]) for tag in range(LEAF_ARRAY + 1)]
+TAGS = [bytes([tag]) for tag in range(TAGS_END)]
+# Small numbers, and what comes before short texts and bytes: made once.
+SMALL_INTS = [SHORT.pack(SMALL_INT, value) for value in range(256)]
+SHORT_STRS = [SHORT.pack(SHORT_STR, length) for length in range(256)]
+SHORT_BYTE_STRINGS = [SHORT.pack(SHORT_BYTES, length) for length in range(256)]
+PLAIN_KEYS: frozenset[type] = frozenset({type(None), bool, int, float, str})
 
 
-def is_key(key: object, levels: int = DEPTH_MAX) -> bool:
-    """Whether the key of a dict travels; `levels` of tuples in it do."""
-    if type(key) is tuple:
-        return levels > 0 and len(key) <= DIMENSIONS_MAX and all(is_key(part, levels - 1) for part in key)
-    return key is None or type(key) in (bool, int, float, str, bytes)
+def is_key(key: object, types: frozenset[type], levels: int = DEPTH_MAX) -> bool:
+    """Whether the key of a dict travels; `levels` of tuples in it do, where tuples do."""
+    if type(key) is tuple and tuple in types:
+        return levels > 0 and len(key) <= DIMENSIONS_MAX and all(is_key(k, types, levels - 1) for k in key)
+    return type(key) in types
 
 
 def extent(shape: Sequence[int]) -> int:
@@ -84,9 +174,24 @@ def extent(shape: Sequence[int]) -> int:
 
 
 def name_of(value: object) -> str:
-    """Of its type."""
+    """The name of the value's type, with its module unless that is builtins."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def shown(path: Sequence[object], root: str) -> str:
+    """A path as Python would write it: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
+    keys = "".join(map(_shown_key, path[:16])) + ("..." if len(path) > 16 else "")
+    return keys.removeprefix(".") or root
+
+
+def _shown_key(key: object) -> str:
+    if type(key) is str and key.isidentifier():
+        return f".{key:.80}"
+    try:
+        return f"[{key!r:.80}]"
+    except Exception:  # noqa: BLE001 - of an int with many digits, deep tuples, or whatever was refused as a key
+        return f"[{name_of(key)}]"
 
 
 def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -94,3 +199,24 @@ def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def bytes_of(leaf: Leaf) -> Buffer:
+    """The memory of a leaf, not a copy; a tensor of another device comes to the CPU."""
+    if isinstance(leaf, bytes):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.reshape(-1).view(np.uint8).data
+    if not leaf.numel():
+        return b""
+    return settled(leaf).cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with its elements one after the other, and none of them left to be conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def nbytes_of(leaf: Leaf) -> int:
+    """The bytes of a leaf's elements."""
+    return len(leaf) if isinstance(leaf, bytes) else leaf.nbytes

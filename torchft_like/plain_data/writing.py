@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchft_like.dtypes import is_numpy_number
-from torchft_like.errors import PlainDataError
+from torchft_like.errors import PlainDataError, PlainTypeError
 from torchft_like.plain_data.schema import (
-    ALLOWED,
     ARRAY,
     BYTES,
+    COMPLEX,
+    COUNTER,
     DEPTH_MAX,
+    DEVICE,
     DEVICES,
     DICT,
     DIMENSIONS_MAX,
     DOUBLE,
+    DTYPE,
     DTYPE_NUMBERS,
     FALSE,
     FLOAT,
     HEAD,
-    INLINE_BYTES_MAX,
     INT,
     INT64,
     LEAF_ARRAY,
@@ -32,217 +36,359 @@ from torchft_like.plain_data.schema import (
     LEAF_BYTES_MAX,
     LEAF_STR,
     LEAF_TENSOR,
-    LEAVES_MAX,
     LENGTH,
     LIST,
     LONG,
     MAGIC,
     NO_LEAVES,
     NONE,
+    ORDERED_DICT,
+    SAME_TENSOR,
+    SCALAR,
+    SHARD,
+    SHORT,
+    SHORT_BYTE_STRINGS,
+    SHORT_STRS,
+    SIZE,
+    SMALL_INTS,
     SPEC,
     STR,
-    STRUCTURE_BYTES_MAX,
     TAGS,
     TRUE,
     TUPLE,
-    VALUES_MAX,
+    TWO_FLOATS,
     Leaf,
-    Message,
+    Schema,
+    Shard,
     extent,
-    frombuffer,
     is_key,
     name_of,
+    nbytes_of,
+    shown,
 )
 
+Writer: TypeAlias = Callable[..., None]
 
-def disassemble(value: object) -> Message:
-    """Take a value apart.
+
+def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
+    """The structure of a value, and its leaves as they lie: tensors may be views, on any device.
 
     Raises:
-        PlainDataError: a part of it is of a type that does not travel, it contains itself, or it is too
-            large; names the part (`["a"][3]`), its type, and what to pass instead.
+        PlainTypeError: a part of the value is of a type that does not travel; names the part and its type.
+        PlainDataError: the value contains itself, or is too large.
     """
-    structure, leaves = dissect(value)
-    return Message(structure, tuple(map(_as_tensor, leaves)) if leaves else ())
-
-
-def dissect(value: object) -> tuple[bytes, list[Leaf]]:
-    """Like `disassemble`, for a sender that needs bytes and no tensors: leaves are what they were."""
-    sheet = _Sheet()
+    sheet = Sheet(schema)
     try:
-        _WRITERS.get(type(value), _refuse)(value, sheet, 0)
-    except _Unfit as unfit:
-        raise PlainDataError(f"{_show(unfit.path)} {unfit.problem}") from None
+        sheet.write(value, 0)
+    except Unfit as unfit:
+        raise unfit.error(schema.root) from None
     leaves = sheet.leaves
     if not leaves:
         structure = NO_LEAVES + b"".join(sheet.parts)
     else:
-        structure = b"".join([HEAD.pack(MAGIC, len(leaves)), *map(_spec_bytes, leaves), *sheet.parts])
-    if len(structure) > STRUCTURE_BYTES_MAX:  # which a receiver refuses, when others have begun to receive
-        raise PlainDataError(
-            f"the value takes {len(structure)} bytes beside tensors, arrays and long texts: "
-            f"{STRUCTURE_BYTES_MAX} travel at a time"
-        )
+        specs = [_spec_bytes(leaf, schema.keeps_devices) for leaf in leaves]
+        structure = b"".join([HEAD.pack(MAGIC, len(leaves)), *specs, *sheet.parts])
+    require_length(len(structure), schema)
     return structure, leaves
 
 
-class _Unfit(Exception):  # noqa: N818 - never leaves this module
+def list_of(encoded: Sequence[bytes]) -> bytes:
+    """The bytes of a list whose items are encoded already."""
+    return LENGTH.pack(LIST, len(encoded)) + b"".join(encoded)
+
+
+def encoded_bytes(data: bytes) -> bytes:
+    """The same as `encode([data])`, in a fraction of the time."""
+    if len(data) < 256:
+        return SHORT_BYTE_STRINGS[len(data)] + data
+    return LENGTH.pack(BYTES, len(data)) + data
+
+
+class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encode`
     """A value that does not travel; containers add their keys on the way up."""
+
+    kind: type[PlainDataError] = PlainDataError
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.problem = problem
-        self.path: list[object] = []
+        self.path: list[object] = []  # the innermost key first
+
+    def within(self, key: object) -> Unfit:
+        """The same, of a container that has it under this key."""
+        self.path.append(key)
+        return self
+
+    def error(self, root: str) -> PlainDataError:
+        """The error for the caller."""
+        return self.kind(f"{shown(self.path[::-1], root)} {self.problem}")
 
 
-class _Sheet:
+class UnfitType(Unfit):
+    """A value of a type that does not travel."""
+
+    kind = PlainTypeError
+
+
+class Sheet:
     """What was written so far, and how much more may be."""
 
-    __slots__ = ("bytes_left", "leaves", "parts", "put", "values_left")
+    __slots__ = (
+        "bytes_left",
+        "leaves",
+        "meshes",
+        "parts",
+        "put",
+        "schema",
+        "values_left",
+        "views",
+        "writers",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.writers = schema.writers
         self.parts: list[bytes] = []
         self.put = self.parts.append
         self.leaves: list[Leaf] = []
-        self.values_left = VALUES_MAX
-        self.bytes_left = STRUCTURE_BYTES_MAX
+        self.views: dict[object, int] = {}  # the leaf that shows the same elements
+        self.meshes: dict[object, int] = {}
+        self.values_left = schema.limits.values
+        self.bytes_left = schema.limits.structure_bytes
+
+    def write(self, value: object, depth: int) -> None:
+        """Any value."""
+        self.writers.get(type(value), self.schema.other)(value, self, depth)
+
+    def claim(self, nbytes: int) -> None:
+        """Room for a text or bytes."""
+        self.bytes_left -= nbytes
+        if self.bytes_left < 0:
+            raise Unfit(
+                f"is what makes the texts and bytes longer than {self.schema.limits.structure_bytes} together"
+            )
 
     def put_data(self, tag: int, data: bytes) -> None:
-        self.bytes_left -= len(data)
-        if self.bytes_left < 0:
-            raise _Unfit(f"is what makes the texts and bytes longer than {STRUCTURE_BYTES_MAX} together")
+        """A tag, a length and so many bytes."""
+        self.claim(len(data))
         self.put(LENGTH.pack(tag, len(data)))
         self.put(data)
 
     def put_leaf(self, tag: int, leaf: Leaf) -> None:
-        if len(self.leaves) == LEAVES_MAX:
-            raise _Unfit(f"is one tensor too many: {LEAVES_MAX} travel at a time")
+        """A tag, and a leaf beside the structure."""
+        if len(self.leaves) == self.schema.limits.leaves:
+            raise Unfit(f"is one tensor too many: {self.schema.limits.leaves} travel at a time")
         self.put(TAGS[tag])
         self.leaves.append(leaf)
 
     def open(self, tag: int, count: int, depth: int) -> None:
+        """A container of so many items, which follow."""
         if depth == DEPTH_MAX:
-            raise _Unfit(f"is nested deeper than {DEPTH_MAX} levels, or contains itself")
+            raise Unfit(f"is nested deeper than {DEPTH_MAX} levels, or contains itself")
         self.values_left -= count
         if self.values_left < 0:
-            raise _Unfit(f"is what makes it more than {VALUES_MAX} values: put numbers into an array")
+            raise Unfit(
+                f"is what makes it more than {self.schema.limits.values} values: put numbers into an array"
+            )
         self.put(LENGTH.pack(tag, count))
 
+    def number_of(self, mesh: object) -> int:
+        """The mesh's number among those that occur in the value."""
+        return self.meshes.setdefault(mesh, len(self.meshes))
 
-def _write_none(_: None, sheet: _Sheet, __: int) -> None:
+
+def refuse(value: object, sheet: Sheet, _: int) -> None:
+    """What happens to a value of a type that does not travel."""
+    name = name_of(value)
+    article = "an" if name[0] in "aeiou" else "a"
+    cure, allowed = _cure(value), sheet.schema.allowed
+    raise UnfitType(f"is {article} {name}, which does not travel; pass {cure}. What travels: {allowed}")
+
+
+def write_none(_: None, sheet: Sheet, __: int) -> None:
     sheet.put(TAGS[NONE])
 
 
-def _write_bool(value: bool, sheet: _Sheet, _: int) -> None:
+def write_bool(value: bool, sheet: Sheet, _: int) -> None:
     sheet.put(TAGS[TRUE if value else FALSE])
 
 
-def _write_int(value: int, sheet: _Sheet, _: int) -> None:
-    if -(2**63) <= value < 2**63:
+def write_int(value: int, sheet: Sheet, _: int) -> None:
+    if 0 <= value < 256:
+        sheet.put(SMALL_INTS[value])
+    elif -(2**63) <= value < 2**63:
         sheet.put(INT.pack(INT64, value))
     else:
         sheet.put_data(LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _write_float(value: float, sheet: _Sheet, _: int) -> None:
+def write_float(value: float, sheet: Sheet, _: int) -> None:
     sheet.put(FLOAT.pack(DOUBLE, value))
 
 
-def _write_str(value: str, sheet: _Sheet, _: int) -> None:
+def write_complex(value: complex, sheet: Sheet, _: int) -> None:
+    sheet.put(TWO_FLOATS.pack(COMPLEX, value.real, value.imag))
+
+
+def write_str(value: str, sheet: Sheet, _: int) -> None:
     data = value.encode("utf-8", "surrogatepass")
-    if len(data) > INLINE_BYTES_MAX:
+    if len(data) < 256:
+        sheet.claim(len(data))
+        sheet.put(SHORT_STRS[len(data)] + data)
+    elif len(data) > sheet.schema.inline_bytes_max:
         sheet.put_leaf(LEAF_STR, data)
     else:
         sheet.put_data(STR, data)
 
 
-def _write_bytes(value: bytes, sheet: _Sheet, _: int) -> None:
-    if len(value) > INLINE_BYTES_MAX:
+def write_bytes(value: bytes, sheet: Sheet, _: int) -> None:
+    if len(value) > sheet.schema.inline_bytes_max:
         sheet.put_leaf(LEAF_BYTES, value)
     else:
-        sheet.put_data(BYTES, value)
+        sheet.claim(len(value))
+        sheet.put(encoded_bytes(value))
 
 
-def _write_items(items: list[object] | tuple[object, ...], sheet: _Sheet, depth: int) -> None:
-    sheet.open(LIST if type(items) is list else TUPLE, len(items), depth)
+def write_items(items: list[object] | tuple[object, ...], sheet: Sheet, depth: int) -> None:
+    sheet.open(LIST if isinstance(items, list) else TUPLE, len(items), depth)
+    writers, other, depth = sheet.writers, sheet.schema.other, depth + 1
     index = 0
     try:
         for index, item in enumerate(items):  # noqa: B007 - the handler below reads it
-            _WRITERS.get(type(item), _refuse)(item, sheet, depth + 1)
-    except _Unfit as unfit:
-        unfit.path.append(index)
-        raise
+            writers.get(type(item), other)(item, sheet, depth)
+    except Unfit as unfit:
+        raise unfit.within(index)  # noqa: B904 - the same one
 
 
-def _write_dict(value: dict[object, object], sheet: _Sheet, depth: int) -> None:
+def write_dict(value: dict[object, object], sheet: Sheet, depth: int) -> None:
     sheet.open(DICT, len(value), depth)
+    _write_pairs(value, sheet, depth + 1)
+
+
+def write_counter(value: dict[object, object], sheet: Sheet, depth: int) -> None:
+    sheet.open(COUNTER, len(value), depth)
+    _write_pairs(value, sheet, depth + 1)
+
+
+def write_ordered_dict(value: OrderedDict[object, object], sheet: Sheet, depth: int) -> None:
+    """After its pairs come the versions that `Module.state_dict()` hangs on it."""
+    sheet.open(ORDERED_DICT, len(value), depth)
+    _write_pairs(value, sheet, depth + 1)
+    try:
+        sheet.write(getattr(value, "_metadata", None), depth + 1)
+    except Unfit as unfit:
+        raise unfit.within("_metadata")  # noqa: B904 - the same one
+
+
+def _write_pairs(value: Mapping[object, object], sheet: Sheet, depth: int) -> None:
+    writers, other, keys = sheet.writers, sheet.schema.other, sheet.schema.keys
     key: object = None
     try:
         for key, item in value.items():
-            if type(key) is not str and not is_key(key):
-                raise _Unfit(
-                    f"is under a key of type {name_of(key)}; keys that travel are None, bool, int, float, "
-                    "str, bytes and tuples of these"
-                )
-            _WRITERS[type(key)](key, sheet, depth + 1)
-            _WRITERS.get(type(item), _refuse)(item, sheet, depth + 1)
-    except _Unfit as unfit:
-        unfit.path.append(key)
-        raise
+            if type(key) is not str and not is_key(key, keys):
+                raise UnfitType(about_key(key, sheet.schema))
+            writers[type(key)](key, sheet, depth)
+            writers.get(type(item), other)(item, sheet, depth)
+    except Unfit as unfit:
+        raise unfit.within(key)  # noqa: B904 - the same one
 
 
-def _write_tensor(value: Tensor, sheet: _Sheet, _: int) -> None:
+def about_key(key: object, schema: Schema) -> str:
+    """What is wrong with a key that does not travel."""
+    names = sorted(kind.__name__ for kind in schema.keys - {tuple, type(None)})
+    tuples = " and tuples of these" if tuple in schema.keys else ""
+    return f"is under a key of type {name_of(key)}; keys that travel are None, {', '.join(names)}{tuples}"
+
+
+def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
+    """A dense tensor, as a leaf beside the structure."""
     if value.is_nested:
-        raise _Unfit("is a nested tensor: only dense ones travel; pass `.unbind()`")
+        raise UnfitType("is a nested tensor: only dense ones travel; pass `.unbind()`")
     if value.layout is not torch.strided or value.is_quantized:
-        raise _Unfit(f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`")
-    if value.device.type not in DEVICES:
-        raise _Unfit(f"is a tensor on {value.device}, which does not travel; pass `.cpu()`")
+        raise UnfitType(f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`")
+    keeps_devices = sheet.schema.keeps_devices
+    if value.is_meta or (keeps_devices and value.device.type not in DEVICES):
+        raise UnfitType(f"is a tensor on {value.device}, which does not travel; pass `.cpu()`")
     if value.dtype not in DTYPE_NUMBERS:
-        raise _Unfit(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
+        raise UnfitType(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
     if value.dim() > DIMENSIONS_MAX:
-        raise _Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
+        raise Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
     if not value.numel():
         _require_readable(value.shape)
-    sheet.put_leaf(LEAF_TENSOR, value.detach().resolve_conj().resolve_neg().contiguous())
+    elif sheet.schema.joins_views:
+        view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        before = sheet.views.setdefault((*view, value.is_conj(), value.is_neg()), len(sheet.leaves))
+        if before != len(sheet.leaves):
+            sheet.put(LENGTH.pack(SAME_TENSOR, before))
+            return
+    sheet.put_leaf(LEAF_TENSOR, value.detach())
 
 
-def _write_array(value: np.ndarray, sheet: _Sheet, _: int) -> None:
-    code = value.dtype.str
-    if not is_numpy_number(code):
-        raise _Unfit(f"is an array of {value.dtype}: only numbers travel; pass `.tolist()`")
+def write_shard(value: Shard, sheet: Sheet, depth: int) -> None:
+    layout = value.layout
+    sheet.open(SHARD, 6, depth)
+    sheet.write(value.local, depth + 1)
+    for form in (value.mesh, layout.shape, layout.mesh_shape, layout.mesh_names, layout.placements):
+        sheet.write(form, depth + 1)
+
+
+def write_array(value: np.ndarray, sheet: Sheet, _: int) -> None:
+    code = _number_code(value)
     if not value.size:
         _require_readable(value.shape)
     sheet.put_leaf(LEAF_ARRAY, np.ascontiguousarray(value))
-    text = code.encode()
-    sheet.put(ARRAY.pack(len(text), value.ndim, 0) + text + struct.pack(f"<{value.ndim}Q", *value.shape))
+    sheet.put(ARRAY.pack(len(code), value.ndim, 0) + code + struct.pack(f"<{value.ndim}Q", *value.shape))
+
+
+def _write_scalar(value: np.generic, sheet: Sheet, _: int) -> None:
+    code = _number_code(value)
+    sheet.put(SHORT.pack(SCALAR, len(code)) + code + value.tobytes())
+
+
+def _number_code(value: np.ndarray | np.generic) -> bytes:
+    code = value.dtype.str
+    if not is_numpy_number(code):
+        kind = "an array" if isinstance(value, np.ndarray) else "a scalar"
+        raise UnfitType(f"is {kind} of numpy dtype {value.dtype}: only numbers travel; pass `.tolist()`")
+    return code.encode()
+
+
+def write_dtype(value: torch.dtype, sheet: Sheet, _: int) -> None:
+    if value not in DTYPE_NUMBERS:
+        raise UnfitType(f"is dtype {value}, which does not travel")
+    sheet.put(SHORT.pack(DTYPE, DTYPE_NUMBERS[value]))
+
+
+def write_device(value: torch.device, sheet: Sheet, _: int) -> None:
+    sheet.put_data(DEVICE, str(value).encode())
+
+
+def write_size(value: torch.Size, sheet: Sheet, _: int) -> None:
+    if len(value) > DIMENSIONS_MAX:
+        raise Unfit(f"has {len(value)} dimensions, and {DIMENSIONS_MAX} travel; pass a `tuple(...)`")
+    sheet.put(SHORT.pack(SIZE, len(value)) + struct.pack(f"<{len(value)}Q", *value))
+
+
+def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
+    if isinstance(value, np.generic):
+        _write_scalar(value, sheet, depth)
+    else:
+        refuse(value, sheet, depth)
 
 
 def _require_readable(shape: Sequence[int]) -> None:
     if extent(shape) > LEAF_BYTES_MAX:
-        raise _Unfit(f"is empty and has the shape {tuple(shape)}, which does not travel; pass `.flatten()`")
+        raise Unfit(f"is empty and has the shape {tuple(shape)}, which does not travel; pass `.flatten()`")
 
 
-def _refuse(value: object, _: _Sheet, __: int) -> None:
-    name = name_of(value)
-    article = "an" if name[0] in "aeiou" else "a"
-    raise _Unfit(f"is {article} {name}, which does not travel; pass {_cure(value)}. What travels: {ALLOWED}")
+def require_length(length: int, schema: Schema) -> None:
+    """Raise PlainDataError where a receiver would refuse so long a structure, late."""
+    if length > schema.limits.structure_bytes:
+        raise PlainDataError(
+            f"{schema.root} takes {length} bytes beside tensors, arrays and long texts: "
+            f"{schema.limits.structure_bytes} travel at a time; keep large lists of numbers in tensors"
+        )
 
-
-_WRITERS: Mapping[type, Callable[..., None]] = {
-    type(None): _write_none,
-    bool: _write_bool,
-    int: _write_int,
-    float: _write_float,
-    str: _write_str,
-    bytes: _write_bytes,
-    list: _write_items,
-    tuple: _write_items,
-    dict: _write_dict,
-    Tensor: _write_tensor,
-    torch.nn.Parameter: _write_tensor,
-    np.ndarray: _write_array,
-}
 
 # The first that fits says what to pass instead.
 _CURES: tuple[tuple[Callable[[object], bool], str], ...] = (
@@ -268,32 +414,10 @@ def _cure(value: object) -> str:
     return next(cure for fits, cure in _CURES if fits(value))
 
 
-def _show(path: Sequence[object]) -> str:
-    keys = list(reversed(path))  # the innermost was added first
-    return "".join(map(_show_key, keys[:16])) + ("..." if len(keys) > 16 else "") or "the value"
-
-
-def _show_key(key: object) -> str:
-    if type(key) is str:
-        return f'["{key:.80}"]'
-    try:
-        return f"[{key!r:.80}]"
-    except Exception:  # noqa: BLE001 - of an int with many digits, deep tuples, or whatever was refused as a key
-        return f"[{name_of(key)}]"
-
-
-def _spec_bytes(leaf: Leaf) -> bytes:
+def _spec_bytes(leaf: Leaf, keeps_devices: bool) -> bytes:
     if isinstance(leaf, Tensor):
-        head = SPEC.pack(DTYPE_NUMBERS[leaf.dtype], DEVICES.index(leaf.device.type), leaf.dim())
-        return head + struct.pack(f"<{leaf.dim()}Q", *leaf.shape)
-    nbytes = leaf.nbytes if isinstance(leaf, np.ndarray) else len(leaf)
-    return SPEC.pack(DTYPE_NUMBERS[torch.uint8], 0, 1) + struct.pack("<Q", nbytes)
-
-
-def _as_tensor(leaf: Leaf) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    data = bytearray(leaf) if isinstance(leaf, bytes) or not leaf.flags.writeable else leaf
-    if isinstance(data, bytearray):
-        return frombuffer(data, torch.uint8, (len(data),))
-    return torch.from_numpy(data.reshape(-1).view(np.uint8))
+        device = DEVICES.index(leaf.device.type) if keeps_devices else 0
+        dimensions = leaf.dim()
+        head = SPEC.pack(DTYPE_NUMBERS[leaf.dtype], device, dimensions)
+        return head + struct.pack(f"<{dimensions}Q", *leaf.shape)
+    return SPEC.pack(DTYPE_NUMBERS[torch.uint8], 0, 1) + struct.pack("<Q", nbytes_of(leaf))

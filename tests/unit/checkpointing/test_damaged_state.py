@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import math
 import struct
 import zlib
@@ -16,8 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpointing.states import DTYPES, round_trip, same
-from torchft_like.checkpointing.state_stream import dump_state, load_state
+from torchft_like.checkpointing.state_stream import IncomingState, dump_state, load_state, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.plain_data.schema import (
+    DEVICE,
+    DICT,
+    DTYPE,
+    LEAF_BYTES,
+    LEAF_TENSOR,
+    LIST,
+    MAGIC,
+    SAME_TENSOR,
+    SCALAR,
+    SHARD,
+    SIZE,
+    STR,
+    TAGS_END,
+)
 
 # torch says this of every complex32 tensor, wherever it is made.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -121,75 +136,92 @@ def test_every_single_flipped_bit_of_the_prefix_and_every_truncation_is_found() 
             load_state(SAMPLE[:length])
 
 
-def forged(header: object | bytes, payload: bytes = b"") -> bytes:
+def forged(structure: bytes, payload: bytes = b"") -> bytes:
     """A stream whose checksums are right, as a peer that lies would make it."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 1, len(text), zlib.crc32(text))
-    return prefix + text + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, len(structure), zlib.crc32(structure))
+    return prefix + structure + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=4)
-    | st.sampled_from(
-        ["list", "dict", "tensor", "array", "scalar", "bytes", "str", "int", "float32", "<f4", "0x1", "ff"]
+HONEST = read_header(io.BytesIO(SAMPLE))
+PAYLOAD = bytes(IncomingState(HONEST).payload_nbytes)
+
+# What a value may begin with, and lengths that are right, wrong and absurd.
+fragments = st.lists(
+    st.one_of(
+        st.integers(0, TAGS_END + 1).map(lambda tag: bytes([tag])),
+        st.tuples(st.integers(0, TAGS_END + 1), st.sampled_from([0, 1, 2, 3, 6, 64, 2**31, 2**32 - 1])).map(
+            lambda pair: struct.pack("<BI", *pair)
+        ),
+        st.sampled_from([b"<f4", b"\x03|i3", b"\x04<f99", b"cuda:99999999999999", b"\xff" * 8]),
+        st.binary(max_size=9),
     ),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-        | st.tuples(
-            st.sampled_from(["list", "tuple", "dict", "ordered_dict", "counter", "size"]), st.lists(inner)
-        ).map(list)
-        | st.tuples(st.sampled_from(["dict", "counter"]), st.lists(st.tuples(inner, inner))).map(list)
-        | st.tuples(
-            st.sampled_from(["tensor", "array"]),
-            st.integers(-1, 2),
-            st.sampled_from(["float32", "bool", "<f4", "|b1", "<f99", "|i3"]),
-            st.lists(st.sampled_from([0, 1, 2, 4, 16, 2**62, 2**63, -1])),
-        ).map(list)
+    max_size=12,
+).map(b"".join)
+specs = st.lists(
+    st.tuples(
+        st.integers(0, 30),
+        st.integers(0, 3),
+        st.lists(st.sampled_from([0, 1, 2, 4, 16, 2**40, 2**62, 2**64 - 1]), max_size=3),
     ),
-    max_leaves=10,
-)
+    max_size=3,
+).map(lambda found: struct.pack("<II", MAGIC, len(found)) + b"".join(spec(*each) for each in found))
+
+
+def spec(dtype: int, device: int, shape: list[int]) -> bytes:
+    return struct.pack(f"<BBB{len(shape)}Q", dtype, device, len(shape), *shape)
 
 
 @settings(max_examples=1000, deadline=None)
-@given(json_values)
-def test_a_lying_header_gives_a_state_or_a_format_error_and_nothing_else(tree: object) -> None:
+@given(edits)
+def test_a_lying_structure_gives_a_state_or_a_format_error_and_nothing_else(
+    operations: list[tuple[str, int, bytes]],
+) -> None:
     with contextlib.suppress(CheckpointFormatError):
-        load_state(forged({"buffers": [16, 0], "tree": tree}, b"\x01" * 16 + b"\x00" * 48))
+        load_state(forged(edited(HONEST, operations), PAYLOAD))
 
 
-@settings(max_examples=300, deadline=None)
-@given(json_values)
-def test_a_lying_list_of_buffers_gives_a_state_or_a_format_error_and_nothing_else(sizes: object) -> None:
-    for header in (sizes, {"buffers": sizes, "tree": None}, {"buffers": [sizes], "tree": None}):
-        with contextlib.suppress(CheckpointFormatError):
-            load_state(forged(header))
+@settings(max_examples=1000, deadline=None)
+@given(specs, fragments, st.sampled_from([0, 64, 128]))
+def test_a_made_up_structure_gives_a_state_or_a_format_error_and_nothing_else(
+    head: bytes, value: bytes, payload: int
+) -> None:
+    with contextlib.suppress(CheckpointFormatError):
+        load_state(forged(head + value, bytes(payload)))
+
+
+EMPTY = struct.pack("<II", MAGIC, 0)
+ONE = struct.pack("<II", MAGIC, 1)
 
 
 @pytest.mark.parametrize(
-    "header",
+    "structure",
     [
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b'{"buffers":[],"tree":NaN}',
-        b'{"buffers":[],"tree":' + b"9" * 5000 + b"}",
-        json.dumps({"buffers": [2**61], "tree": ["bytes", 0]}).encode(),
-        json.dumps({"buffers": [True], "tree": None}).encode(),
-        json.dumps({"buffers": [], "tree": ["device", "gpu of mine"]}).encode(),
-        json.dumps({"buffers": [], "tree": ["dict", [["a", 1], ["a", 2]]]}).encode(),
-        json.dumps({"buffers": [], "tree": ["dict", [[["list", []], 1]]]}).encode(),
-        json.dumps({"buffers": [0], "tree": ["tensor", 0, "float32", [0, 2**62, 2**62]]}).encode(),
-        json.dumps({"buffers": [0], "tree": ["array", 0, "<f4", [0, 2**62, 2**62]]}).encode(),
+        b"",
+        EMPTY,
+        EMPTY + struct.pack("<BI", LIST, 1) * 200_000,
+        EMPTY + struct.pack("<BI", LIST, 4_000_001) + bytes(4_000_001),
+        EMPTY + struct.pack("<BI", DICT, 2) + 2 * (struct.pack("<BI", STR, 1) + b"a" + b"\x00"),
+        EMPTY + struct.pack("<BI", DICT, 1) + struct.pack("<BI", LIST, 0) + b"\x00",
+        EMPTY + struct.pack("<BI", DEVICE, 11) + b"gpu of mine",
+        EMPTY + struct.pack("<BI", SHARD, 2) + b"\x00\x00",
+        EMPTY + struct.pack("<BI", SHARD, 6) + bytes(6),
+        EMPTY + struct.pack("<BB", SCALAR, 3) + b"|O8" + bytes(8),
+        EMPTY + struct.pack("<BB", SIZE, 1) + b"\xff" * 8,
+        EMPTY + struct.pack("<BB", DTYPE, 200),
+        EMPTY + bytes([LEAF_TENSOR]),
+        EMPTY + struct.pack("<BI", SAME_TENSOR, 0),
+        ONE + spec(16, 0, [0]) + struct.pack("<BBI", LEAF_BYTES, SAME_TENSOR, 0),
+        ONE + spec(16, 0, [0]) + b"\x00",
+        ONE + spec(1, 0, [0, 2**62, 2**62]) + bytes([LEAF_TENSOR]),
+        ONE + spec(1, 0, [2**61]) + bytes([LEAF_TENSOR]),
+        ONE + spec(1, 0, 65 * [1]) + bytes([LEAF_TENSOR]),
+        struct.pack("<II", MAGIC, 2**32 - 1) + bytes(100),
     ],
-    ids=range(11),
+    ids=range(20),
 )
-def test_a_forged_header_is_refused(header: bytes) -> None:
+def test_a_forged_structure_is_refused(structure: bytes) -> None:
     with pytest.raises(CheckpointFormatError):
-        load_state(forged(header))
+        load_state(forged(structure))
 
 
 def test_a_torch_file_is_refused_as_another_format() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed import fake_pg
 
 from tests.unit.checkpointing.states import round_trip
-from torchft_like.checkpointing.shards import Shard as Sent
 from torchft_like.checkpointing.shards import place, shards_in
-from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.plain_data import Shard as Sent
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import math
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,18 @@ from torch import nn
 
 from tests.unit.checkpointing.states import DTYPES, round_trip, same
 from torchft_like.checkpointing import state_stream
+from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (
     EncodedState,
     IncomingState,
+    flatten_state,
+    limits_beside,
     load_state,
     read_header,
 )
-from torchft_like.checkpointing.state_tree import DEPTH_MAX
 from torchft_like.errors import CheckpointFormatError
+from torchft_like.plain_data import Limits
+from torchft_like.plain_data.schema import DEPTH_MAX
 
 # torch says this of every complex32 tensor, wherever it is made.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -198,7 +203,7 @@ Point = namedtuple("Point", "x y")
     [
         (
             {"optimizer": {"state": [0, {"foo": Foo()}]}},
-            r"^optimizer\.state\[1\]\.foo is a .*\.Foo: it does not travel",
+            r"^optimizer\.state\[1\]\.foo is a .*\.Foo, which does not travel",
         ),
         ({"layer.0": Foo()}, r"^\['layer\.0'\] is a "),
         (Foo(), "^the state is a "),
@@ -206,12 +211,12 @@ Point = namedtuple("Point", "x y")
         ([print], r"^\[0\] is a builtin_function_or_method"),
         ([defaultdict(int)], r"collections\.defaultdict"),
         ([Point(1, 2)], "Point"),
-        ({Foo(): 1}, "the state has a key of type .*Foo"),
-        ({"a": {b"key": 1}}, "a has a key of type bytes"),
-        ([np.array(["text"])], "numpy dtype <U4; only numbers travel"),
+        ({Foo(): 1}, r"^\[.*\] is under a key of type .*Foo"),
+        ({"a": {b"key": 1}}, r"a\[b'key'\] is under a key of type bytes"),
+        ([np.array(["text"])], "numpy dtype <U4: only numbers travel"),
         ([np.array([Foo()])], "numpy dtype object"),
         ([torch.eye(2).to_sparse()], r"layout torch\.sparse_coo"),
-        ([torch.empty(2, device="meta")], "device meta"),
+        ([torch.empty(2, device="meta")], "is a tensor on meta"),
         ([torch.empty(2, dtype=vars(torch)["uint4"])], r"dtype torch\.uint4"),
     ],
 )
@@ -237,15 +242,60 @@ def test_nesting_up_to_the_limit_travels() -> None:
 
 
 def test_a_description_that_is_too_large_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_stream, "HEADER_BYTES_MAX", 1000)
+    small = replace(STATE_SCHEMA, limits=Limits(structure_bytes=1000))
+    monkeypatch.setattr(state_stream, "STATE_SCHEMA", small)
     with pytest.raises(CheckpointFormatError, match="keep large lists of numbers in tensors"):
         EncodedState(list(range(1000)))
 
 
 def test_a_header_that_claims_too_much_is_refused_before_it_is_read() -> None:
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 1, 2**32 - 1, 0)
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, 2**32 - 1, 0)
     with pytest.raises(CheckpointFormatError, match="the header claims 4294967295 bytes"):
         load_state(prefix)
+
+
+def test_a_stream_of_another_version_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(CheckpointFormatError, match=r"has version 1, this is 2: .* same version"):
+        load_state(struct.pack("<8sIII", b"TFTSTATE", 1, 2, 0) + b"{}")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([torch.zeros(1, dtype=torch.uint8).expand(300_000_000)], r"has 300000000 bytes .* state_bytes_max"),
+        ([torch.empty(0)] * 20_000, r"20000 tensors .* at most 16400 are taken"),
+    ],
+    ids=["bytes", "leaves"],
+)
+def test_a_receiver_takes_no_more_than_its_own_state_lets_expect(state: object, message: str) -> None:
+    limits = limits_beside({"w": torch.zeros(10)})
+    structure, _ = flatten_state(state)
+    IncomingState(structure)
+    with pytest.raises(CheckpointFormatError, match=message):
+        IncomingState(structure, limits)
+
+
+def test_a_receiver_reads_no_longer_header_than_its_own_state_lets_expect() -> None:
+    limits = limits_beside({"w": torch.zeros(10)})
+    header = next(EncodedState([2**40] * 200_000).part())
+    assert read_header(io.BytesIO(header))
+    with pytest.raises(CheckpointFormatError, match=r"claims 18000\d\d bytes.* beside this rank's own state"):
+        read_header(io.BytesIO(header[:20]), limits)
+
+
+def test_a_caller_may_know_better_how_large_a_state_may_grow() -> None:
+    assert limits_beside([], leaf_bytes_max=2**40).leaf_bytes == 2**40
+
+
+def test_memory_is_made_for_what_has_come() -> None:
+    encoded = EncodedState(
+        [torch.zeros(5_000_000, dtype=torch.uint8), *(torch.ones(1000) for _ in range(50))]
+    )
+    stream = io.BytesIO(b"".join(encoded.part())[:1_000_000])
+    incoming = IncomingState(read_header(stream))
+    with pytest.raises(CheckpointFormatError, match="truncated"):
+        incoming.read_part(stream)
+    assert [made is not None for made in incoming._leaves._made] == [True, *[False] * 50]
 
 
 def test_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +310,6 @@ def test_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = [b"".join(encoded.part(index, count)) for index in range(count)]
         assert [len(part) for part in parts] == [encoded.part_nbytes(index, count) for index in range(count)]
         incoming = IncomingState(read_header(io.BytesIO(parts[0])))
-        incoming.allocate()
         for index in reversed(range(count)):
             source = io.BytesIO(parts[index])
             assert read_header(source) == incoming.header

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from tests.unit.checkpointing.states import round_trip, same
 from torchft_like.checkpointing.shards import place, shards_in
-from torchft_like.checkpointing.state_tree import flatten_state
+from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.errors import CheckpointFormatError
 from torchft_like.manager.state_registry import StateRegistry
 
