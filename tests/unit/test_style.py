@@ -39,11 +39,6 @@ FORBIDDEN_IMPORTS = {
     "": ("pickle", "marshal", "shelve", "dill", "cloudpickle"),
 }
 
-ALLOWED_IMPORTS = {
-    # A socket pair between a process and its own forks: no byte of it comes from the network.
-    "torchft_like/process_group/baby/channel.py": ("marshal",),
-}
-
 # Pure cores and the values they use: the standard library and each other, and of that no clocks,
 # threads, sockets or logging.
 CORES = (
@@ -148,7 +143,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_libraries_import_only_what_their_place_allows(path: Path) -> None:
-    found = set(imports(path)) - set(ALLOWED_IMPORTS.get(name_of(path), ()))
+    found = set(imports(path))
     for folder, forbidden in FORBIDDEN_IMPORTS.items():
         if path.is_relative_to(ROOT / folder):
             assert [module for module in found if within(module, forbidden)] == []

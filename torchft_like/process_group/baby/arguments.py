@@ -1,7 +1,7 @@
-"""Arguments of a collective as plain data, and back.
+"""The arguments of a collective as bytes of the codec (`plain_data`), and back.
 
-Plain values stand for themselves and lists for lists; everything else becomes a tuple that begins
-with its kind. Tensors are left to the caller: where their bytes are is not known here.
+Plain values stand for themselves, lists for lists and bytes for tensors; everything else is a tuple that
+begins with its kind. Where a tensor is, the caller says and is told in bytes of its own.
 
 Options are nearly always those of the call before, and to read or to fill in torch's objects takes longer
 than all the rest: what was encoded or decoded is kept and used again.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, cast
@@ -22,15 +22,16 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.baby.channel import packed, unpacked
+from torchft_like.plain_data import decode as decode_plain
+from torchft_like.plain_data import encode as encode_plain
+from torchft_like.plain_data import encoded_bytes, list_of
 
 Plain = Any
-EncodeTensor = Callable[[Tensor], tuple[Any, ...]]
-DecodeTensor = Callable[[tuple[Any, ...]], Tensor]
+EncodeTensor = Callable[[Tensor], bytes]
+DecodeTensor = Callable[[bytes], Tensor]
 
 
 class _Kind(IntEnum):
-    TENSOR = 0
     TIMEDELTA = 1
     REDUCE_OP = 2
     OPTIONS = 3
@@ -38,8 +39,9 @@ class _Kind(IntEnum):
 
 
 OPTIONS_KEPT_MAX = 256
+CALLS_KEPT_MAX = 4096
+CALL_KEPT_BYTES_MAX = 4096
 
-_TENSOR_KIND = _Kind.TENSOR.value
 _OPTIONS_KIND = _Kind.OPTIONS.value
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _OPTIONS = tuple(  # of collectives: torch has others, which no collective takes
@@ -50,23 +52,56 @@ _FIELDS = [
 ]
 _READ_FIELDS = [operator.attrgetter(*names) for names in _FIELDS]
 _OPTIONS_INDEX = {cls: index for index, cls in enumerate(_OPTIONS)}
+_NO_NAMED = list_of([])
 _WITH_FACTOR = hash(ReduceOp.PREMUL_SUM)
-_encoded_options: dict[tuple[Any, ...], Plain] = {}
+_encoded_options: dict[tuple[Any, ...], bytes] = {}
 
 
-def encode(value: Any, tensor: EncodeTensor) -> Plain:
-    """One argument as plain data.
+def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: EncodeTensor) -> bytes:
+    """A call of a collective as bytes.
+
+    Raises:
+        NotSupportedError: an argument is of a type that no collective takes.
+    """
+    if not kwargs:
+        return _encoded_name(name) + encode(args, tensor) + _NO_NAMED
+    named = [list_of([_encoded_name(key), encode(value, tensor)]) for key, value in kwargs.items()]
+    return _encoded_name(name) + encode(args, tensor) + list_of(named)
+
+
+def decode_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
+    """The name of a call, and its arguments for `decode`.
+
+    Raises:
+        PlainDataError: these are not the bytes of a call.
+    """
+    return (_known_call if len(data) <= CALL_KEPT_BYTES_MAX else _known_call.__wrapped__)(data)
+
+
+@functools.lru_cache(CALLS_KEPT_MAX)
+def _known_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
+    name, args, named = cast("tuple[str, list[Plain], list[list[Plain]]]", decode_plain(data, count=3))
+    return name, args, dict(named)
+
+
+@functools.cache
+def _encoded_name(name: str) -> bytes:
+    return encode_plain([name])
+
+
+def encode(value: Any, tensor: EncodeTensor) -> bytes:
+    """One argument as bytes.
 
     Raises:
         NotSupportedError: it is of a type that no collective takes.
     """
     kind = type(value)
     if kind is list or kind is tuple:
-        return [encode(item, tensor) for item in value]
+        return list_of([encode(item, tensor) for item in value])
     if kind in _PLAIN:
-        return value
+        return encode_plain([value])
     if isinstance(value, Tensor):
-        return (_TENSOR_KIND, *tensor(value))
+        return encoded_bytes(tensor(value))
     if (index := _OPTIONS_INDEX.get(kind)) is not None:
         return _encode_options(index, _READ_FIELDS[index](value))
     return _encode_rare(value, tensor)
@@ -74,23 +109,26 @@ def encode(value: Any, tensor: EncodeTensor) -> Plain:
 
 def decode(value: Plain, tensor: DecodeTensor) -> Any:
     """The argument that `encode` was given."""
-    if type(value) is list:
+    form = type(value)
+    if form is list:
         return [decode(item, tensor) for item in value]
-    if type(value) is not tuple:
+    if form is bytes:
+        return tensor(value)
+    if form is not tuple:
         return value
     kind = value[0]
-    if kind == _TENSOR_KIND:
-        return tensor(value[1:])
     if kind == _OPTIONS_KIND:
         return _decode_options(value[1], value[2])
     return _DECODE_RARE[kind](*value[1:])
 
 
-def _encode_options(index: int, fields: tuple[Any, ...]) -> Plain:
+def _encode_options(index: int, fields: tuple[Any, ...]) -> bytes:
     key = (index, *[_stand_in(field) for field in fields])
     if (known := _encoded_options.get(key)) is None:
-        plain = [encode(field, _no_tensor) for field in fields]
-        known = (_OPTIONS_KIND, index, packed(plain))  # one piece, by which it is found again
+        plain = b"".join(
+            [encode(field, _no_tensor) for field in fields]
+        )  # one piece, by which it is found again
+        known = encode_plain([(_OPTIONS_KIND, index, plain)])
         if len(_encoded_options) >= OPTIONS_KEPT_MAX:
             _encoded_options.clear()
         _encoded_options[key] = known
@@ -106,18 +144,18 @@ def _stand_in(field: Any) -> Any:
     return tuple(field) if kind is list else field
 
 
-def _encode_rare(value: Any, tensor: EncodeTensor) -> Plain:
+def _encode_rare(value: Any, tensor: EncodeTensor) -> bytes:
     if isinstance(value, list | tuple):
-        return [encode(item, tensor) for item in value]
+        return list_of([encode(item, tensor) for item in value])
     if isinstance(value, timedelta):
-        return (_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)
+        return encode_plain([(_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)])
     if type(value) is ReduceOp:  # of which torch says that its RedOpType were instances, too
         operation, factor = cast("tuple[ReduceOp.RedOpType, float | None]", value.__getstate__())
-        return (_Kind.REDUCE_OP.value, operation.value, factor)
+        return encode_plain([(_Kind.REDUCE_OP.value, operation.value, factor)])
     if isinstance(value, ReduceOp.RedOpType):
-        return (_Kind.REDUCE_OP.value, value.value, None)
+        return encode_plain([(_Kind.REDUCE_OP.value, value.value, None)])
     if isinstance(value, torch.device):
-        return (_Kind.DEVICE.value, str(value))
+        return encode_plain([(_Kind.DEVICE.value, str(value))])
     raise NotSupportedError(
         f"an argument of type {type(value).__name__} cannot be handed to the subprocess of a Baby group"
     )
@@ -126,7 +164,8 @@ def _encode_rare(value: Any, tensor: EncodeTensor) -> Plain:
 @functools.lru_cache(OPTIONS_KEPT_MAX)
 def _decode_options(index: int, fields: bytes) -> Any:
     options = _OPTIONS[index]()
-    for name, field in zip(_FIELDS[index], unpacked(fields), strict=True):
+    values = decode_plain(fields, count=len(_FIELDS[index]))
+    for name, field in zip(_FIELDS[index], values, strict=True):
         if field is not None:
             setattr(options, name, decode(field, _no_tensor))
     return options

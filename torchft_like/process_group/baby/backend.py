@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Work
 from torchft_like.errors import SubprocessLostError
 from torchft_like.patience import growing_pauses
 from torchft_like.process_group.baby import outcomes
-from torchft_like.process_group.baby.arguments import encode
+from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
 from torchft_like.process_group.baby.lending import Lender, Loan
 from torchft_like.process_group.baby.nursery import Child
@@ -174,7 +174,7 @@ class RemoteBackend:
             loan = self._lender.lend(call)
             details = self._encoded(call, loan)
             request = self._requests.add(self._patience_s(call), loan.settle)
-            self._send((ToChild.RUN.value, request.number, collective.name, *details))
+            self._send((ToChild.RUN.value, request.number, *details))
         work = loan.work(self._requests, request, call.result, self)
         if not collective.blocking:
             return work
@@ -183,9 +183,9 @@ class RemoteBackend:
 
     def _encoded(self, call: Call, loan: Loan) -> tuple[Any, ...]:
         try:
-            plain = [encode(value, loan.locate) for value in call.args]
-            named = {name: encode(value, loan.locate) for name, value in call.kwargs.items()}
-            return plain, named, loan.context()
+            data = encode_call(call.collective.name, call.args, call.kwargs, loan.locate)
+            context = loan.context()
+            return (data,) if context is None else (data, context)
         except BaseException:
             loan.settle(Request(UNASKED))
             raise

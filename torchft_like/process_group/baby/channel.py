@@ -1,8 +1,8 @@
 """Messages with file descriptors between a trainer and the subprocesses that are its own forks.
 
-A message is a tuple of plain data in the format of `marshal`: both ends are the same interpreter on
-the same machine, it takes a third of a microsecond, and unlike a pickle it runs no code. The socket
-keeps messages apart; one that is too long for it travels as a file in memory.
+A message is a tuple of two numbers and of parts: a fixed struct, and what the codec (`plain_data`) writes.
+Answers mostly have no parts, and requests one that is bytes already: these cost no more than the struct.
+The socket keeps messages apart; one that is too long for it travels as a file in memory.
 
 It knows nothing of what the messages mean.
 """
@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import marshal
 import math
 import mmap
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchft_like.descriptors import ancillary_bytes, descriptors_in, despite_reset, send_descriptors
+from torchft_like.plain_data import CALLS, PlainDataError, decode, encode
 
-Message = tuple[Any, ...]
+Message = tuple[Any, ...]  # two numbers, and at most PARTS_MAX parts of the types of `plain_data.CALLS`
 
 MESSAGE_BYTES_MAX = 64 * 1024
 DESCRIPTORS_MAX = 8
+PARTS_MAX = 254
 FOREVER = math.inf
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
@@ -88,8 +90,9 @@ class Channel:
             ChannelClosedError: the other end is gone.
             TimeoutError: the other end has taken nothing until `deadline` (of `time.monotonic`).
             OSError: the system has no room for it.
+            PlainDataError: a part is of a type that does not travel.
         """
-        data = packed(message)
+        data = _encoded(message)
         if len(data) <= MESSAGE_BYTES_MAX:
             self._send(data, descriptors, deadline, while_full)
             return
@@ -122,7 +125,7 @@ class Channel:
                 "Too many open files: none is left for what was received; raise the limit (ulimit -n)",
             )
         try:
-            return _decoded(self._buffer[:size], descriptors), descriptors
+            return _decoded(bytes(self._buffer[:size]), descriptors), descriptors
         except ForeignMessageError:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -179,23 +182,34 @@ class Channel:
         return traffic.poll(timeout_ms)
 
 
-packed = marshal.dumps  # plain data as bytes
-unpacked: Callable[[bytes | memoryview], Any] = marshal.loads  # written by a fork of this very process
+_HEAD = struct.Struct("<qqB")  # the two numbers of a message, and how many parts follow
+_ONLY_BYTES = 255  # in that place: all that follows is one part, which is bytes
+_LONG = b"\x00"  # instead of a message that is in a file
+_LONG_BYTES_MAX = _HEAD.size + CALLS.limits.structure_bytes
 
-_LONG = packed(None)  # no message is None: they are tuples
+
+def _encoded(message: Message) -> bytes:
+    if len(message) == 2:
+        return _HEAD.pack(*message, 0)
+    first, second, *parts = message
+    if len(parts) == 1 and type(parts[0]) is bytes:
+        return _HEAD.pack(first, second, _ONLY_BYTES) + parts[0]
+    return _HEAD.pack(first, second, len(parts)) + encode(parts)
 
 
-def _decoded(data: memoryview | bytes, descriptors: list[int]) -> Message:
+def _decoded(data: bytes, descriptors: list[int]) -> Message:
     """The message; that of a long one is taken off `descriptors`."""
     try:
         if data == _LONG:
             data = _take_file(descriptors.pop())
-        message = unpacked(data)
-    except (ValueError, TypeError, EOFError, IndexError, OSError, MemoryError) as error:
-        raise ForeignMessageError(f"{len(data)} bytes that are no message") from error
-    if type(message) is not tuple:
-        raise ForeignMessageError(f"a {type(message).__name__} that is no message")
-    return message
+        first, second, count = _HEAD.unpack_from(data)
+        if not count and len(data) == _HEAD.size:
+            return first, second
+        if count == _ONLY_BYTES:
+            return first, second, data[_HEAD.size :]
+        return first, second, *decode(data, _HEAD.size, count)
+    except (PlainDataError, struct.error, IndexError, ValueError, OSError, MemoryError) as error:
+        raise ForeignMessageError(f"{len(data)} bytes that are no message: {error}") from error
 
 
 def _milliseconds(deadline: float) -> float | None:
@@ -218,6 +232,8 @@ def _file_with(data: bytes) -> Any:
 
 def _take_file(file: int) -> bytes:
     try:
+        if (nbytes := os.fstat(file).st_size) > _LONG_BYTES_MAX:
+            raise ValueError(f"a file of {nbytes} bytes")
         with mmap.mmap(file, 0, prot=mmap.PROT_READ) as content:
             return bytes(content)
     finally:

@@ -31,7 +31,7 @@ from torch.futures import Future
 from torchft_like.errors import ProcessGroupError
 from torchft_like.patience import Patience
 from torchft_like.process_group.baby import outcomes
-from torchft_like.process_group.baby.arguments import decode
+from torchft_like.process_group.baby.arguments import decode, decode_call
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
 from torchft_like.process_group.baby.lending import Borrower
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
@@ -131,8 +131,9 @@ class _Server:
         if self._backend is not None:
             self._backend.set_timeout(timedelta(seconds=timeout_s))
 
-    def _run(self, request: int, name: str, args: list[Any], kwargs: dict[str, Any], context: Any) -> None:
+    def _run(self, request: int, call: bytes, context: bytes | None = None) -> None:
         borrower = self._borrowed()
+        name, args, kwargs = decode_call(call)
         has_started = False
         try:
             with borrower.entered(context):  # first: what it brings counts, also where the call is refused

@@ -27,7 +27,7 @@ from torchft_like.process_group.baby.cpu_memory import (
 from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
 from torchft_like.process_group.baby.work import BabyWork, Failures
 from torchft_like.process_group.collectives import Call
 from torchft_like.writing import writing_to
@@ -202,11 +202,12 @@ class CpuBorrower:
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """See lending.Borrower."""
-        known = self._tensors[spec[0]]
+        storage = storage_of(spec)
+        known = self._tensors[storage]
         if (tensor := known.get(spec)) is None:
             if len(known) >= TENSORS_KEPT_MAX:
                 known.clear()
-            tensor = known[spec] = tensor_at(self._storages[spec[0]], spec)
+            tensor = known[spec] = tensor_at(self._storages[storage], spec)
         return tensor
 
     def entered(self, context: None) -> AbstractContextManager[None]:

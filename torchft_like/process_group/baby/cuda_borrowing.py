@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from torchft_like.process_group.baby.cuda_lending import EVENTS_PREPARED, TORCH_CUDA
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
+from torchft_like.process_group.baby.cuda_lending import EVENTS_PREPARED, TORCH_CUDA, note_of, read_note
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
 from torchft_like.process_group.cuda_ipc import (
     EventMessage,
     MemoryImports,
@@ -53,22 +53,22 @@ class CudaBorrower:
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """See lending.Borrower."""
-        return tensor_at(self._memory.storage(spec[0]), spec)
+        return tensor_at(self._memory.storage(storage_of(spec)), spec)
 
     @contextlib.contextmanager
-    def entered(self, context: Any) -> Iterator[None]:
+    def entered(self, context: bytes) -> Iterator[None]:
         """On the counterpart of the caller's stream, after what the caller has queued there."""
-        stream_named, event, freed = context
-        stream = self._streams.get(stream_named)
+        event, (device, stream_id, priority, *freed) = read_note(context)
+        stream = self._streams.get((device, stream_id, priority))
         self._events.free(freed)
         with self._cuda.on(stream):
             self._peers.open(event)
             self._peers.wait(event[0], stream)
             yield
 
-    def answer_when_started(self, work: Work | None) -> tuple[Any, ...]:
+    def answer_when_started(self, work: Work | None) -> tuple[bytes]:
         """The event that stands for the end, and what the trainer may use again."""
         if work is not None:
             work.wait()
         stream = self._cuda.current_stream()
-        return self._events.record(stream), self._peers.take_passed()
+        return (note_of(self._events.record(stream), self._peers.take_passed()),)

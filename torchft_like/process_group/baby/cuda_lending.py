@@ -16,8 +16,10 @@ INVARIANTS
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +52,22 @@ from torchft_like.writing import writing_to
 EVENTS_PREPARED = 16
 ASK_S_MAX = 0.01
 TORCH_CUDA = TorchCuda()
+
+_NOTE = struct.Struct("<qqI")  # number and device of an event, how many numbers follow; the handle comes last
+
+
+def note_of(event: EventMessage, numbers: Sequence[int]) -> bytes:
+    """An event and numbers as a fixed struct: what every request and every answer has to say."""
+    number, device, handle = event
+    head = _NOTE.pack(number, device, len(numbers))
+    return head + struct.pack(f"<{len(numbers)}q", *numbers) + (handle or b"")
+
+
+def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
+    """What `note_of` was given."""
+    number, device, count = _NOTE.unpack_from(note)
+    numbers = struct.unpack_from(f"<{count}q", note, _NOTE.size)
+    return (number, device, note[_NOTE.size + 8 * count :] or None), numbers
 
 
 class CudaLender:
@@ -154,15 +172,15 @@ class CudaLender:
         else:
             self._arena.give_back_when(is_past, blocks)
 
-    def context(self, stream: torch.cuda.Stream) -> Any:
-        """The stream, the event that the operation comes after, and the events that may be used again."""
+    def context(self, stream: torch.cuda.Stream) -> bytes:
+        """The event that the operation comes after, the stream, and the events that may be used again."""
         with self._lock:
-            return stream_message(stream), self._events.record(stream), self._peers.take_passed()
+            event, passed = self._events.record(stream), self._peers.take_passed()
+        return note_of(event, (*stream_message(stream), *passed))
 
     def started(self, answer: tuple[Any, ...]) -> int:
         """The subprocess has queued the operation; gives the number of the event that stands for its end."""
-        end: EventMessage
-        end, passed = answer
+        end, passed = read_note(*answer)
         with self._lock:
             self._peers.open(end)
             self._events.free(passed)
@@ -247,7 +265,7 @@ class _CudaLoan:
                 self._outputs.append((tensor, staged))
         return spec
 
-    def context(self) -> Any:
+    def context(self) -> bytes:
         self._stream = self._lender.cuda.current_stream(self.device)
         _copy(self._inputs)
         self._inputs.clear()

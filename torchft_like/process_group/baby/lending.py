@@ -31,8 +31,8 @@ class Loan(Protocol):
             NotSupportedError: it cannot be lent; says why.
         """
 
-    def context(self) -> Any:
-        """What the subprocess has to know besides the arguments, as plain data; asked once, at the end."""
+    def context(self) -> bytes | None:
+        """What the subprocess has to know besides the arguments; asked once, at the end."""
 
     def settle(self, request: Request) -> None:
         """The request is over, or was never made: the tensors are the caller's again."""
@@ -90,7 +90,7 @@ class Borrower(Protocol):
     def tensor(self, spec: TensorSpec) -> Tensor:
         """The tensor that a request means."""
 
-    def entered(self, context: Any) -> AbstractContextManager[None]:
+    def entered(self, context: Any, /) -> AbstractContextManager[None]:
         """Start the operation of a request within this."""
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:

@@ -258,7 +258,7 @@ class _Server:
         self._letter = letter
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
-        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value,)):
+        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value, 0)):
             self.asked += 1
             self._expected += 1
 

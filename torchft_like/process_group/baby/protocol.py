@@ -12,7 +12,7 @@ UNASKED: Final = 0
 class ToServer(IntEnum):
     """From the trainer to its fork server."""
 
-    FORK = 0  # ()                          answered by FORKED or NOT_FORKED
+    FORK = 0  # (0,)                        answered by FORKED or NOT_FORKED
     HOW_ENDED = 1  # (pid,)                 answered by ENDED
 
 
@@ -30,7 +30,7 @@ class ToChild(IntEnum):
     BEGIN = 0  # (request, environment, group, borrower, greeting, store, rank, world_size, timeout)
     MAP = 1  # (UNASKED, storage, what the kind of memory needs to map it), perhaps with a descriptor
     UNMAP = 2  # (UNASKED, storage)
-    RUN = 3  # (request, collective, args, kwargs, what the kind of memory needs besides)
+    RUN = 3  # (request, the call as bytes, and what the kind of memory needs besides, if anything)
     SET_TIMEOUT = 4  # (UNASKED, timeout)
     WARM_UP = 5  # (UNASKED, environment, device index): make a CUDA context
 

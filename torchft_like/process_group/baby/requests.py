@@ -278,8 +278,8 @@ def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome
     """
     for descriptor in descriptors:  # no answer comes with one
         os.close(descriptor)
-    number, code, answer = (*message[:2], message[2:]) if len(message) >= 2 else (None, None, ())
-    outcome = _OUTCOMES.get(code) if type(number) is int and type(code) is int else None
+    number, code, *parts = message
+    outcome, answer = _OUTCOMES.get(code), tuple(parts)
     if outcome is Outcome.DONE and number != UNASKED:
         return number, outcome, answer
     words = 1 if number == UNASKED else 2

@@ -1,22 +1,24 @@
-"""A tensor as plain data: which storage, by number, and how the tensor lies in it."""
+"""A tensor as a fixed struct: which storage, by number, and how the tensor lies in it."""
 
 from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# (storage, dtype, offset in elements, sizes, strides)
-TensorSpec = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+TensorSpec = bytes  # number of dimensions, storage, dtype, offset in elements, sizes, strides
 
 # Both ends are the same torch, so they agree on the order.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
+_STRUCTS = [struct.Struct(f"<BQBq{2 * dimensions}q") for dimensions in range(65)]  # torch has no more
 
 
 def spec_of(tensor: Tensor, storage: int) -> TensorSpec:
     """Describe a tensor in its own storage."""
-    offset = int(tensor.storage_offset())
-    return storage, _INDEX[tensor.dtype], offset, tuple(tensor.shape), tensor.stride()
+    return _spec(tensor, storage, int(tensor.storage_offset()), tensor.stride())
 
 
 def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
@@ -26,10 +28,22 @@ def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
     for size in reversed(tensor.shape):
         strides.append(step)
         step *= max(size, 1)
-    return storage, _INDEX[tensor.dtype], offset, tuple(tensor.shape), tuple(reversed(strides))
+    return _spec(tensor, storage, offset, strides[::-1])
+
+
+def storage_of(spec: TensorSpec) -> int:
+    """The number of the storage in which the tensor lies."""
+    return int.from_bytes(spec[1:9], "little")
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:
     """The tensor that a description stands for."""
-    _, dtype, offset, sizes, strides = spec
-    return torch.empty(0, dtype=_DTYPES[dtype], device=storage.device).set_(storage, offset, sizes, strides)
+    dimensions, _, dtype, offset, *forms = _STRUCTS[spec[0]].unpack(spec)
+    empty = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
+    return empty.set_(storage, offset, forms[:dimensions], forms[dimensions:])
+
+
+def _spec(tensor: Tensor, storage: int, offset: int, strides: Sequence[int]) -> TensorSpec:
+    shape = tensor.shape
+    dimensions = len(shape)
+    return _STRUCTS[dimensions].pack(dimensions, storage, _INDEX[tensor.dtype], offset, *shape, *strides)

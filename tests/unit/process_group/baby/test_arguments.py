@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.baby.arguments import decode, encode
+from torchft_like.plain_data import decode as decode_plain
+from torchft_like.process_group.baby.arguments import decode, decode_call, encode, encode_call
 
 TENSORS = [torch.zeros(1), torch.ones(2)]
 OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") and hasattr(cls, "asyncOp")]
@@ -21,13 +21,28 @@ OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") a
 WITHOUT_FACTOR = [op for op in ReduceOp.RedOpType.__members__.values() if op != ReduceOp.PREMUL_SUM]
 
 
-def number_of(tensor: Tensor) -> tuple[int]:
-    return (next(i for i, known in enumerate(TENSORS) if known is tensor),)
+def number_of(tensor: Tensor) -> bytes:
+    return bytes([next(i for i, known in enumerate(TENSORS) if known is tensor)])
 
 
 def through(value: Any) -> Any:
-    data = marshal.dumps(encode(value, number_of))
-    return decode(marshal.loads(data), lambda parts: TENSORS[parts[0]])
+    (plain,) = decode_plain(encode(value, number_of))
+    return decode(plain, lambda spec: TENSORS[spec[0]])
+
+
+@pytest.mark.parametrize("count", [1, 1000])  # which is kept, and which is too long for that
+def test_a_call_arrives_with_its_name_and_named_arguments(count: int) -> None:
+    for _ in range(2):
+        data = encode_call("allreduce", (count * [TENSORS[1]], 7), {"timeout": None, "tag": 3}, number_of)
+        name, args, kwargs = decode_call(data)
+        assert (name, args, kwargs) == ("allreduce", [count * [b"\x01"], 7], {"timeout": None, "tag": 3})
+        decode(args, lambda spec: TENSORS[spec[0]]).clear()  # does not touch what is kept
+
+
+def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other() -> None:
+    for value in (1, True, 1.0, 0.0, -0.0, False, 0):
+        (_, (arrived,), _) = decode_call(encode_call("send", (value,), {}, number_of))
+        assert repr(arrived) == repr(value)
 
 
 @pytest.mark.parametrize(

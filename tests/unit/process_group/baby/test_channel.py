@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from torchft_like.errors import PlainDataError
 from torchft_like.process_group.baby.channel import (
     MESSAGE_BYTES_MAX,
     Channel,
     ChannelClosedError,
+    ForeignMessageError,
 )
 
 
@@ -27,7 +30,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_arrive_apart_and_in_order(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
-    messages = [(1, "two", [3.0, None, (True,)], b"five"), (), ("last",)]
+    messages = [(1, 2, [3.0, None, (True,)], b"five"), (0, -1), (7, 2**40, b"only"), (7, 0, b"")]
     for message in messages:
         left.send(message)
     assert [right.receive()[0] for _ in messages] == messages
@@ -37,8 +40,8 @@ def test_messages_arrive_apart_and_in_order(ends: tuple[Channel, Channel]) -> No
 def test_a_message_may_be_of_any_length(ends: tuple[Channel, Channel], size: int) -> None:
     left, right = ends
     before = len(os.listdir("/proc/self/fd"))
-    left.send(("long", b"x" * size))
-    assert right.receive() == (("long", b"x" * size), [])
+    left.send((1, 2, "long", b"x" * size))
+    assert right.receive() == ((1, 2, "long", b"x" * size), [])
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -46,11 +49,11 @@ def test_a_message_may_be_of_any_length(ends: tuple[Channel, Channel], size: int
 def test_descriptors_travel_with_their_message(ends: tuple[Channel, Channel], text: str) -> None:
     left, right = ends
     reading, writing = os.pipe()
-    left.send((text,), [reading, writing])
+    left.send((1, 2, text), [reading, writing])
     os.close(reading)
     os.close(writing)
     message, (own_reading, own_writing) = right.receive()
-    assert message == (text,)
+    assert message == (1, 2, text)
     os.write(own_writing, b"through")
     assert os.read(own_reading, 7) == b"through"
     os.close(own_reading)
@@ -63,12 +66,12 @@ def test_a_message_with_descriptors_waits_no_longer_than_its_deadline(ends: tupl
     sent = 0
     with contextlib.suppress(TimeoutError):
         while sent < 100_000:  # the other end takes nothing
-            left.send((sent,), [reading], time.monotonic() + 0.05)
+            left.send((sent, 0), [reading], time.monotonic() + 0.05)
             sent += 1
     assert 0 < sent < 100_000
     for number in range(sent):
         message, (received,) = right.receive()
-        assert message == (number,)
+        assert message == (number, 0)
         os.close(received)
     os.close(reading)
     os.close(writing)
@@ -76,23 +79,23 @@ def test_a_message_with_descriptors_waits_no_longer_than_its_deadline(ends: tupl
 
 def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
-    left.send(("last words",))
+    left.send((1, 2, "last words"))
     left.close()
-    assert right.receive()[0] == ("last words",)
+    assert right.receive()[0] == (1, 2, "last words")
     with pytest.raises(ChannelClosedError):
         right.receive()
     with pytest.raises(ChannelClosedError):
-        right.send(("nobody hears",))
+        right.send((1, 2, "nobody hears"))
 
 
 def test_what_an_end_said_that_left_something_unread_is_received_before_the_error(
     ends: tuple[Channel, Channel],
 ) -> None:
     left, right = ends
-    right.send(("nobody reads this",))
-    left.send(("last words",))
+    right.send((1, 2, "nobody reads this"))
+    left.send((1, 2, "last words"))
     left.close()
-    assert right.receive()[0] == ("last words",)
+    assert right.receive()[0] == (1, 2, "last words")
     with pytest.raises(ChannelClosedError):
         right.receive()
 
@@ -122,7 +125,7 @@ def test_receiving_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
 def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
     def fill() -> None:
         while True:
-            ends[0].send((b"x" * 1000,), deadline=time.monotonic() + 0.01)
+            ends[0].send((1, 2, b"x" * 1000), deadline=time.monotonic() + 0.01)
 
     with pytest.raises(TimeoutError):
         fill()
@@ -131,7 +134,7 @@ def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, 
 def test_sending_ends_with_an_end_that_is_closed_meanwhile(ends: tuple[Channel, Channel]) -> None:
     def fill() -> None:
         while True:
-            ends[0].send((b"x" * 1000,), deadline=time.monotonic() + 60, while_full=ends[0].close)
+            ends[0].send((1, 2, b"x" * 1000), deadline=time.monotonic() + 60, while_full=ends[0].close)
 
     with pytest.raises(ChannelClosedError):
         fill()
@@ -141,7 +144,24 @@ def test_sending_ends_with_an_end_that_is_closed_meanwhile(ends: tuple[Channel, 
 def test_a_message_that_waits_is_seen_without_receiving_it(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     assert not right.has_message()
-    left.send((1,))
+    left.send((1, 2))
     assert right.has_message()
-    assert right.receive()[0] == (1,)
+    assert right.receive()[0] == (1, 2)
     assert not right.has_message()
+
+
+def test_a_part_that_does_not_travel_is_refused_and_nothing_is_sent(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    with pytest.raises(PlainDataError, match=r"\[1\] is a set, which does not travel"):
+        left.send((1, 2, "fine", {3}))
+    assert not right.has_message()
+
+
+def test_a_file_that_is_too_long_for_a_message_is_refused_unread(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    file = os.memfd_create("long")
+    os.truncate(file, 2**40)
+    socket.send_fds(left._socket, [b"\x00"], [file])
+    with pytest.raises(ForeignMessageError, match=f"a file of {2**40} bytes"):
+        right.receive()
+    os.close(file)

@@ -17,6 +17,7 @@ import torch
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby import cuda_memory
+from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_borrowing import CudaBorrower
@@ -345,7 +346,8 @@ def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
     made = []
     for number in range(100):
         loan = pair.lender.lend(BY_NAME["barrier"].bind((), {}))
-        server._run(number, "a method that is not there", [], {}, loan.context())
+        call = encode_call("a method that is not there", [], {}, loan.locate)
+        server._run(number, call, loan.context())
         _, outcome, *_ = ours.receive()[0]
         loan.settle(Request(number, outcome=Outcome(outcome)))
         pair.machine.current.run()
