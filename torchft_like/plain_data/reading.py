@@ -14,46 +14,19 @@ from torch import Tensor
 
 from torchft_like.dtypes import DTYPES, numpy_dtype
 from torchft_like.errors import FaultToleranceError, PlainDataError
+from torchft_like.plain_data import schema as wire
 from torchft_like.plain_data.schema import (
-    ARRAY,
-    BYTES,
-    COMPLEX,
-    COUNTER,
     DEPTH_MAX,
-    DEVICE,
-    DEVICES,
     DICT,
-    DIMENSIONS_MAX,
-    DOUBLE,
-    DTYPE,
-    EQUAL_HASHES_MAX,
     FALSE,
     FLOAT,
-    HEAD,
     INT,
     INT64,
-    LEAF_ARRAY,
-    LEAF_BYTES,
-    LEAF_BYTES_MAX,
-    LEAF_STR,
-    LEAF_TENSOR,
     LENGTH,
     LIST,
-    LONG,
-    MAGIC,
-    NO_LEAVES,
-    ORDERED_DICT,
-    SAME_TENSOR,
-    SCALAR,
-    SHARD,
     SHORT_BYTES,
     SHORT_STR,
-    SIZE,
     SMALL_INT,
-    SPEC,
-    STR,
-    TUPLE,
-    TWO_FLOATS,
     Buffer,
     Layout,
     Limits,
@@ -93,18 +66,18 @@ def foreign(error: Exception) -> PlainDataError:
 
 def _read_specs(data: bytes, limits: Limits) -> tuple[list[TensorSpec], int]:
     """The specs, and where the value begins."""
-    if len(data) < HEAD.size:
+    if len(data) < wire.HEAD.size:
         raise ValueError(f"it ends after {len(data)} bytes")
-    magic, count = HEAD.unpack_from(data)
-    if magic != MAGIC:
+    magic, count = wire.HEAD.unpack_from(data)
+    if magic != wire.MAGIC:
         raise ValueError("it does not begin like it, or is of another version")
-    if count > min(limits.leaves, len(data) // SPEC.size):
+    if count > min(limits.leaves, len(data) // wire.SPEC.size):
         raise ValueError(f"{count} tensors in {len(data)} bytes, of which at most {limits.leaves} are taken")
-    at, specs, nbytes = HEAD.size, [], 0
+    at, specs, nbytes = wire.HEAD.size, [], 0
     for _ in range(count):
-        dtype, device, dimensions = SPEC.unpack_from(data, at)
-        shape, at = _read_shape(data, at + SPEC.size, dimensions)
-        spec = TensorSpec(DTYPES[dtype], shape, DEVICES[device])
+        dtype, device, dimensions = wire.SPEC.unpack_from(data, at)
+        shape, at = _read_shape(data, at + wire.SPEC.size, dimensions)
+        spec = TensorSpec(DTYPES[dtype], shape, wire.DEVICES[device])
         nbytes += spec.nbytes
         specs.append(spec)
     if nbytes > limits.leaf_bytes:
@@ -113,10 +86,10 @@ def _read_specs(data: bytes, limits: Limits) -> tuple[list[TensorSpec], int]:
 
 
 def _read_shape(data: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...], int]:
-    if dimensions > DIMENSIONS_MAX:
+    if dimensions > wire.DIMENSIONS_MAX:
         raise ValueError(f"a shape has {dimensions} dimensions")
     shape = struct.unpack_from(f"<{dimensions}Q", data, at)
-    if (math.prod(shape) or extent(shape)) > LEAF_BYTES_MAX:
+    if (math.prod(shape) or extent(shape)) > wire.LEAF_BYTES_MAX:
         raise ValueError(f"a tensor has the shape {shape}")
     return shape, at + 8 * dimensions
 
@@ -229,8 +202,8 @@ class Structure(Reader):
 
     def __init__(self, data: bytes, schema: Schema, limits: Limits | None = None) -> None:
         super().__init__(data, schema, limits := limits or schema.limits)
-        self._start = HEAD.size
-        if not data.startswith(NO_LEAVES):
+        self._start = wire.HEAD.size
+        if not data.startswith(wire.NO_LEAVES):
             try:
                 self.specs, self._start = _read_specs(data, limits)
             except FOREIGN as error:
@@ -282,8 +255,8 @@ def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
 
 def _read_leaf_array(reader: Reader, at: int, _: int) -> tuple[np.ndarray, int]:
     spec, leaves = reader.next_spec()
-    length, dimensions, _unused = ARRAY.unpack_from(reader.data, at + 1)
-    start = at + 1 + ARRAY.size
+    length, dimensions, _unused = wire.ARRAY.unpack_from(reader.data, at + 1)
+    start = at + 1 + wire.ARRAY.size
     dtype = numpy_dtype(reader.data[start : start + length].decode("ascii"))
     shape, at = _read_shape(reader.data, start + length, dimensions)
     if math.prod(shape) * dtype.itemsize != spec.nbytes:
@@ -336,7 +309,7 @@ def _check_keys(keys: list[object], types: frozenset[type]) -> None:
     for key in keys:
         if not is_key(key, types):
             raise ValueError(f"a key is a {name_of(key)}")
-    if len(keys) > EQUAL_HASHES_MAX < len(keys) - len(set(map(hash, keys))):
+    if len(keys) > wire.EQUAL_HASHES_MAX < len(keys) - len(set(map(hash, keys))):
         raise ValueError("its keys were chosen to have equal hashes")
 
 
@@ -367,7 +340,7 @@ def _read_shard(reader: Reader, at: int, depth: int) -> tuple[Shard, int]:
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
+    if not isinstance(value, tuple) or len(value) > wire.DIMENSIONS_MAX:
         raise ValueError("a shape is no tuple, or too long")
     if not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError("a dimension is not a size")
@@ -375,7 +348,7 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
+    if not isinstance(value, tuple) or len(value) > wire.DIMENSIONS_MAX:
         raise ValueError("names or placements are no tuple, or too many")
     if not all(type(text) is str for text in value):
         raise ValueError("a name or a placement is no text")
@@ -387,27 +360,27 @@ _CONSTANTS = (None, True, False)
 
 # What becomes of the items of a container.
 _FINISH: Mapping[int, Callable[[Reader, list[object]], object]] = {
-    TUPLE: lambda _, items: tuple(items),
+    wire.TUPLE: lambda _, items: tuple(items),
     DICT: _pairs,
 }
 
 # By tag: what is read from a place on, at a depth, and where it ends.
 _READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
-    LONG: _read_long,
-    DOUBLE: lambda reader, at, _: (_float(reader.data, at)[1], at + 9),
-    STR: _read_str,
-    BYTES: lambda reader, at, _: reader.take(at),
-    LEAF_STR: lambda reader, at, _: (reader.next_data().decode("utf-8", "surrogatepass"), at + 1),
-    LEAF_BYTES: lambda reader, at, _: (reader.next_data(), at + 1),
-    LEAF_TENSOR: _read_leaf_tensor,
-    LEAF_ARRAY: _read_leaf_array,
-    SAME_TENSOR: _read_same_tensor,
-    COMPLEX: lambda reader, at, _: (complex(*TWO_FLOATS.unpack_from(reader.data, at)[1:]), at + 17),
-    SCALAR: _read_scalar,
-    DTYPE: lambda reader, at, _: (DTYPES[reader.data[at + 1]], at + 2),
-    DEVICE: _read_device,
-    SIZE: _read_size,
-    COUNTER: _read_counter,
-    ORDERED_DICT: _read_ordered_dict,
-    SHARD: _read_shard,
+    wire.LONG: _read_long,
+    wire.DOUBLE: lambda reader, at, _: (_float(reader.data, at)[1], at + 9),
+    wire.STR: _read_str,
+    wire.BYTES: lambda reader, at, _: reader.take(at),
+    wire.LEAF_STR: lambda reader, at, _: (reader.next_data().decode("utf-8", "surrogatepass"), at + 1),
+    wire.LEAF_BYTES: lambda reader, at, _: (reader.next_data(), at + 1),
+    wire.LEAF_TENSOR: _read_leaf_tensor,
+    wire.LEAF_ARRAY: _read_leaf_array,
+    wire.SAME_TENSOR: _read_same_tensor,
+    wire.COMPLEX: lambda reader, at, _: (complex(*wire.TWO_FLOATS.unpack_from(reader.data, at)[1:]), at + 17),
+    wire.SCALAR: _read_scalar,
+    wire.DTYPE: lambda reader, at, _: (DTYPES[reader.data[at + 1]], at + 2),
+    wire.DEVICE: _read_device,
+    wire.SIZE: _read_size,
+    wire.COUNTER: _read_counter,
+    wire.ORDERED_DICT: _read_ordered_dict,
+    wire.SHARD: _read_shard,
 }

@@ -9,14 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchft_like.plain_data import schema as wire
 from torchft_like.plain_data import writing
 from torchft_like.plain_data.schema import (
-    ALLOWED,
-    LEAF_STR,
-    PLAIN_KEYS,
-    SAME_TENSOR,
-    STRUCTURE_BYTES_MAX,
-    TAGS_END,
     Limits,
     Schema,
     Shard,
@@ -45,19 +40,19 @@ _WITH_LEAVES: Mapping[type, Writer] = {
 CALLS = Schema(
     writers=SIMPLE,
     other=writing.refuse,
-    keys=PLAIN_KEYS,
-    tags_end=LEAF_STR,
+    keys=wire.PLAIN_KEYS,
+    tags_end=wire.LEAF_STR,
     allowed="None, bool, int, float, str, bytes, list, tuple, dict",
-    inline_bytes_max=STRUCTURE_BYTES_MAX,
+    inline_bytes_max=wire.STRUCTURE_BYTES_MAX,
 )
 
 # What coordinators, gangs and message queues send.
 MESSAGES = Schema(
     writers=_WITH_LEAVES,
     other=writing.refuse,
-    keys=PLAIN_KEYS | {bytes, tuple},
-    tags_end=SAME_TENSOR,
-    allowed=ALLOWED,
+    keys=wire.PLAIN_KEYS | {bytes, tuple},
+    tags_end=wire.SAME_TENSOR,
+    allowed=wire.ALLOWED,
     keeps_devices=True,
 )
 
@@ -74,8 +69,8 @@ STATES = Schema(
         Shard: writing.write_shard,
     },
     other=writing.write_other_state,
-    keys=PLAIN_KEYS | {tuple},
-    tags_end=TAGS_END,
+    keys=wire.PLAIN_KEYS | {tuple},
+    tags_end=wire.TAGS_END,
     allowed=(
         "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, "
         "torch.dtype, torch.device, plain dense tensors, DTensors, numpy arrays and scalars of numbers"

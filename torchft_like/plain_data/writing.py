@@ -13,50 +13,8 @@ from torch import Tensor
 
 from torchft_like.dtypes import is_numpy_number
 from torchft_like.errors import PlainDataError, PlainTypeError
+from torchft_like.plain_data import schema as wire
 from torchft_like.plain_data.schema import (
-    ARRAY,
-    BYTES,
-    COMPLEX,
-    COUNTER,
-    DEPTH_MAX,
-    DEVICE,
-    DEVICES,
-    DICT,
-    DIMENSIONS_MAX,
-    DOUBLE,
-    DTYPE,
-    DTYPE_NUMBERS,
-    FALSE,
-    FLOAT,
-    HEAD,
-    INT,
-    INT64,
-    LEAF_ARRAY,
-    LEAF_BYTES,
-    LEAF_BYTES_MAX,
-    LEAF_STR,
-    LEAF_TENSOR,
-    LENGTH,
-    LIST,
-    LONG,
-    MAGIC,
-    NO_LEAVES,
-    NONE,
-    ORDERED_DICT,
-    SAME_TENSOR,
-    SCALAR,
-    SHARD,
-    SHORT,
-    SHORT_BYTE_STRINGS,
-    SHORT_STRS,
-    SIZE,
-    SMALL_INTS,
-    SPEC,
-    STR,
-    TAGS,
-    TRUE,
-    TUPLE,
-    TWO_FLOATS,
     Leaf,
     Schema,
     Shard,
@@ -84,24 +42,24 @@ def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
         raise unfit.error(schema.root) from None
     leaves = sheet.leaves
     if not leaves:
-        structure = NO_LEAVES + b"".join(sheet.parts)
+        structure = wire.NO_LEAVES + b"".join(sheet.parts)
     else:
         specs = [_spec_bytes(leaf, schema.keeps_devices) for leaf in leaves]
-        structure = b"".join([HEAD.pack(MAGIC, len(leaves)), *specs, *sheet.parts])
+        structure = b"".join([wire.HEAD.pack(wire.MAGIC, len(leaves)), *specs, *sheet.parts])
     require_length(len(structure), schema)
     return structure, leaves
 
 
 def list_of(encoded: Sequence[bytes]) -> bytes:
     """The bytes of a list whose items are encoded already."""
-    return LENGTH.pack(LIST, len(encoded)) + b"".join(encoded)
+    return wire.LENGTH.pack(wire.LIST, len(encoded)) + b"".join(encoded)
 
 
 def encoded_bytes(data: bytes) -> bytes:
     """The same as `encode([data])`, in a fraction of the time."""
     if len(data) < 256:
-        return SHORT_BYTE_STRINGS[len(data)] + data
-    return LENGTH.pack(BYTES, len(data)) + data
+        return wire.SHORT_BYTE_STRINGS[len(data)] + data
+    return wire.LENGTH.pack(wire.BYTES, len(data)) + data
 
 
 class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encode`
@@ -171,26 +129,26 @@ class Sheet:
     def put_data(self, tag: int, data: bytes) -> None:
         """A tag, a length and so many bytes."""
         self.claim(len(data))
-        self.put(LENGTH.pack(tag, len(data)))
+        self.put(wire.LENGTH.pack(tag, len(data)))
         self.put(data)
 
     def put_leaf(self, tag: int, leaf: Leaf) -> None:
         """A tag, and a leaf beside the structure."""
         if len(self.leaves) == self.schema.limits.leaves:
             raise Unfit(f"is one tensor too many: {self.schema.limits.leaves} travel at a time")
-        self.put(TAGS[tag])
+        self.put(wire.TAGS[tag])
         self.leaves.append(leaf)
 
     def open(self, tag: int, count: int, depth: int) -> None:
         """A container of so many items, which follow."""
-        if depth == DEPTH_MAX:
-            raise Unfit(f"is nested deeper than {DEPTH_MAX} levels, or contains itself")
+        if depth == wire.DEPTH_MAX:
+            raise Unfit(f"is nested deeper than {wire.DEPTH_MAX} levels, or contains itself")
         self.values_left -= count
         if self.values_left < 0:
             raise Unfit(
                 f"is what makes it more than {self.schema.limits.values} values: put numbers into an array"
             )
-        self.put(LENGTH.pack(tag, count))
+        self.put(wire.LENGTH.pack(tag, count))
 
     def number_of(self, mesh: object) -> int:
         """The mesh's number among those that occur in the value."""
@@ -206,51 +164,51 @@ def refuse(value: object, sheet: Sheet, _: int) -> None:
 
 
 def write_none(_: None, sheet: Sheet, __: int) -> None:
-    sheet.put(TAGS[NONE])
+    sheet.put(wire.TAGS[wire.NONE])
 
 
 def write_bool(value: bool, sheet: Sheet, _: int) -> None:
-    sheet.put(TAGS[TRUE if value else FALSE])
+    sheet.put(wire.TAGS[wire.TRUE if value else wire.FALSE])
 
 
 def write_int(value: int, sheet: Sheet, _: int) -> None:
     if 0 <= value < 256:
-        sheet.put(SMALL_INTS[value])
+        sheet.put(wire.SMALL_INTS[value])
     elif -(2**63) <= value < 2**63:
-        sheet.put(INT.pack(INT64, value))
+        sheet.put(wire.INT.pack(wire.INT64, value))
     else:
-        sheet.put_data(LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        sheet.put_data(wire.LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
 def write_float(value: float, sheet: Sheet, _: int) -> None:
-    sheet.put(FLOAT.pack(DOUBLE, value))
+    sheet.put(wire.FLOAT.pack(wire.DOUBLE, value))
 
 
 def write_complex(value: complex, sheet: Sheet, _: int) -> None:
-    sheet.put(TWO_FLOATS.pack(COMPLEX, value.real, value.imag))
+    sheet.put(wire.TWO_FLOATS.pack(wire.COMPLEX, value.real, value.imag))
 
 
 def write_str(value: str, sheet: Sheet, _: int) -> None:
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256:
         sheet.claim(len(data))
-        sheet.put(SHORT_STRS[len(data)] + data)
+        sheet.put(wire.SHORT_STRS[len(data)] + data)
     elif len(data) > sheet.schema.inline_bytes_max:
-        sheet.put_leaf(LEAF_STR, data)
+        sheet.put_leaf(wire.LEAF_STR, data)
     else:
-        sheet.put_data(STR, data)
+        sheet.put_data(wire.STR, data)
 
 
 def write_bytes(value: bytes, sheet: Sheet, _: int) -> None:
     if len(value) > sheet.schema.inline_bytes_max:
-        sheet.put_leaf(LEAF_BYTES, value)
+        sheet.put_leaf(wire.LEAF_BYTES, value)
     else:
         sheet.claim(len(value))
         sheet.put(encoded_bytes(value))
 
 
 def write_items(items: list[object] | tuple[object, ...], sheet: Sheet, depth: int) -> None:
-    sheet.open(LIST if isinstance(items, list) else TUPLE, len(items), depth)
+    sheet.open(wire.LIST if isinstance(items, list) else wire.TUPLE, len(items), depth)
     writers, other, depth = sheet.writers, sheet.schema.other, depth + 1
     index = 0
     try:
@@ -261,18 +219,18 @@ def write_items(items: list[object] | tuple[object, ...], sheet: Sheet, depth: i
 
 
 def write_dict(value: dict[object, object], sheet: Sheet, depth: int) -> None:
-    sheet.open(DICT, len(value), depth)
+    sheet.open(wire.DICT, len(value), depth)
     _write_pairs(value, sheet, depth + 1)
 
 
 def write_counter(value: dict[object, object], sheet: Sheet, depth: int) -> None:
-    sheet.open(COUNTER, len(value), depth)
+    sheet.open(wire.COUNTER, len(value), depth)
     _write_pairs(value, sheet, depth + 1)
 
 
 def write_ordered_dict(value: OrderedDict[object, object], sheet: Sheet, depth: int) -> None:
     """After its pairs come the versions that `Module.state_dict()` hangs on it."""
-    sheet.open(ORDERED_DICT, len(value), depth)
+    sheet.open(wire.ORDERED_DICT, len(value), depth)
     _write_pairs(value, sheet, depth + 1)
     try:
         sheet.write(getattr(value, "_metadata", None), depth + 1)
@@ -307,26 +265,26 @@ def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
     if value.layout is not torch.strided or value.is_quantized:
         raise UnfitType(f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`")
     keeps_devices = sheet.schema.keeps_devices
-    if value.is_meta or (keeps_devices and value.device.type not in DEVICES):
+    if value.is_meta or (keeps_devices and value.device.type not in wire.DEVICES):
         raise UnfitType(f"is a tensor on {value.device}, which does not travel; pass `.cpu()`")
-    if value.dtype not in DTYPE_NUMBERS:
+    if value.dtype not in wire.DTYPE_NUMBERS:
         raise UnfitType(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
-    if value.dim() > DIMENSIONS_MAX:
-        raise Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
+    if value.dim() > wire.DIMENSIONS_MAX:
+        raise Unfit(f"has {value.dim()} dimensions, and {wire.DIMENSIONS_MAX} travel; pass `.flatten()`")
     if not value.numel():
         _require_readable(value.shape)
     elif sheet.schema.joins_views:
         view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         before = sheet.views.setdefault((*view, value.is_conj(), value.is_neg()), len(sheet.leaves))
         if before != len(sheet.leaves):
-            sheet.put(LENGTH.pack(SAME_TENSOR, before))
+            sheet.put(wire.LENGTH.pack(wire.SAME_TENSOR, before))
             return
-    sheet.put_leaf(LEAF_TENSOR, value.detach())
+    sheet.put_leaf(wire.LEAF_TENSOR, value.detach())
 
 
 def write_shard(value: Shard, sheet: Sheet, depth: int) -> None:
     layout = value.layout
-    sheet.open(SHARD, 6, depth)
+    sheet.open(wire.SHARD, 6, depth)
     sheet.write(value.local, depth + 1)
     for form in (value.mesh, layout.shape, layout.mesh_shape, layout.mesh_names, layout.placements):
         sheet.write(form, depth + 1)
@@ -336,13 +294,13 @@ def write_array(value: np.ndarray, sheet: Sheet, _: int) -> None:
     code = _number_code(value)
     if not value.size:
         _require_readable(value.shape)
-    sheet.put_leaf(LEAF_ARRAY, np.ascontiguousarray(value))
-    sheet.put(ARRAY.pack(len(code), value.ndim, 0) + code + struct.pack(f"<{value.ndim}Q", *value.shape))
+    sheet.put_leaf(wire.LEAF_ARRAY, np.ascontiguousarray(value))
+    sheet.put(wire.ARRAY.pack(len(code), value.ndim, 0) + code + struct.pack(f"<{value.ndim}Q", *value.shape))
 
 
 def _write_scalar(value: np.generic, sheet: Sheet, _: int) -> None:
     code = _number_code(value)
-    sheet.put(SHORT.pack(SCALAR, len(code)) + code + value.tobytes())
+    sheet.put(wire.SHORT.pack(wire.SCALAR, len(code)) + code + value.tobytes())
 
 
 def _number_code(value: np.ndarray | np.generic) -> bytes:
@@ -354,19 +312,19 @@ def _number_code(value: np.ndarray | np.generic) -> bytes:
 
 
 def write_dtype(value: torch.dtype, sheet: Sheet, _: int) -> None:
-    if value not in DTYPE_NUMBERS:
+    if value not in wire.DTYPE_NUMBERS:
         raise UnfitType(f"is dtype {value}, which does not travel")
-    sheet.put(SHORT.pack(DTYPE, DTYPE_NUMBERS[value]))
+    sheet.put(wire.SHORT.pack(wire.DTYPE, wire.DTYPE_NUMBERS[value]))
 
 
 def write_device(value: torch.device, sheet: Sheet, _: int) -> None:
-    sheet.put_data(DEVICE, str(value).encode())
+    sheet.put_data(wire.DEVICE, str(value).encode())
 
 
 def write_size(value: torch.Size, sheet: Sheet, _: int) -> None:
-    if len(value) > DIMENSIONS_MAX:
-        raise Unfit(f"has {len(value)} dimensions, and {DIMENSIONS_MAX} travel; pass a `tuple(...)`")
-    sheet.put(SHORT.pack(SIZE, len(value)) + struct.pack(f"<{len(value)}Q", *value))
+    if len(value) > wire.DIMENSIONS_MAX:
+        raise Unfit(f"has {len(value)} dimensions, and {wire.DIMENSIONS_MAX} travel; pass a `tuple(...)`")
+    sheet.put(wire.SHORT.pack(wire.SIZE, len(value)) + struct.pack(f"<{len(value)}Q", *value))
 
 
 def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
@@ -377,7 +335,7 @@ def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
 
 
 def _require_readable(shape: Sequence[int]) -> None:
-    if extent(shape) > LEAF_BYTES_MAX:
+    if extent(shape) > wire.LEAF_BYTES_MAX:
         raise Unfit(f"is empty and has the shape {tuple(shape)}, which does not travel; pass `.flatten()`")
 
 
@@ -416,8 +374,8 @@ def _cure(value: object) -> str:
 
 def _spec_bytes(leaf: Leaf, keeps_devices: bool) -> bytes:
     if isinstance(leaf, Tensor):
-        device = DEVICES.index(leaf.device.type) if keeps_devices else 0
+        device = wire.DEVICES.index(leaf.device.type) if keeps_devices else 0
         dimensions = leaf.dim()
-        head = SPEC.pack(DTYPE_NUMBERS[leaf.dtype], device, dimensions)
+        head = wire.SPEC.pack(wire.DTYPE_NUMBERS[leaf.dtype], device, dimensions)
         return head + struct.pack(f"<{dimensions}Q", *leaf.shape)
-    return SPEC.pack(DTYPE_NUMBERS[torch.uint8], 0, 1) + struct.pack("<Q", nbytes_of(leaf))
+    return wire.SPEC.pack(wire.DTYPE_NUMBERS[torch.uint8], 0, 1) + struct.pack("<Q", nbytes_of(leaf))
