@@ -79,4 +79,5 @@ _DIGESTED = Schema(
     root="the state",
     limits=Limits(2**62, 2**62, 2**62, 2**62),
     inline_bytes_max=2**32 - 1,
+    type_error=TypeError,
 )

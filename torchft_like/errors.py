@@ -35,7 +35,6 @@ __all__ = [
     "NotSupportedError",
     "PeerLostError",
     "PlainDataError",
-    "PlainTypeError",
     "ProcessGroupAbortedError",
     "ProcessGroupError",
     "ProcessGroupNotConfiguredError",
@@ -288,10 +287,6 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 class PlainDataError(ValueError):
     """A value is none that travels, or what came is none; names the part, its type and what to pass."""
-
-
-class PlainTypeError(PlainDataError, TypeError):
-    """A part of a value is of a type that does not travel; names the part, its type and what to pass."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

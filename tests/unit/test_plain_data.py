@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchft_like.dtypes import DTYPES
-from torchft_like.errors import PlainDataError, PlainTypeError
+from torchft_like.errors import PlainDataError
 from torchft_like.plain_data import (
     STATES,
     assemble,
@@ -275,12 +275,6 @@ def test_a_message_may_not_bring_what_only_states_hold(value: object) -> None:
     structure, _ = write([value], STATES)
     with pytest.raises(PlainDataError, match="does not belong there"):
         assemble(structure, [])
-
-
-def test_what_is_of_a_wrong_type_is_a_type_error_too() -> None:
-    with pytest.raises(TypeError):
-        disassemble([{1}])
-    assert issubclass(PlainTypeError, PlainDataError)
 
 
 def test_another_version_is_refused_by_its_first_bytes() -> None:

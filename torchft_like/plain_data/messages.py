@@ -76,7 +76,7 @@ def encode(values: Sequence[object]) -> bytes:
         for index, value in enumerate(values):  # noqa: B007 - the handler below reads it
             sheet.write(value, 0)
     except Unfit as unfit:
-        raise unfit.within(index).error(CALLS.root) from None
+        raise unfit.within(index).error(CALLS) from None
     data = b"".join(sheet.parts)
     require_length(len(data), CALLS)
     return data

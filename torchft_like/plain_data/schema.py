@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.dtypes import DTYPES
+from torchft_like.errors import PlainDataError
 
 ALLOWED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, dense torch tensors, numpy arrays of numbers"
@@ -61,6 +62,7 @@ class Schema:
         limits: of the sender, and of a receiver that does not know better.
         inline_bytes_max: bytes and texts up to this length stand in the structure.
         keeps_devices: a tensor arrives on the type of device that it was sent from; else on the CPU.
+        type_error: what is raised for a type that does not travel.
         joins_views: equal views of one memory are one memory again.
     """
 
@@ -73,6 +75,7 @@ class Schema:
     limits: Limits = Limits()
     inline_bytes_max: int = INLINE_BYTES_MAX
     keeps_devices: bool = False
+    type_error: type[Exception] = PlainDataError
     joins_views: bool = False
 
 

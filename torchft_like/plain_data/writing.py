@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.dtypes import is_numpy_number
-from torchft_like.errors import PlainDataError, PlainTypeError
+from torchft_like.errors import PlainDataError
 from torchft_like.plain_data import schema as wire
 from torchft_like.plain_data.schema import (
     Leaf,
@@ -32,14 +32,14 @@ def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
     """The structure of a value, and its leaves as they lie: tensors may be views, on any device.
 
     Raises:
-        PlainTypeError: a part of the value is of a type that does not travel; names the part and its type.
-        PlainDataError: the value contains itself, or is too large.
+        PlainDataError: a part of the value is of a type that does not travel, it contains itself, or it is
+            too large; names the part. A schema may have another error for types.
     """
     sheet = Sheet(schema)
     try:
         sheet.write(value, 0)
     except Unfit as unfit:
-        raise unfit.error(schema.root) from None
+        raise unfit.error(schema) from None
     leaves = sheet.leaves
     if not leaves:
         structure = wire.NO_LEAVES + b"".join(sheet.parts)
@@ -65,8 +65,6 @@ def encoded_bytes(data: bytes) -> bytes:
 class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encode`
     """A value that does not travel; containers add their keys on the way up."""
 
-    kind: type[PlainDataError] = PlainDataError
-
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.problem = problem
@@ -77,15 +75,14 @@ class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encod
         self.path.append(key)
         return self
 
-    def error(self, root: str) -> PlainDataError:
+    def error(self, schema: Schema) -> Exception:
         """The error for the caller."""
-        return self.kind(f"{shown(self.path[::-1], root)} {self.problem}")
+        kind = schema.type_error if isinstance(self, UnfitType) else PlainDataError
+        return kind(f"{shown(self.path[::-1], schema.root)} {self.problem}")
 
 
 class UnfitType(Unfit):
     """A value of a type that does not travel."""
-
-    kind = PlainTypeError
 
 
 class Sheet:
