@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FUNCTION_LINES_MAX = 70
-MODULE_LINES_MAX = 500
 PARAMETERS_MAX = 7
 
 FOLDERS = ("lighthouse", "torchft_like", "examples", "benchmarks", "tests", "tools")
@@ -115,70 +114,90 @@ def parameter_count(function: Function) -> int:
     return len([name for name in names if name not in ("self", "cls")])
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_function_is_longer_than_a_screen(path: Path) -> None:
-    lengths = {name: (f.end_lineno or f.lineno) - f.lineno + 1 for name, f in functions(parse(path))}
-    assert {name: length for name, length in lengths.items() if length > FUNCTION_LINES_MAX} == {}
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_module_is_two_modules(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MODULE_LINES_MAX
-
-
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_no_function_wants_an_object_instead_of_its_arguments(path: Path) -> None:
-    crowded = {
-        f"{name_of(path)}:{name}": parameter_count(function)
+def test_functions_fit_a_screen() -> None:
+    forbid(
+        f"{name_of(path)}:{function.lineno} {name} has {length} lines, {FUNCTION_LINES_MAX} at most"
+        for path in FILES
         for name, function in functions(parse(path))
-        if parameter_count(function) > PARAMETERS_MAX and f"*.{function.name}" not in MANY_PARAMETERS
-    }
-    assert {name: count for name, count in crowded.items() if name not in MANY_PARAMETERS} == {}
+        if (length := (function.end_lineno or function.lineno) - function.lineno + 1) > FUNCTION_LINES_MAX
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(parse(path)) or not path.read_text().strip()
+def test_no_function_wants_an_object_instead_of_its_arguments() -> None:
+    forbid(
+        f"{name_of(path)}:{function.lineno} {name} has {count} parameters, {PARAMETERS_MAX} at most"
+        for path in LIBRARY
+        for name, function in functions(parse(path))
+        if (count := parameter_count(function)) > PARAMETERS_MAX
+        if not {f"*.{function.name}", f"{name_of(path)}:{name}"} & set(MANY_PARAMETERS)
+    )
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_libraries_import_only_what_their_place_allows(path: Path) -> None:
-    found = set(imports(path))
-    for folder, forbidden in FORBIDDEN_IMPORTS.items():
-        if path.is_relative_to(ROOT / folder):
-            assert [module for module in found if within(module, forbidden)] == []
+def test_every_module_says_what_it_is() -> None:
+    forbid(
+        f"{name_of(path)} has no docstring"
+        for path in FILES
+        if not ast.get_docstring(parse(path)) and path.read_text().strip()
+    )
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_pure_cores_know_the_standard_library_and_each_other(core: str) -> None:
+def test_libraries_import_only_what_their_place_allows() -> None:
+    forbid(
+        f"{name_of(path)} imports {module}, which nothing in {folder or 'the library'} may"
+        for path in LIBRARY
+        for folder, forbidden in FORBIDDEN_IMPORTS.items()
+        if path.is_relative_to(ROOT / folder)
+        for module in sorted(set(imports(path)))
+        if within(module, forbidden)
+    )
+
+
+def test_pure_cores_know_the_standard_library_and_each_other() -> None:
     others = tuple(other.removesuffix(".py").replace("/", ".") for other in CORES)
-    for module in set(imports(ROOT / core)) - {"torchft_like.manager"}:
-        assert within(module, others) or module.split(".")[0] in sys.stdlib_module_names, module
-        assert not within(module, IMPURE), module
+    forbid(
+        f"{core}, a pure core, imports {module}"
+        for core in CORES
+        for module in sorted(set(imports(ROOT / core)) - {"torchft_like.manager"})
+        if within(module, IMPURE)
+        or not (within(module, others) or module.split(".")[0] in sys.stdlib_module_names)
+    )
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_libraries_hold_no_mocks_and_never_print(path: Path) -> None:
-    assert [module for module in imports(path) if within(module, ("unittest", "pytest", "tests"))] == []
-    if path.stem in ("cli", "__main__"):
-        return
-    calls = [node.func for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
-    assert [call.lineno for call in calls if isinstance(call, ast.Name) and call.id == "print"] == []
+def test_libraries_hold_no_mocks() -> None:
+    forbid(
+        f"{name_of(path)} imports {module}"
+        for path in LIBRARY
+        for module in imports(path)
+        if within(module, ("unittest", "pytest", "tests"))
+    )
+
+
+def test_libraries_never_print() -> None:
+    forbid(
+        f"{name_of(path)}:{node.lineno} prints"
+        for path in LIBRARY
+        if path.stem not in ("cli", "__main__")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    )
 
 
 def test_no_exception_is_swallowed_without_a_word() -> None:
-    """`except Exception: pass`, or a bare `except`, anywhere."""
-    found = [
-        f"{name_of(path)}:{node.lineno}"
+    """Neither by `except Exception: pass` nor by a bare `except`."""
+    forbid(
+        f"{name_of(path)}:{node.lineno} swallows every exception"
         for path in FILES
         for node in ast.walk(parse(path))
         if isinstance(node, ast.ExceptHandler)
-        and (
-            node.type is None
-            or (ast.unparse(node.type) in ("Exception", "BaseException") and is_empty(node.body))
-        )
-    ]
-    assert found == []
+        if node.type is None
+        or (ast.unparse(node.type) in ("Exception", "BaseException") and is_empty(node.body))
+    )
+
+
+def forbid(offences: Iterable[str]) -> None:
+    """Fail the test with all offences in one message, if there are any."""
+    if found := list(offences):
+        pytest.fail("\n".join(found), pytrace=False)
 
 
 def is_empty(body: list[ast.stmt]) -> bool:
