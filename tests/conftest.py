@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from tests.warm import WarmProcess
-from torchft_like.chaos.processes import is_in_session, wait_ended
+from torchft_like.testing.processes import is_in_session, wait_ended
 
 ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0

@@ -24,7 +24,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tests.warm import end_with
-from torchft_like.chaos.processes import is_in_session, wait_ended
+from torchft_like.testing.processes import is_in_session, wait_ended
 
 POLL_S = 0.02
 ENDING_S_MAX = 20.0

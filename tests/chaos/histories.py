@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchft_like.chaos.engine import Run
-from torchft_like.chaos.evidence import Injection, Job, judge
-from torchft_like.chaos.invariants import Commit
-from torchft_like.chaos.job import JobSettings
-from torchft_like.chaos.log import Log
+from torchft_like.testing.chaos.engine import Run
+from torchft_like.testing.chaos.evidence import Injection, Job, judge
+from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.invariants import Commit
+from torchft_like.testing.log import Log
 
 NAMES = ("r0", "r1", "r2")
 MEMBERS = frozenset(f"{name}:1" for name in NAMES)

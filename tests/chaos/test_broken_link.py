@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos.invariants import violations
-from torchft_like.chaos.job import LIGHTHOUSE, ChaosJob, JobSettings
-from torchft_like.chaos.journal import Record
-from torchft_like.chaos.log import name_of
-from torchft_like.chaos.network import Network, Rules, why_unavailable
-from torchft_like.chaos.orders import Training
+from torchft_like.testing.chaos.job import LIGHTHOUSE, ChaosJob, JobSettings
+from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
+from torchft_like.testing.chaos.orders import Training
+from torchft_like.testing.invariants import violations
+from torchft_like.testing.journal import Record
+from torchft_like.testing.log import name_of
 
 pytestmark = [
     pytest.mark.integration,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos.engine import Engine, features
-from torchft_like.chaos.job import JobSettings
-from torchft_like.chaos.report import make_report
-from torchft_like.chaos.schedule import draw
+from torchft_like.testing.chaos.engine import Engine, features
+from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.report import make_report
+from torchft_like.testing.chaos.schedule import draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
-IN_WORKERS = 'import sys\nif "torchft_like.chaos.worker" in sys.orig_argv:\n'
+IN_WORKERS = 'import sys\nif "torchft_like.testing.chaos.worker" in sys.orig_argv:\n'
 WRONG_AVERAGE = """
     from torchft_like.manager.managed_work import ManagedWork
     divide = ManagedWork._divide

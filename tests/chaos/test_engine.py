@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos import engine
-from torchft_like.chaos.engine import Engine, Run, features
-from torchft_like.chaos.evidence import Injection, Outcome
-from torchft_like.chaos.injectors import Injected, Target, inject
-from torchft_like.chaos.job import ChaosJob, JobSettings, Rank
-from torchft_like.chaos.journal import Journal, JournalTail
-from torchft_like.chaos.report import hangs, make_report
-from torchft_like.chaos.schedule import Planned
+from torchft_like.testing.chaos import engine
+from torchft_like.testing.chaos.engine import Engine, Run, features
+from torchft_like.testing.chaos.evidence import Injection, Outcome
+from torchft_like.testing.chaos.injectors import Injected, Target, inject
+from torchft_like.testing.chaos.job import ChaosJob, JobSettings, Rank
+from torchft_like.testing.chaos.report import hangs, make_report
+from torchft_like.testing.chaos.schedule import Planned
+from torchft_like.testing.journal import Journal, JournalTail
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMIT_S = 40.0
@@ -81,7 +81,7 @@ def test_a_job_that_trains_on_passes_without_faults(tmp_path: Path) -> None:
 def test_a_job_that_stops_committing_hangs_though_no_fault_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_like.chaos.engine.WHOLE_S_MAX", 1.0)
+    monkeypatch.setattr("torchft_like.testing.chaos.engine.WHOLE_S_MAX", 1.0)
     [hang] = hangs(run(tmp_path, "stalls"))
     assert "no step of all" in hang
 

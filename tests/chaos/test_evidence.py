@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.histories import JOB, Story, killed_and_back
-from torchft_like.chaos.engine import features, usable
-from torchft_like.chaos.evidence import FELT, Injection, judge
-from torchft_like.chaos.injectors import INJECTORS
-from torchft_like.chaos.job import JobSettings
-from torchft_like.chaos.schedule import KINDS
+from torchft_like.testing.chaos.engine import features, usable
+from torchft_like.testing.chaos.evidence import FELT, Injection, judge
+from torchft_like.testing.chaos.injectors import INJECTORS
+from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.schedule import KINDS
 
 
 def injection_of(story: Story, kind: str, *victims: str, **details: float | str) -> Injection:

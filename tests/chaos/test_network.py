@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchft_like.chaos.network import Network, Rules, why_unavailable
+from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
 
 pytestmark = [
     pytest.mark.integration,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos.engine import Engine, Run, features, usable
-from torchft_like.chaos.job import JobSettings
-from torchft_like.chaos.network import why_unavailable
-from torchft_like.chaos.report import make_report
-from torchft_like.chaos.schedule import draw
+from torchft_like.testing.chaos.engine import Engine, Run, features, usable
+from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.network import why_unavailable
+from torchft_like.testing.chaos.report import make_report
+from torchft_like.testing.chaos.schedule import draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"

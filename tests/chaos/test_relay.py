@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchft_like.chaos.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
 ANSWER = bytes(range(256)) * 1024
 LIMIT_S = 20.0

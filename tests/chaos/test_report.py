@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.histories import Story, diverged, killed_and_back, run_of
-from torchft_like.chaos.engine import Run
-from torchft_like.chaos.evidence import Injection
-from torchft_like.chaos.job import JobSettings
-from torchft_like.chaos.plot import plot
-from torchft_like.chaos.report import Report, make_report, measure, percentiles
-from torchft_like.chaos.resources import growth
+from torchft_like.testing.chaos.engine import Run
+from torchft_like.testing.chaos.evidence import Injection
+from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.plot import plot
+from torchft_like.testing.chaos.report import Report, make_report, measure, percentiles
+from torchft_like.testing.chaos.resources import growth
 
 
 def report_of(run: Run, baseline: Run | None = None) -> Report:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.chaos.campaign import FAILED, WRONG_ARGUMENT
-from torchft_like.chaos.cli import main
-from torchft_like.chaos.schedule import KINDS, draw
+from torchft_like.testing.chaos.campaign import FAILED, WRONG_ARGUMENT
+from torchft_like.testing.chaos.cli import main
+from torchft_like.testing.chaos.schedule import KINDS, draw
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
@@ -102,7 +102,7 @@ def test_a_job_that_does_not_even_start_has_failed_and_its_logs_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torchft_like.chaos.engine.FIRST_STEP_S_MAX", 0.5)
+    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 0.5)
     command = f"{sys.executable} -c 'print(\"nothing to do\"); input()'"
     assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command]) == FAILED
     said = capsys.readouterr().err

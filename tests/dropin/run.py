@@ -27,7 +27,7 @@ from tests.dropin.environments import make_data, python_for, sources
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
 from tests.dropin.scripts import Script
 from tools.environments import UnavailableError
-from torchft_like.chaos.processes import wait_ended
+from torchft_like.testing.processes import wait_ended
 
 T = TypeVar("T")
 STAGE = Path(__file__).with_name("stage")

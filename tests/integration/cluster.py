@@ -24,9 +24,9 @@ from tests.conftest import RunningProcess
 from tests.integration.options import WorkerOptions
 from tests.one_gpu import host_of_its_own
 from tests.warm import WarmProcess
-from torchft_like.chaos.invariants import Commit, Heal, History, Process, progress, violations
-from torchft_like.chaos.journal import JournalReader, Record
-from torchft_like.chaos.log import refusals, sightings
+from torchft_like.testing.invariants import Commit, Heal, History, Process, progress, violations
+from torchft_like.testing.journal import JournalReader, Record
+from torchft_like.testing.log import refusals, sightings
 
 LOOPBACK = "127.0.0.1"
 

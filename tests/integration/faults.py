@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchft_like.chaos.journal import Journal
+from torchft_like.testing.journal import Journal
 
 ACTS = ("kill", "stop", "hang", "flip-parameter", "flip-optimizer", "flip-ballast")
 PLACES = (

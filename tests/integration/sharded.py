@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.integration.options import WorkerOptions
 from torchft_like import Manager
-from torchft_like.chaos.invariants import Commit
-from torchft_like.chaos.journal import Journal
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas
+from torchft_like.testing.invariants import Commit
+from torchft_like.testing.journal import Journal
 
 # How a network is sharded and its gradients are averaged.
 WAYS = (

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, WAIT_LIMIT_S, Processes, RunningProcess
-from torchft_like.chaos.processes import wait_ended
+from torchft_like.testing.processes import wait_ended
 
 pytestmark = pytest.mark.integration
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.cluster import Cluster
 from tests.integration.faults import Fault
-from torchft_like.chaos.journal import Journal, JournalReader
+from torchft_like.testing.journal import Journal, JournalReader
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_like.chaos.invariants import Commit, Heal, History, Refusal, Sighting, progress, violations
+from torchft_like.testing.invariants import Commit, Heal, History, Refusal, Sighting, progress, violations
 
 NAMES = ("a", "b", "c")
 

@@ -36,12 +36,12 @@ from torchft_like import (
     ProcessGroupWrapper,
     WorldSizeMode,
 )
-from torchft_like.chaos.journal import Journal
-from torchft_like.chaos.relay import Filter, Relay, at
-from torchft_like.chaos.witness import Witness
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.testing.journal import Journal
+from torchft_like.testing.relay import Filter, Relay, at
+from torchft_like.testing.witness import Witness
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
 NATIVE_WORLD = 8

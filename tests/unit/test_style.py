@@ -21,6 +21,8 @@ FILES = sorted(
 )
 LIBRARY = [path for path in FILES if path.parts[len(ROOT.parts)] in ("lighthouse", "torchft_like")]
 
+KIT = (ROOT / "torchft_like" / "testing", ROOT / "torchft_like" / "chaos.py")
+
 # Functions with more parameters than `PARAMETERS_MAX`, and why.
 MANY_PARAMETERS = {
     "torchft_like/manager/manager.py:Manager.__init__": "torchft's signature",
@@ -149,6 +151,16 @@ def test_libraries_import_only_what_their_place_allows() -> None:
         if path.is_relative_to(ROOT / folder)
         for module in sorted(set(imports(path)))
         if within(module, forbidden)
+    )
+
+
+def test_the_library_knows_nothing_of_its_testing_kit() -> None:
+    forbid(
+        f"{name_of(path)} imports {module}"
+        for path in LIBRARY
+        if not any(path.is_relative_to(part) for part in KIT)
+        for module in imports(path)
+        if within(module, ("torchft_like.testing", "torchft_like.chaos", "psutil"))
     )
 
 

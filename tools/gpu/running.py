@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.gpu.figures import VARIABLE, read_figures
 from tools.gpu.plan import Probe
-from torchft_like.chaos.processes import Child
+from torchft_like.testing.processes import Child
 
 TAIL_LINES = 25
 LINE_MAX = 240

@@ -13,7 +13,6 @@ import zmq
 
 from lighthouse.address import LOOPBACK
 from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
-from torchft_like.chaos.relay import Relay
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.handle import RemoteHandle
@@ -29,6 +28,7 @@ from torchft_like.message_queue.remote_audience import (
 )
 from torchft_like.message_queue.remote_reader import RemoteReader
 from torchft_like.plain_data import disassemble, dissect
+from torchft_like.testing.relay import Relay
 
 
 @contextlib.contextmanager

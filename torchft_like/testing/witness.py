@@ -10,8 +10,8 @@ from torch.distributed import ReduceOp
 
 from lighthouse.events import Event
 from torchft_like import Manager
-from torchft_like.chaos.invariants import QUORUMS_TOLD_APART
-from torchft_like.chaos.journal import Journal
+from torchft_like.testing.invariants import QUORUMS_TOLD_APART
+from torchft_like.testing.journal import Journal
 
 
 class Witness:

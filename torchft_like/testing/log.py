@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torchft_like.chaos.invariants import Commit, Heal, History, Process, Refusal, Sighting
-from torchft_like.chaos.journal import Record
+from torchft_like.testing.invariants import Commit, Heal, History, Process, Refusal, Sighting
+from torchft_like.testing.journal import Record
 
 # Records of several processes come in as they are read: this far from the order of their times.
 DISORDER_S = 2.0

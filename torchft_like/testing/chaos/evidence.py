@@ -15,9 +15,9 @@ from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
-from torchft_like.chaos.invariants import Commit, Process
-from torchft_like.chaos.journal import Record
-from torchft_like.chaos.log import Log, name_of, rank_of
+from torchft_like.testing.invariants import Commit, Process
+from torchft_like.testing.journal import Record
+from torchft_like.testing.log import Log, name_of, rank_of
 
 COMPARED_S = 3.0
 RECOVERY_S_MAX = 20.0

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchft_like.chaos.engine import Run
-from torchft_like.chaos.invariants import INVARIANTS
-from torchft_like.chaos.log import Log
+from torchft_like.testing.chaos.engine import Run
+from torchft_like.testing.invariants import INVARIANTS
+from torchft_like.testing.log import Log
 
 PERCENTILES = (50, 90, 99, 100)
 BIN_S = 5.0

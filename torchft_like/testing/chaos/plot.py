@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchft_like.chaos.report import BIN_S, Report
+from torchft_like.testing.chaos.report import BIN_S, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,12 +33,12 @@ from torchft_like import (
     ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
-from torchft_like.chaos.journal import Journal
-from torchft_like.chaos.orders import Order
-from torchft_like.chaos.relay import Filter, Relay, at, cut, flip_bit
-from torchft_like.chaos.witness import Witness
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.testing.chaos.orders import Order
+from torchft_like.testing.journal import Journal
+from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.testing.witness import Witness
 
 # Where in an answer a fault strikes: behind the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lighthouse import __version__
-from torchft_like.chaos.orders import NAMING, Training
-from torchft_like.chaos.schedule import KINDS
+from torchft_like.testing.chaos.orders import NAMING, Training
+from torchft_like.testing.chaos.schedule import KINDS
 
 NOT_INSTALLED = 2
 REPLICAS_MAX = 40  # each has a bit of the ledger
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     options = _parse(argv)
     try:
-        from torchft_like.chaos import campaign  # noqa: PLC0415 - --help does without
+        from torchft_like.testing.chaos import campaign  # noqa: PLC0415 - --help does without
     except ModuleNotFoundError as error:
         if error.name != "psutil":
             raise

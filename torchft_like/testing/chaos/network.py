@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torchft_like.chaos.processes import Child, run_tool
+from torchft_like.testing.processes import Child, run_tool
 
 TUN = "/dev/net/tun"
 PACKET_BYTES_MAX = 65536

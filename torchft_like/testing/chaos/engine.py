@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchft_like.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
-from torchft_like.chaos.injectors import SmallDisk, Target, clear_triggers, inject
-from torchft_like.chaos.job import LIGHTHOUSE, ChaosJob, JobError, JobSettings
-from torchft_like.chaos.log import Log
-from torchft_like.chaos.network import Network, why_unavailable
-from torchft_like.chaos.resources import Watch
-from torchft_like.chaos.schedule import KINDS, Planned
+from torchft_like.testing.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
+from torchft_like.testing.chaos.injectors import SmallDisk, Target, clear_triggers, inject
+from torchft_like.testing.chaos.job import LIGHTHOUSE, ChaosJob, JobError, JobSettings
+from torchft_like.testing.chaos.network import Network, why_unavailable
+from torchft_like.testing.chaos.resources import Watch
+from torchft_like.testing.chaos.schedule import KINDS, Planned
+from torchft_like.testing.log import Log
 
 FIRST_STEP_S_MAX = 60.0
 QUIET_S = 1.0

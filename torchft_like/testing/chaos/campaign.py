@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from torchft_like.chaos.engine import Engine, Features, Run, features, usable
-from torchft_like.chaos.job import JobError, JobSettings
-from torchft_like.chaos.network import NetworkUnavailableError
-from torchft_like.chaos.orders import Training
-from torchft_like.chaos.report import Report, hangs, make_report
-from torchft_like.chaos.schedule import Planned, draw
+from torchft_like.testing.chaos.engine import Engine, Features, Run, features, usable
+from torchft_like.testing.chaos.job import JobError, JobSettings
+from torchft_like.testing.chaos.network import NetworkUnavailableError
+from torchft_like.testing.chaos.orders import Training
+from torchft_like.testing.chaos.report import Report, hangs, make_report
+from torchft_like.testing.chaos.schedule import Planned, draw
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
 LINE_EVERY_S = 1.0
@@ -109,7 +109,7 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
 
 def _draw(report: Report, path: Path) -> None:
     try:
-        from torchft_like.chaos.plot import plot  # noqa: PLC0415
+        from torchft_like.testing.chaos.plot import plot  # noqa: PLC0415
 
         plot(report, path)
     except ImportError as error:

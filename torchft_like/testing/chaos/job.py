@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchft_like.chaos.evidence import Job as Members
-from torchft_like.chaos.invariants import Commit, Process
-from torchft_like.chaos.journal import JournalTail, Record
-from torchft_like.chaos.log import Log, rank_of
-from torchft_like.chaos.network import Network
-from torchft_like.chaos.orders import NAMING, Order, Training
-from torchft_like.chaos.processes import Child
+from torchft_like.testing.chaos.evidence import Job as Members
+from torchft_like.testing.chaos.network import Network
+from torchft_like.testing.chaos.orders import NAMING, Order, Training
+from torchft_like.testing.invariants import Commit, Process
+from torchft_like.testing.journal import JournalTail, Record
+from torchft_like.testing.log import Log, rank_of
+from torchft_like.testing.processes import Child
 
 LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
@@ -35,7 +35,7 @@ START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
 SPARE_NICENESS = 10  # loading torch takes seconds of a processor, which the others need
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ChaosJob:
 
     def _start_worker(self) -> Child:
         log = self.folder / f"worker.{len(self._children)}.log"
-        command = [sys.executable, "-m", "torchft_like.chaos.worker"]
+        command = [sys.executable, "-m", "torchft_like.testing.chaos.worker"]
         return self._launch(command, log, {**_importable(), "OMP_NUM_THREADS": "1"}, takes_orders=True)
 
     def _launch(

@@ -20,10 +20,10 @@ from types import MappingProxyType
 
 import psutil
 
-from torchft_like.chaos.job import ChaosJob, Replica
-from torchft_like.chaos.network import Network, Rules
-from torchft_like.chaos.processes import Child, run_tool
-from torchft_like.chaos.schedule import Planned
+from torchft_like.testing.chaos.job import ChaosJob, Replica
+from torchft_like.testing.chaos.network import Network, Rules
+from torchft_like.testing.chaos.schedule import Planned
+from torchft_like.testing.processes import Child, run_tool
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
