@@ -6,19 +6,19 @@ this machine does hits all of them alike; differences are taken within a round.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, _ProcessGroupWrapper
 
 from benchmarks.report import Result
 from torchft_like.process_group import ProcessGroupGloo as ReconfigurableGloo
+from torchft_like.testing.ranks import running
 
 UNCHECKED, CHECKED = "unchecked", "check_collectives=True"
 TORCH, TORCH_DETAIL = "torch's Gloo", "torch's Gloo, DETAIL"
@@ -61,25 +61,10 @@ def main(plan: Plan = Plan()) -> Result:
 
 def call_times(ranks: int, size: int, plan: Plan = QUICK) -> dict[str, list[float]]:
     """Microseconds of an allreduce of `size` bytes for each system, a sample for each round."""
-    context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(ranks)]
-    members = [
-        context.Process(target=_measure, args=(theirs, store.port, rank, ranks, size, plan), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for member in members:
-            member.start()
-        ours = pipes[0][0]
-        if not ours.poll(REPLY_SECONDS_MAX):
-            raise TimeoutError(f"rank 0 of {ranks} measured nothing in {REPLY_SECONDS_MAX:g} s")
-        samples: dict[str, list[float]] = ours.recv()
+    with running(ranks, REPLY_SECONDS_MAX) as members:
+        samples: dict[str, list[float]] = members.ask(_measure, store.port, ranks, size, plan)[0]
         return samples
-    finally:
-        for member in members:
-            member.kill()
-            member.join()
 
 
 def _add_difference(result: Result, case: str, samples: dict[str, list[float]]) -> None:
@@ -89,7 +74,9 @@ def _add_difference(result: Result, case: str, samples: dict[str, list[float]]) 
         result.add(case, with_check, "µs", [a - b for a, b in pairs], f"{ratio:.2f} x")
 
 
-def _measure(pipe: Connection, port: int, rank: int, ranks: int, size: int, plan: Plan) -> None:
+def _measure(
+    here: SimpleNamespace, rank: int, port: int, ranks: int, size: int, plan: Plan
+) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     systems = _systems(port, rank, ranks)
     tensor = torch.ones(size // 4)
@@ -101,9 +88,8 @@ def _measure(pipe: Connection, port: int, rank: int, ranks: int, size: int, plan
                 allreduce(tensor)
             if number > 0:  # the first round warms up
                 samples[name].append((time.perf_counter() - start) / plan.calls * 1e6)
-    if rank == 0:
-        pipe.send(samples)
-    pipe.recv()  # until killed: who ends first breaks the others' connections
+    here.systems = systems  # a rank that lets go of its groups breaks the others' connections
+    return samples
 
 
 def _systems(port: int, rank: int, ranks: int) -> dict[str, Allreduce]:

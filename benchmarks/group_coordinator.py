@@ -6,11 +6,10 @@ else this machine does hits all of them alike; ratios are taken within a round.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -18,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.report import Bar, Result
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.testing.ranks import running
 
 RANKS = (2, 4)
 TIMEOUT_S = 120.0
@@ -80,28 +80,15 @@ def _judge(result: Result) -> None:
 
 def _times(ranks: int, plan: Plan) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of each system in each case, a sample for each round."""
-    context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(ranks)]
-    members = [
-        context.Process(target=_measure, args=(theirs, store.port, rank, ranks, plan), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for member in members:
-            member.start()
-        ours = pipes[0][0]
-        if not ours.poll(REPLY_SECONDS_MAX):
-            raise TimeoutError(f"rank 0 of {ranks} measured nothing in {REPLY_SECONDS_MAX:g} s")
-        samples: dict[str, dict[str, list[float]]] = ours.recv()
+    with running(ranks, REPLY_SECONDS_MAX) as members:
+        samples: dict[str, dict[str, list[float]]] = members.ask(_measure, store.port, ranks, plan)[0]
         return samples
-    finally:
-        for member in members:
-            member.kill()
-            member.join()
 
 
-def _measure(pipe: Connection, port: int, rank: int, ranks: int, plan: Plan) -> None:
+def _measure(
+    here: SimpleNamespace, rank: int, port: int, ranks: int, plan: Plan
+) -> dict[str, dict[str, list[float]]]:
     torch.set_num_threads(1)
     group = ProcessGroupGloo(TIMEOUT_S, check_collectives=False)
     group.configure(f"127.0.0.1:{port}/coordinator", rank, ranks)
@@ -116,9 +103,8 @@ def _measure(pipe: Connection, port: int, rank: int, ranks: int, plan: Plan) -> 
                 group.barrier().wait()
                 if number > 0:  # the first round warms up
                     samples[case][system].append((time.perf_counter() - start) * 1e3)
-    if rank == 0:
-        pipe.send(samples)
-    pipe.recv()  # until killed: who ends first breaks the others' connections
+    here.group, here.cases = group, cases  # a rank that lets go of its groups breaks the others' connections
+    return samples
 
 
 def _broadcasts(group: ProcessGroupGloo) -> Cases:

@@ -99,7 +99,7 @@ class _Pair:
         if not process.records:
             self._fleet.wait_for(lambda: process.records or None, f"start of {process.name}", SECONDS_MAX)
         count = len(process.records)
-        process.tell(**command)
+        process.order(**command)
         return self._fleet.wait_for(
             lambda: process.records[-1] if len(process.records) > count else None,
             f"answer of {process.name} to {command}",

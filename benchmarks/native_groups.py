@@ -135,7 +135,7 @@ class Crew:
     def make(self) -> float:
         """Seconds of the slowest."""
         for rank, process in enumerate(self.ranks):
-            process.tell(
+            process.order(
                 do="make",
                 kind=self.kind,
                 store=self._store,
@@ -149,7 +149,7 @@ class Crew:
         """Milliseconds of the slowest; a sum proves that they have met."""
         prefix = fresh_prefix()
         for rank, process in enumerate(members):
-            process.tell(do="configure", prefix=prefix, rank=rank, world_size=len(members))
+            process.order(do="configure", prefix=prefix, rank=rank, world_size=len(members))
         seconds = max(float(answer["seconds"]) for answer in self.wait("configure", members))
         self._sum(members, 4)
         return seconds * 1e3
@@ -177,7 +177,7 @@ class Crew:
 
     def tell(self, members: list[FleetProcess], **command: object) -> None:
         for process in members:
-            process.tell(**command)
+            process.order(**command)
 
     def wait(self, event: str, members: list[FleetProcess]) -> list[Record]:
         """The next record of this kind, of each."""

@@ -168,7 +168,7 @@ def fresh_prefix() -> str:
 def ask(fleet: Fleet, processes: list[FleetProcess], **command: object) -> list[Record]:
     counts = [len(process.records) for process in processes]
     for process in processes:
-        process.tell(**command)
+        process.order(**command)
     return [next_record(fleet, process, count) for process, count in zip(processes, counts, strict=True)]
 
 

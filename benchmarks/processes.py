@@ -1,6 +1,6 @@
 """Processes that report in JSON lines, and the place where their reports are awaited.
 
-A `Fleet` starts processes and ends all of them when it is left, however it is left. What a process
+A `Fleet` starts processes and ends all of them when it is left. What a process
 writes to its standard output as a JSON object is a record; every other line is kept. Its standard
 error goes to a file and is read only when something goes wrong: a chatty process costs the
 measurement nothing. This module knows nothing of training.
@@ -8,26 +8,23 @@ measurement nothing. This module knows nothing of training.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tools.environments import ROOT
+from torchft_like.testing.processes import RunningProcess
 
 T = TypeVar("T")
 Record = dict[str, Any]
-LEASH = Path(__file__).with_name("leash.py")
 KEPT_LINES_MAX = 40
 LEAVE_SECONDS_MAX = 3.0
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -37,32 +34,30 @@ class NotReportedError(RuntimeError):
     """What was awaited did not happen; the message says why and has the processes' last words."""
 
 
-class FleetProcess:
-    """One process and everything that it reported so far."""
+class FleetProcess(RunningProcess):
+    """One process and everything that it reported so far; `output` is its standard error alone."""
+
+    _stdout = subprocess.PIPE
 
     def __init__(
-        self, name: str, popen: subprocess.Popen[str], errors: Path, changed: threading.Condition
+        self,
+        name: str,
+        command: Sequence[str],
+        errors: Path,
+        variables: Mapping[str, str],
+        changed: threading.Condition,
     ) -> None:
         self.name = name
         self.records: list[Record] = []
-        self._popen = popen
-        self._errors = errors
         self._changed = changed
         self._end_is_expected = False
         self._lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
+        super().__init__(command, errors, variables, folder=ROOT, takes_orders=True)
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
     def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def exit_code(self) -> int | None:
-        """None while it runs; minus the signal's number when one ended it."""
-        return self._popen.poll()
+        return self.exit_code is None
 
     def ended_by_itself(self) -> bool:
         """Whether it is gone although nobody asked it to end."""
@@ -70,40 +65,27 @@ class FleetProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._end_is_expected |= number in ENDING_SIGNALS
-        self._popen.send_signal(number)
+        super().signal(number)
 
-    def tell(self, **command: object) -> None:
+    def order(self, **fields: object) -> None:
         """Write one line of JSON to its standard input."""
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(json.dumps(command) + "\n")
-        self._popen.stdin.flush()
+        self.tell(json.dumps(fields), more=True)
 
     def lines(self) -> list[str]:
         """The last lines of its standard output that were no records."""
         return list(self._lines)
 
-    def errors(self) -> list[str]:
-        """The last lines of its standard error."""
-        return self._errors.read_text(errors="replace").splitlines()[-KEPT_LINES_MAX:]
-
     def kill(self) -> None:
         """End it now, stopped or not, and collect everything that it still had to say."""
-        if self.is_alive():
-            self.signal(signal.SIGKILL)
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait for its end and for the last line of its output."""
-        self._popen.wait()
+        self.signal(signal.SIGKILL)  # at once: what is measured begins here
+        super().kill()
         self._reader.join()
-        if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # an unread command died with its reader
-                self._popen.stdin.close()
 
     def _read(self) -> None:
+        assert isinstance(self._popen, subprocess.Popen)
         assert self._popen.stdout is not None
         with self._popen.stdout as stream:
-            for line in stream:
+            for line in map(bytes.decode, stream):
                 record = _parse(line)
                 with self._changed:
                     if record is None:
@@ -151,18 +133,8 @@ class Fleet:
     ) -> FleetProcess:
         """Start a command in the repository's root. It dies with this process at the latest."""
         errors = self.folder / f"{len(self._processes)}-{name}.stderr"
-        with errors.open("w") as stderr:
-            popen = subprocess.Popen(
-                # -S: the leash needs no packages; a fast start keeps measured restarts honest.
-                [sys.executable, "-S", str(LEASH), str(os.getpid()), *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(environment or {})},
-            )
-        process = FleetProcess(name, popen, errors, self._changed)
+        variables = {"PYTHONPATH": str(ROOT), **(environment or {})}
+        process = FleetProcess(name, command, errors, variables, self._changed)
         self._processes.append(process)
         return process
 
@@ -189,10 +161,10 @@ class Fleet:
             line
             for process in self._processes
             for line in (
-                f"--- {process.name} (pid {process.pid}, exit code {process.exit_code()})",
+                f"--- {process.name} (pid {process.pid}, exit code {process.exit_code})",
                 *(json.dumps(record) for record in process.records[-3:]),
                 *process.lines()[-3:],
-                *process.errors()[-12:],
+                *process.tail(12).splitlines(),
             )
         )
 

@@ -130,7 +130,7 @@ def take_turn(fleet: Fleet, job: Job, steps: int, seconds_max: float = 180.0) ->
     """
     counts = [_turns(worker) for worker in job.workers]
     for worker in job.workers:
-        worker.tell(steps=steps)
+        worker.order(steps=steps)
     for worker, count in zip(job.workers, counts, strict=True):
         fleet.wait_for(partial(_has_more, worker, count), f"turn of {worker.name}", seconds_max)
     turns = [worker.records[-1] for worker in job.workers]

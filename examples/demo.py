@@ -20,14 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from demo_job import DemoError, Job, Settings
-from demo_view import make_view
 from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))  # should the packages not be installed
+
+from demo_job import DemoError, Job, Settings  # noqa: E402
+from demo_view import make_view  # noqa: E402
 
 if TYPE_CHECKING:
     from torchft_like.coordination import LighthouseServer
 
-HERE = Path(__file__).resolve().parent
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 
 
@@ -90,7 +93,6 @@ def train(settings: Settings, lighthouse: str, console: Console) -> Job:
 
 def start_lighthouse(settings: Settings) -> LighthouseServer:
     """A lighthouse that lets the job go on without one replica."""
-    sys.path.append(str(HERE.parent))  # should the packages not be installed
     # It brings torch, for which --help and a wrong option need not wait.
     from torchft_like.coordination import LighthouseServer  # noqa: PLC0415
 

@@ -5,11 +5,12 @@ Nothing here asks a replica anything: the demo knows what these files say and no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchft_like.testing.journal import JournalTail
 
 Record = Mapping[str, Any]
 
@@ -35,38 +36,20 @@ class Commit:
     quorum_id: int
 
 
-class JsonLines:
-    """New records of a file that another process appends to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """The complete lines since the last call."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            lines = file.read().rpartition(b"\n")[0]
-        if not lines:
-            return []
-        self._offset += len(lines) + 1
-        return [json.loads(line) for line in lines.splitlines()]
-
-
 class ReplicaRecords:
     """Everything that one replica has written so far."""
 
     def __init__(self, events: Path, metrics: Path) -> None:
-        self._event_lines = JsonLines(events)
-        self._metric_lines = JsonLines(metrics)
+        self._event_lines = JournalTail(events)
+        self._metric_lines = JournalTail(metrics)
         self.metrics: list[Metric] = []
         self.commits: list[Commit] = []
         self.healing = False  # the last quorum says that it fetches state, and it has not committed since
 
     def update(self) -> Sequence[Record]:
         """Read on; returns the new event records."""
-        self.metrics += [Metric(**record) for record in self._metric_lines.read()]
-        events = self._event_lines.read()
+        self.metrics += [Metric(**record) for record in self._metric_lines.new_records()]
+        events = self._event_lines.new_records()
         for event in events:
             if event["kind"] == "quorum":
                 self.healing = event["replica_id"] in event["healing"]

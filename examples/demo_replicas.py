@@ -1,7 +1,7 @@
 """The replica processes of the demo: started, killed, stopped, continued, and never left behind.
 
-A process group of its own keeps a terminal's Ctrl-C away from a replica, so that the demo decides
-how it ends; the kernel's parent-death signal ends it should the demo itself be killed.
+A session of its own keeps a terminal's Ctrl-C away from a replica, so that the demo decides how it
+ends; the kernel ends it should the demo itself be killed (torchft_like/testing/processes.py).
 """
 
 from __future__ import annotations
@@ -9,25 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-LOG_TAIL_LINES = 30
-
-# Run by the child before it becomes the training script. A function run between fork and exec would
-# do the same, but is not safe in a parent with threads, and the embedded lighthouse has some.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
+from torchft_like.testing.processes import RunningProcess
 
 
 @dataclass(frozen=True)
@@ -58,33 +46,23 @@ class Replica:
         self.stopped = False
         self.killed = False
         self.started_at = 0.0  # seconds since the Unix epoch
-        command = [str(script), "--replica-id", str(index), "--metrics-file", str(files.metrics), *arguments]
-        self._command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
-        self._env = {**env, "TORCHFT_EVENT_FILE": str(files.events), "PYTHONUNBUFFERED": "1"}
-        self._process: subprocess.Popen[bytes] | None = None
+        options = ["--replica-id", str(index), "--metrics-file", str(files.metrics)]
+        self._command = [sys.executable, str(script), *options, *arguments]
+        self._env = {**env, "TORCHFT_EVENT_FILE": str(files.events)}
+        self._process: RunningProcess | None = None
 
     def start(self) -> None:
-        """Start it, or start it again after its end; call it from the main thread only.
-
-        The parent-death signal is sent when the *thread* that started the child ends.
-        """
+        """Start it, or start it again after its end; call it from the main thread only."""
         self.wait()
         self.killed = False
         self.started_at = time.time()
-        with self.files.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,
-            )
+        self._process = RunningProcess(self._command, self.files.log, self._env)
 
     def kill(self) -> None:
-        """SIGKILL, to it and whatever it started."""
+        """SIGKILL, to it and to all that it has started."""
         self.killed = True
-        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
 
     def wait(self) -> None:
         """Return when it is gone."""
@@ -104,7 +82,7 @@ class Replica:
     @property
     def exit_code(self) -> int | None:
         """None while it runs."""
-        return None if self._process is None else self._process.poll()
+        return None if self._process is None else self._process.exit_code
 
     @property
     def crashed(self) -> bool:
@@ -118,16 +96,17 @@ class Replica:
 
     def log_tail(self) -> str:
         """The last lines that it wrote."""
-        return "\n".join(self.files.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return self._process.tail() if self._process else ""
 
     def result(self) -> dict[str, object] | None:
         """The JSON line with step and digest that the script prints at its end, once it is there."""
-        for line in reversed(self.files.log.read_text(errors="replace").splitlines()):
+        for line in reversed(self._process.output.splitlines() if self._process else []):
             if line.startswith("{") and '"digest"' in line:
                 result: dict[str, object] = json.loads(line)
                 return result
         return None
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
+        """To its whole group of processes: loader workers, too."""
+        if self._process is not None and self._process.exit_code is None:
             os.killpg(self._process.pid, number)

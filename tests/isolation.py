@@ -23,7 +23,7 @@ import psutil
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.warm import end_with
+from torchft_like.testing.forks import end_with
 from torchft_like.testing.processes import is_in_session, wait_ended
 
 POLL_S = 0.02

@@ -25,8 +25,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.conftest import RunningProcess
 from tools.environments import ROOT, Environment, UnavailableError
+from torchft_like.testing.processes import RunningProcess
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
@@ -219,7 +219,8 @@ def run_suite(python: Path, suite: Suite) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         report, began = Path(folder, "report.xml"), time.monotonic()
         options = ("-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}")
-        running = RunningProcess([str(python), "-m", "pytest", "-q", *options, *suite.arguments], {})
+        command = [str(python), "-m", "pytest", "-q", *options, *suite.arguments]
+        running = RunningProcess(command, None, {"PYTHONPATH": str(ROOT)}, folder=ROOT)
         try:
             code = running.wait(suite.limit_s)
         except subprocess.TimeoutExpired:
@@ -229,7 +230,7 @@ def run_suite(python: Path, suite: Suite) -> Verdict:
         ended = report.exists() and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         verdict = verdict_of(report.read_text() if ended else "", time.monotonic() - began)
     if not verdict.is_good:
-        print(*running.output.splitlines()[-LAST_LINES:], sep="\n", flush=True)
+        print(running.tail(LAST_LINES), flush=True)
     return verdict
 
 

@@ -9,8 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.conftest import Processes
-from torchft_like.testing.processes import is_alive, wait_ended
+from torchft_like.testing.processes import Processes, is_alive, wait_ended
 
 pytestmark = pytest.mark.integration
 LIMIT_S = 60.0

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -17,66 +13,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.integration.gloo_member import serve_store
 from torchft_like import LighthouseServer
+from torchft_like.testing.ranks import Act, Rank, end_all
 
-from .member import run_member
+from .member import Member
 from .scene import PLAIN, Kind
 from .subjects import BY_NAME, WORLD_MAX
 
 LIMIT_S = 60.0
-_nursery = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload(["tests.integration.gloo_member", "tests.conformance.member"])
-
-
-class Worker:
-    """A process that answers commands; see `member`."""
-
-    def __init__(self, run: Callable[[Connection], None] = run_member) -> None:
-        self._commands, theirs = multiprocessing.Pipe()
-        self._process = _nursery.Process(target=run, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def tell(self, command: str, *arguments: Any) -> None:
-        """Give a command."""
-        self._commands.send((command, arguments))
-
-    def answer(self, limit_s: float = LIMIT_S) -> Any:
-        """The answer to the first command that was not answered yet; fails the test where it is an error."""
-        if not self._commands.poll(limit_s):
-            self.signal(signal.SIGUSR1)
-            time.sleep(1)
-            pytest.fail(f"process {self.pid} does not answer")
-        try:
-            is_good, value = self._commands.recv()
-        except EOFError:
-            pytest.fail(f"process {self.pid} died, exit code {self._process.exitcode}")
-        if not is_good:
-            pytest.fail(value)
-        return value
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Give a command and wait for the answer."""
-        self.tell(command, *arguments)
-        return self.answer()
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def end(self) -> None:
-        """Whatever state it is in."""
-        if self._process.is_alive():
-            self._process.kill()  # ends a stopped process, too
-        self._process.join(LIMIT_S)
-        self._commands.close()
-        self._process.close()
 
 
 class Fleet:
@@ -87,10 +30,10 @@ class Fleet:
         self._store: TCPStore = serve_store()
         self._prefixes = itertools.count()
         self._lighthouses: list[LighthouseServer] = []
-        self._workers: list[Worker] = []
+        self._workers: list[Rank] = []
         self._worlds: dict[str, int] = {}  # of the subjects that are usable now
 
-    def ask_all(self, command: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    def ask_all(self, command: Act, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Give a command to the first processes, each with its own arguments; their answers."""
         workers = self._workers[: len(arguments)]
         for worker, own in zip(workers, arguments, strict=True):
@@ -105,7 +48,7 @@ class Fleet:
         with self._whole():
             if self._worlds.get(subject) != world:
                 self.configure(subject, world)
-            answers = self.ask_all("run", [(subject, case, kind, mode)] * world)
+            answers = self.ask_all(Member.run, [(subject, case, kind, mode)] * world)
             is_spoilt = any(spoilt for _, spoilt in answers)
             if is_spoilt:
                 self._worlds.pop(subject)
@@ -125,21 +68,18 @@ class Fleet:
         address = self._lighthouse(subject) if BY_NAME[subject].managed else self.fresh_prefix()
         if BY_NAME[subject].managed:
             for worker in self._workers[world:]:
-                worker.tell("close", subject)
-                worker.answer()
-        self.ask_all("configure", [(subject, address, rank, world) for rank in range(world)])
+                worker.ask(Member.close, subject)
+        self.ask_all(Member.configure, [(subject, address, rank, world) for rank in range(world)])
         self._worlds[subject] = world
 
     def open(self, subject: str, world: int) -> None:
         """Give a subject members, none of which has torch's groups; processes that are gone are replaced."""
         alive = [worker for worker in self._workers if worker.is_alive()]
-        self._workers = alive + [Worker() for _ in range(self.size - len(alive))]
-        for worker in self._workers[len(alive) :]:
-            worker.answer()
+        self._workers = alive + [Rank(Member) for _ in range(self.size - len(alive))]
         self.configure(subject, world)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[Rank]:
         """In the order of their ranks."""
         return self._workers
 
@@ -149,8 +89,7 @@ class Fleet:
 
     def end(self) -> None:
         """End every process."""
-        for worker in self._workers:
-            worker.end()
+        end_all(self._workers)
         self._workers.clear()
         self._worlds.clear()
         for lighthouse in self._lighthouses:
@@ -169,11 +108,9 @@ class Fleet:
             raise
 
     def _start(self) -> None:
-        self._workers = [Worker() for _ in range(self.size)]
-        for worker in self._workers:
-            worker.answer()
+        self._workers = [Rank(Member) for _ in range(self.size)]
         host, port = "127.0.0.1", self._start_store()
-        self.ask_all("meet", [(host, port, index, self.size) for index in range(self.size)])
+        self.ask_all(Member.meet, [(host, port, index, self.size) for index in range(self.size)])
 
     def _start_store(self) -> int:
         self._store = serve_store()

@@ -1,18 +1,14 @@
 """A process of the fleet: it runs cases on groups of ours and on torch's own, and tells the differences.
 
-It is forked from a server that has imported this module, which takes milliseconds, lives as long as
-the test session and obeys one command after the other.
+It lives as long as the test session and does one thing after the other.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -37,30 +33,13 @@ from .subjects import BY_NAME, Seat
 STORE_TIMEOUT_S = 60.0
 
 
-def run_member(commands: Connection) -> None:
-    """Obey commands until the connection ends: a method of `Member` and its arguments."""
-    os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # each subject says whether it checks
-    faulthandler.register(signal.SIGUSR1)  # the fleet asks where a process is that does not answer
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # deprecated names are called on purpose
-    member = Member()
-    commands.send((True, None))
-    while True:
-        try:
-            command, arguments = commands.recv()
-        except EOFError:
-            return
-        try:
-            answer = True, getattr(member, command)(*arguments)
-        except Exception as error:  # noqa: BLE001 - it is told to the test
-            answer = False, f"{command}{arguments} raised {type(error).__name__}: {error}"
-        commands.send(answer)
-
-
 class Member:
-    """Does as it is told."""
+    """What a rank of the fleet is asked for."""
 
     def __init__(self) -> None:
+        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # each subject says whether it checks
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")  # deprecated names are called on purpose
         self.seats: dict[str, Seat] = {}
         self.places: dict[str, tuple[int, int]] = {}
         self.references: dict[int, Any] = {}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.versions import NEEDS_ALLTOALL_OF_LISTS
+from torchft_like.testing.ranks import Rank
 
 from .calls import CALLS
-from .fleet import Fleet, Worker, wait_until
+from .fleet import Fleet, wait_until
+from .member import Member
 from .subjects import Subject
 
 pytestmark = pytest.mark.integration
@@ -62,11 +61,10 @@ def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
     for survivor in survivors:
-        survivor.ask("begin", subject.name, case)
+        survivor.ask(Member.begin, subject.name, case)
     assert await_victim(scene)
-    os.kill(victim.pid, signal.SIGKILL)
-    wait_until(lambda: not victim.is_alive())
-    assert any(survivor.ask("result") is not None for survivor in survivors)
+    victim.kill()
+    assert any(survivor.ask(Member.result) is not None for survivor in survivors)
     scene.workers.remove(victim)
     victim.end()
     go_on(scene, subject, VICTIM)
@@ -79,15 +77,14 @@ def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
     skip_alone(subject)
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
-    os.kill(victim.pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(victim.pid))
+    victim.stop()
     for survivor in survivors:
-        survivor.ask("begin", subject.name, case)
+        survivor.ask(Member.begin, subject.name, case)
     blocked = await_victim(scene)
     for survivor in survivors:
-        survivor.ask("abort", subject.name)
-    errors = [survivor.ask("result") for survivor in survivors]
-    os.kill(victim.pid, signal.SIGCONT)
+        survivor.ask(Member.abort, subject.name)
+    errors = [survivor.ask(Member.result) for survivor in survivors]
+    victim.resume()
     assert all(errors[survivors.index(survivor)] is not None for survivor in blocked)
     go_on(scene, subject, WORLD)
 
@@ -97,11 +94,11 @@ def skip_alone(subject: Subject) -> None:
         pytest.skip("it has no peers" if subject.worlds else "faults are another subject's")
 
 
-def await_victim(scene: Fleet) -> list[Worker]:
+def await_victim(scene: Fleet) -> list[Rank]:
     """The survivors that are blocked: nothing that is only slow takes so long."""
     deadline = time.monotonic() + FELT_S
     wait_until(lambda: time.monotonic() > deadline)
-    return [worker for worker in scene.workers[:VICTIM] if not worker.ask("is_over")]
+    return [worker for worker in scene.workers[:VICTIM] if not worker.ask(Member.is_over)]
 
 
 def go_on(scene: Fleet, subject: Subject, world: int) -> None:
@@ -109,9 +106,5 @@ def go_on(scene: Fleet, subject: Subject, world: int) -> None:
     scene.open(subject.name, world)
     members = scene.workers[:world]
     for member in members:
-        member.ask("begin", subject.name, "all_reduce")
-    assert [member.ask("result") for member in members] == [None] * world
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        member.ask(Member.begin, subject.name, "all_reduce")
+    assert [member.ask(Member.result) for member in members] == [None] * world

@@ -22,12 +22,13 @@ from typing import TypeVar
 import psutil
 
 from lighthouse.events import EVENT_FILE_ENV, read_events
-from tests.conftest import ROOT, RunningProcess
+from tests.conftest import ROOT
 from tests.dropin.environments import make_data, python_for, sources
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
 from tests.dropin.scripts import Script
 from tools.environments import UnavailableError
-from torchft_like.testing.processes import wait_ended
+from torchft_like.testing.lighthouse import LISTENING
+from torchft_like.testing.processes import RunningProcess, wait_ended
 
 T = TypeVar("T")
 STAGE = Path(__file__).with_name("stage")
@@ -36,7 +37,6 @@ REPLICAS = 2
 POLL_S = 0.5
 ENDING_S = 30.0
 TAIL_LINES = 400
-LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
 
 class DropinError(AssertionError):
@@ -223,7 +223,7 @@ class Job:
             "DROPIN_SUPPLIES": self.script.supplies,
             EVENT_FILE_ENV: str(self.folder / "events"),
         }
-        self.launchers.append(_In(place, command, {**common, **variables}))
+        self.launchers.append(RunningProcess(command, None, {**common, **variables}, folder=place))
 
     def _end(self) -> None:
         """Ray's daemons and torchrun's workers have sessions of their own; all have our variable."""
@@ -241,11 +241,3 @@ class Job:
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(RECORDS) == str(self.folder):
                     yield process
-
-
-class _In(RunningProcess):
-    """A process in a folder."""
-
-    def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
-        self.folder = folder
-        super().__init__(command, env)

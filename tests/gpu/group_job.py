@@ -1,4 +1,4 @@
-"""What the tests with several ranks ask of them (see tests.integration.ranks); over NCCL they share a GPU."""
+"""What the tests with several ranks ask of them; over NCCL they share a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.gloo_member import serve_store
-from tests.integration.ranks import Ranks, running
 from tests.one_gpu import host_of_its_own
 from torchft_like.gang import ProcessGroupGang, all_sum
 from torchft_like.group_coordinator import GroupCoordinator
@@ -34,6 +33,7 @@ from torchft_like.process_group import (
 )
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.device_watch import PERIOD_S
+from torchft_like.testing.ranks import Ranks, running
 
 Here = SimpleNamespace
 LIMIT_S = 60.0

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.conftest import Processes
 from tests.gpu.ipc_child import Child
 from torchft_like.process_group.cuda_ipc import TorchCuda
+from torchft_like.testing.processes import Processes
 
 LONG_CYCLES = 3_000_000_000  # more than a second of a GPU
 MEBIBYTE = 1 << 20

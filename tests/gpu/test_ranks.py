@@ -16,8 +16,8 @@ import torch
 
 from tests.gpu import group_job
 from tests.gpu.group_job import LIMIT_S, POLL_S, each_backend, job
-from tests.integration.ranks import Rank, Ranks
 from tools.gpu.figures import figure
+from torchft_like.testing.ranks import Rank, Ranks
 
 COUNT = 1 << 18
 NOTICES_S = 3.0  # for survivors that notice by themselves

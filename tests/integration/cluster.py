@@ -12,7 +12,6 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +19,13 @@ from types import TracebackType
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.conftest import RunningProcess
 from tests.integration.options import WorkerOptions
 from tests.one_gpu import host_of_its_own
-from tests.warm import WarmProcess
 from torchft_like.testing.invariants import Commit, Heal, History, Process, progress, violations
 from torchft_like.testing.journal import JournalReader, Record
+from torchft_like.testing.lighthouse import LISTENING
 from torchft_like.testing.log import refusals, sightings
+from torchft_like.testing.processes import ForkedProcess, kill_all
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,20 +35,17 @@ POLL_S = 0.05
 HARMLESS_SIGNALS = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
 STACKS_S = 1.0
 TRACEBACK_END = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
-LISTENING = r"(?m)^lighthouse listening on (http://\S+)$"
 
 
-class Daemon(RunningProcess):
+class Daemon(ForkedProcess):
     """A process of the job, and whether it has a reason to end."""
 
-    def __init__(self, label: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, label: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]
+    ) -> None:
         self.label = label
         self.may_end = False
-        super().__init__(command, variables)
-
-    def _launch(self, env: Mapping[str, str]) -> WarmProcess:
-        module, *arguments = self.command
-        return WarmProcess(module, arguments, env)
+        super().__init__(command, folder / f"{label}.log", variables)
 
     @property
     def is_stopped(self) -> bool:
@@ -72,6 +68,7 @@ class Daemon(RunningProcess):
         super().signal(number)
 
     def kill(self) -> None:
+        """End it and every descendant."""
         self.may_end = True
         super().kill()
 
@@ -88,7 +85,7 @@ class Rank(Daemon):
         options = replace(options, journal=str(journal))
         variables = {**variables, **host_of_its_own(label), "TORCHFT_EVENT_FILE": str(events)}
         variables["OMP_NUM_THREADS"] = "1"
-        super().__init__(label, ["tests.integration.worker", options.to_json()], variables)
+        super().__init__(label, ["tests.integration.worker", options.to_json()], folder, variables)
         self.may_end = any(fault.startswith("kill@") for fault in options.faults)
 
     def print_stacks(self) -> None:
@@ -217,9 +214,7 @@ class Cluster:
             self._end_all()
 
     def _end_all(self) -> None:
-        with ExitStack() as stack:  # all of them, whatever becomes of one
-            for daemon in self._daemons:
-                stack.callback(daemon.kill)
+        kill_all(self._daemons)
 
     # ------------------------------------------------------------ starting
 
@@ -229,7 +224,8 @@ class Cluster:
         label = f"lighthouse.{len(self._daemons)}"
         events = self._folder / f"{label}.events"
         variables = {"TORCHFT_EVENT_FILE": str(events)}
-        self.lighthouse = Daemon(label, ["lighthouse", "--bind", bind, *self._options], variables)
+        command = ["lighthouse", "--bind", bind, *self._options]
+        self.lighthouse = Daemon(label, command, self._folder, variables)
         self._daemons.append(self.lighthouse)
         self.lighthouse_events = JournalReader(events)
         self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, self._limit_s)[1]

@@ -1,8 +1,4 @@
-"""Processes for test_gloo_abort: a member of a Gloo group, and the host of a store.
-
-They are forked from a server that has imported this module: that takes milliseconds, not seconds.
-Each obeys commands from a connection and answers them, `ok ...` or `error ...`.
-"""
+"""What ranks are in test_gloo_abort and others: a member of a Gloo group, or the host of a store."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -23,30 +18,6 @@ from torchft_like.process_group.abortable_store import AbortableStore
 LIMIT_S = 60.0
 
 
-def run_store(commands: Connection) -> None:
-    """Serve a store until the connection ends; answers with the port."""
-    store = serve_store()
-    commands.send(f"ok {store.port}")
-    commands.poll(None)
-
-
-def run_member(commands: Connection) -> None:
-    """Obey commands until the connection ends."""
-    os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # groups without the check, as they say
-    member = Member()
-    commands.send("ok ready")
-    while True:
-        try:
-            command, *words = commands.recv().split()
-        except EOFError:
-            return
-        try:
-            answer = f"ok {getattr(member, command)(*words)}"
-        except Exception as error:  # noqa: BLE001 - it is told to the test
-            answer = f"error {type(error).__name__}: {error}"
-        commands.send(answer)
-
-
 def serve_store() -> TCPStore:
     """A store that sees IPv4 addresses: about others it would ask the name server, and wait for it."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -56,29 +27,39 @@ def serve_store() -> TCPStore:
     )
 
 
-class Member:
-    """Does as it is told."""
+class StoreHost:
+    """Serves a store for as long as its process lives."""
 
     def __init__(self) -> None:
+        self._store = serve_store()
+
+    def port(self) -> int:
+        return self._store.port
+
+
+class Member:
+    """A member of a Gloo group."""
+
+    def __init__(self) -> None:
+        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # groups without the check, as they say
         self.group = ProcessGroupGloo(300, check_collectives=False)
 
-    def configure(self, address: str, rank: str, world_size: str) -> str:
-        self.group.configure(address, int(rank), int(world_size))
-        return "configured"
+    def configure(self, address: str, rank: int, world_size: int) -> None:
+        self.group.configure(address, rank, world_size)
 
-    def allreduce(self, value: str) -> float:
-        tensor = torch.tensor([float(value)])
+    def allreduce(self, value: float) -> float:
+        tensor = torch.tensor([value])
         self.group.allreduce([tensor]).wait()
         return float(tensor[0])
 
     def allreduce_and_abort(self) -> str:
         """What becomes of a collective, begun over whatever the connections are by now, after an abort."""
         with ThreadPoolExecutor(1) as aside:
-            blocked = aside.submit(self.allreduce, "1")
+            blocked = aside.submit(self.allreduce, 1.0)
             self.group.abort()
             return type(blocked.exception(LIMIT_S)).__name__
 
-    def stop_once_published(self) -> str:
+    def stop_once_published(self) -> None:
         """The next configure stops this process when its address is in the store."""
         original = AbortableStore.wait
 
@@ -87,4 +68,3 @@ class Member:
             original(store, keys, timeout)
 
         setattr(AbortableStore, "wait", stop)  # noqa: B010 - on purpose
-        return "will stop"

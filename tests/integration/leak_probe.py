@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -45,15 +44,15 @@ class Subject(Protocol):
         """Give everything back."""
 
 
-def run_probe(answers: Connection, subject: str, store: int, warm_up: int, repeats: int) -> None:
-    """Answers with what is left after `repeats` rounds; the empty list if nothing is.
+def left_by_rounds(_: object, subject: str, store: int, warm_up: int, repeats: int) -> list[str]:
+    """What is left after `repeats` rounds; the empty list if nothing is.
 
     `store` is the port of another process: a store keeps what it is told, and so grows.
     """
     torch.set_num_threads(1)
     probed = SUBJECTS[subject](store)
     try:
-        answers.send(left_by(probed.round, warm_up, repeats, allowance(repeats)))
+        return left_by(probed.round, warm_up, repeats, allowance(repeats))
     finally:
         probed.end()
 

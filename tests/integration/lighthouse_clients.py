@@ -1,4 +1,4 @@
-"""A lighthouse daemon and its clients, for tests: everything is a context manager and is ended by it.
+"""Clients of a lighthouse, for tests: everything is a context manager and is ended by it.
 
 `python -m tests.integration.lighthouse_clients ADDRESS REPLICA_ID` is a session in a process of its
 own, to be killed or stopped: it registers, joins, and prints one line for each message it gets.
@@ -7,14 +7,10 @@ own, to be killed or stopped: it registers, joins, and prints one line for each 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,48 +20,9 @@ from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.testing.processes import ForkedProcess
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
-
-
-class LighthouseProcess:
-    """`python -m lighthouse` on a free port of loopback."""
-
-    def __init__(self, *flags: str, bind: str = "127.0.0.1:0", event_file: Path | None = None) -> None:
-        variables = {"PYTHONPATH": str(ROOT)} | (
-            {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lighthouse", "--bind", bind, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **variables},
-        )
-        assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline().rstrip("\n")
-        self.address = self.first_line.rpartition("http://")[2]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and return the exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(LIMIT_S)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class SessionClient:
@@ -211,33 +168,14 @@ class UnaryClient:
         self._heartbeat(pb.LighthouseHeartbeatRequest(replica_id=replica_id), timeout=LIMIT_S)
 
 
-class SessionProcess:
-    """A session in a process of its own; `lines` are the messages that it got."""
-
-    def __init__(self, address: str, replica_id: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.lighthouse_clients", address, replica_id],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def line(self) -> str:
-        """The next message it got; an empty one if it has ended."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+@contextlib.contextmanager
+def session_process(address: str, replica_id: str) -> Iterator[ForkedProcess]:
+    """A session in a process of its own, which writes a line for each message that it gets."""
+    process = ForkedProcess([__name__, address, replica_id])
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 @contextlib.contextmanager

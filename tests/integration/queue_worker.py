@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from lighthouse.address import LOOPBACK
-from tests.warm import end_with
 from torchft_like.errors import FaultToleranceError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.plain_data import assemble, disassemble
+from torchft_like.testing.forks import end_with
 
 LIMIT_S = 60.0
 _LENGTH = struct.Struct("<I")

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, WAIT_LIMIT_S, Processes, RunningProcess
-from torchft_like.testing.processes import wait_ended
+from tests.conftest import ROOT, WAIT_LIMIT_S
+from torchft_like.testing.processes import Processes, RunningProcess, wait_ended
 
 pytestmark = pytest.mark.integration
 

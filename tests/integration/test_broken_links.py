@@ -12,8 +12,9 @@ from torch import nn
 from lighthouse.events import read_events
 from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.wire import torchft_pb2 as pb
-from tests.integration.lighthouse_clients import LIMIT_S, LighthouseProcess, ids_of, registered
+from tests.integration.lighthouse_clients import LIMIT_S, ids_of, registered
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo, QuorumTimeoutError
+from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 

@@ -9,14 +9,14 @@ from datetime import timedelta
 
 import pytest
 
-from tests.conftest import Processes
 from tests.integration import elastic_job
 from tests.integration.gloo_member import serve_store
-from tests.integration.ranks import Rank, Ranks, running
 from torchft_like import LighthouseServer
 from torchft_like.group_coordinator import Membership, MembershipBoard
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.store import StoreAddress
+from torchft_like.testing.processes import Processes
+from torchft_like.testing.ranks import Rank, Ranks, running
 
 pytestmark = pytest.mark.integration
 

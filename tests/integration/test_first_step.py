@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Processes
+from tests.conftest import ROOT
 from tools.environments import Environment, UnavailableError, run_installer
+from torchft_like.testing.processes import Processes
 
 PAGE = (ROOT / "docs" / "package-page.md").read_text()
 BLOCKS = re.findall(r"(?ms)^```(\w*)\n(.*?)^```", PAGE)

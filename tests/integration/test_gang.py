@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from tests.conftest import Processes
 from tests.integration import gang_job
 from tests.integration.gloo_member import serve_store
-from tests.integration.ranks import Ranks, running
+from torchft_like.testing.processes import Processes
+from torchft_like.testing.ranks import Ranks, running
 
 pytestmark = pytest.mark.integration
 

@@ -6,17 +6,10 @@ The survivors live in this process. Timeouts are five minutes: whatever ends soo
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -24,80 +17,14 @@ import torch
 
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroupGloo, gloo
+from torchft_like.testing.ranks import Rank, end_all
 
-from .gloo_member import LIMIT_S, run_member, run_store, serve_store
+from .gloo_member import LIMIT_S, Member, StoreHost, serve_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 
 FELT_S = 0.3  # what still blocks after this time was really blocked by the fault
-_nursery = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload(["tests.integration.gloo_member"])
 T = TypeVar("T")
-
-
-class Process:
-    """A child that answers; killed at the end, stopped or not."""
-
-    def __init__(self, run: Callable[[Connection], None]) -> None:
-        self._commands, theirs = multiprocessing.Pipe()
-        self._child = _nursery.Process(target=run, args=(theirs,), daemon=True)
-        self._child.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the child."""
-        assert self._child.pid is not None
-        return self._child.pid
-
-    def tell(self, command: str) -> None:
-        """Give a command."""
-        self._commands.send(command)
-
-    def answer(self) -> str:
-        """The next answer."""
-        assert self._commands.poll(LIMIT_S)
-        answer = self._commands.recv()
-        assert isinstance(answer, str)
-        return answer
-
-    def ask(self, command: str) -> str:
-        """Give a command and wait for the answer."""
-        self.tell(command)
-        return self.answer()
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self._child.kill()
-        self._child.join(LIMIT_S)
-
-    def stop(self) -> None:
-        """SIGSTOP, and wait until it has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        self.wait_stopped()
-
-    def wait_stopped(self) -> None:
-        """Until the process is stopped."""
-        deadline = time.monotonic() + LIMIT_S
-        while state_of(self.pid) != "T":
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.005)
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        """Whatever state it is in."""
-        if self._child.is_alive():
-            self.resume()
-            self.kill()
-        self._commands.close()
-        self._child.close()
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Scene:
@@ -105,17 +32,10 @@ class Scene:
 
     def __init__(self, survivors: int = 2) -> None:
         self._threads = ThreadPoolExecutor(max_workers=8)
-        self._processes: list[Process] = []
         self._prefixes = itertools.count()
-        self.store, self.victim = self._start(run_store), self._start(run_member)
-        self._port = int(self.store.answer().split()[1])
-        self.victim.answer()
+        self.store, self.victim = Rank(StoreHost), Rank(Member)
+        self._port = self.store.ask(StoreHost.port)
         self.survivors = [ProcessGroupGloo(300, check_collectives=False) for _ in range(survivors)]
-
-    def _start(self, run: Callable[[Connection], None]) -> Process:
-        process = Process(run)
-        self._processes.append(process)
-        return process
 
     def fresh_prefix(self) -> str:
         return f"127.0.0.1:{self._port}/{next(self._prefixes)}"
@@ -134,7 +54,7 @@ class Scene:
         """Survivors and victim, who has the last rank."""
         prefix, world_size = self.fresh_prefix(), len(self.survivors) + 1
         configuring = self.configure_survivors(prefix, world_size)
-        assert self.victim.ask(f"configure {prefix} {world_size - 1} {world_size}") == "ok configured"
+        self.victim.ask(Member.configure, prefix, world_size - 1, world_size)
         for future in configuring:
             future.result(LIMIT_S)
 
@@ -156,8 +76,7 @@ class Scene:
         assert sums == [float(len(self.survivors))] * len(self.survivors)
 
     def end(self) -> None:
-        for process in self._processes:
-            process.end()
+        end_all([self.store, self.victim])
         for group in self.survivors:
             group.shutdown()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -212,8 +131,8 @@ def test_an_abort_ends_a_collective_with_a_stopped_peer(scene: Scene) -> None:
     assert_aborted(blocked)
     scene.assert_survivors_go_on()
     scene.victim.resume()
-    answer = scene.victim.ask("allreduce_and_abort")
-    assert answer in ("ok ProcessGroupAbortedError", "ok RuntimeError"), "what it knows is over"
+    ended = scene.victim.ask(Member.allreduce_and_abort)
+    assert ended in ("ProcessGroupAbortedError", "RuntimeError"), "what it knows is over"
 
 
 def test_an_abort_ends_a_configure_with_a_peer_that_stopped_before_it(scene: Scene) -> None:
@@ -227,9 +146,9 @@ def test_an_abort_ends_a_configure_with_a_peer_that_stopped_before_it(scene: Sce
 
 def test_an_abort_ends_a_configure_with_a_peer_that_stopped_in_the_middle_of_it(scene: Scene) -> None:
     """The peer's address is in the store; connecting to it succeeds, being connected to does not."""
-    scene.victim.ask("stop_once_published")
+    scene.victim.ask(Member.stop_once_published)
     prefix = scene.fresh_prefix()
-    scene.victim.tell(f"configure {prefix} 2 3")
+    scene.victim.tell(Member.configure, prefix, 2, 3)
     scene.victim.wait_stopped()
     configuring = scene.configure_survivors(prefix, 3)
     _, blocked = wait(configuring, timeout=FELT_S)
@@ -255,9 +174,9 @@ def test_a_configure_whose_peer_dies_in_the_middle_of_it_ends_by_itself(
     monkeypatch.setattr(gloo, "CONFIGURE_GRACE_S", 0.2)
     survivor = scene.survivors[0]
     survivor.set_timeout(timedelta(seconds=1))
-    scene.victim.ask("stop_once_published")
+    scene.victim.ask(Member.stop_once_published)
     prefix = scene.fresh_prefix()
-    scene.victim.tell(f"configure {prefix} 1 2")
+    scene.victim.tell(Member.configure, prefix, 1, 2)
     scene.victim.wait_stopped()
     scene.victim.kill()
     configuring = scene.aside(survivor.configure, prefix, 0, 2)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.conftest import Processes
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lighthouse.events import read_events
-from tests.conftest import Processes
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 

@@ -17,10 +17,10 @@ import torch
 
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.net import listen_tcp
-from tests.conftest import Processes, RunningProcess
 from tests.integration.checkpoint_source import make_state
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.testing.processes import Processes, RunningProcess
 
 pytestmark = pytest.mark.integration
 

@@ -22,16 +22,16 @@ from lighthouse.events import Event, read_events
 from lighthouse.net import coordination_loop
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
+from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import (
     LIMIT_S,
-    ROOT,
-    LighthouseProcess,
     SessionClient,
-    SessionProcess,
     UnaryClient,
     ids_of,
     registered,
+    session_process,
 )
+from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 
@@ -162,17 +162,17 @@ def test_stragglers_are_left_behind_after_join_timeout() -> None:
 
 
 def test_survivors_hear_of_a_killed_member_and_go_on_without_it(fresh: str) -> None:
-    with registered(fresh, "a", "b") as (a, b), SessionProcess(fresh, "victim") as victim:
-        assert victim.line() == "registered"
+    with registered(fresh, "a", "b") as (a, b), session_process(fresh, "victim") as victim:
+        victim.wait_for_output("registered\n")
         a.join()
         b.join()
         quorum = a.quorum()
         assert ids_of(quorum) == ids_of(b.quorum()) == ["a", "b", "victim"]
-        victim.process.kill()
+        victim.signal(signal.SIGKILL)
         for survivor in (a, b):
             lost = survivor.member_lost()
             assert (lost.quorum_id, lost.replica_id) == (quorum.quorum_id, "victim")
-        assert victim.process.wait() == -signal.SIGKILL
+        assert victim.wait() == -signal.SIGKILL
         a.join()
         b.join()
         after = a.quorum()
@@ -181,16 +181,16 @@ def test_survivors_hear_of_a_killed_member_and_go_on_without_it(fresh: str) -> N
 
 
 def test_survivors_hear_of_a_stopped_member_by_its_missing_ping(fresh: str) -> None:
-    with registered(fresh, "a") as (a,), SessionProcess(fresh, "victim") as victim:
-        assert victim.line() == "registered"
+    with registered(fresh, "a") as (a,), session_process(fresh, "victim") as victim:
+        victim.wait_for_output("registered\n")
         a.join()
         assert ids_of(a.quorum()) == ["a", "victim"]
-        assert victim.line() == "quorum a victim"
-        victim.process.send_signal(signal.SIGSTOP)
+        victim.wait_for_output("quorum a victim\n")
+        victim.signal(signal.SIGSTOP)
         assert a.member_lost().replica_id == "victim"
-        assert psutil.Process(victim.process.pid).status() == psutil.STATUS_STOPPED
-        victim.process.send_signal(signal.SIGCONT)
-        assert victim.line().startswith("ended")
+        assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
+        victim.signal(signal.SIGCONT)
+        victim.wait_for_output("(?m)^ended")
 
 
 def test_a_silent_unary_member_is_lost_after_heartbeat_timeout() -> None:
@@ -384,7 +384,7 @@ def test_more_replicas_than_the_limit_are_refused() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_sessions_calls_and_daemon(number: signal.Signals) -> None:
     with LighthouseProcess("--min_replicas=3") as daemon:
-        assert daemon.first_line == f"lighthouse listening on http://{daemon.address}"
+        assert daemon.process.output == f"lighthouse listening on http://{daemon.address}\n"
         with registered(daemon.address, "a") as (a,), UnaryClient(daemon.address) as client:
             call = client.join("u")
             client.heartbeat("u")

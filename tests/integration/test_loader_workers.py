@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from tests.conftest import Processes
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.integration import gang_job
 from tests.integration import managed_gang_job as replica
-from tests.integration.ranks import Rank, Ranks, running
 from torchft_like import LighthouseServer
+from torchft_like.testing.ranks import Rank, Ranks, running
 
 pytestmark = pytest.mark.integration
 

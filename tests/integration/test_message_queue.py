@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Processes
 from tests.integration.queue_worker import LIMIT_S, Peer
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 

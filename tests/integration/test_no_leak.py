@@ -7,7 +7,6 @@ runs a thousand reconfigurations of each class, a hundred of Baby groups.
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import select
 import socket
@@ -17,52 +16,30 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from torchft_like.testing.ranks import Rank, running
+
 from .footprint import Allowance, left_by
-from .gloo_member import LIMIT_S, run_store
-from .leak_probe import SUBJECTS, allowance, run_probe
+from .gloo_member import StoreHost
+from .leak_probe import SUBJECTS, allowance, left_by_rounds
 
 pytestmark = pytest.mark.integration
 
 WARM_UP, REPEATS = 10, 40
 FULL_WARM_UP, FULL_REPEATS, FULL_REPEATS_BABY = 100, 1000, 100
-_nursery = multiprocessing.get_context("forkserver")
-_nursery.set_forkserver_preload(["tests.integration.leak_probe"])
-
-
-class Child:
-    """A fork that answers, killed at the end."""
-
-    def __init__(self, run: Callable[..., None], *args: object) -> None:
-        self._answers, theirs = _nursery.Pipe()
-        self._process = _nursery.Process(target=run, args=(theirs, *args))
-        self._process.start()
-        theirs.close()
-
-    def answer(self, limit_s: float) -> object:
-        assert self._answers.poll(limit_s), f"no answer within {limit_s} s"
-        return self._answers.recv()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._answers.close()
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[int]:
     """The port of a store in a process of its own."""
-    child = Child(run_store)
-    yield int(str(child.answer(LIMIT_S)).split()[1])
-    child.end()
+    host = Rank(StoreHost)
+    yield host.ask(StoreHost.port)
+    host.end()
 
 
 def probe(subject: str, store: int, warm_up: int, repeats: int, limit_s: float) -> object:
     """What is left behind by a fresh process."""
-    child = Child(run_probe, subject, store, warm_up, repeats)
-    try:
-        return child.answer(limit_s)
-    finally:
-        child.end()
+    with running(1, limit_s) as ranks:
+        return ranks[0].ask(left_by_rounds, subject, store, warm_up, repeats)
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

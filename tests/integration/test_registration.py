@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from tests.conftest import Processes
+from torchft_like.testing.processes import Processes
+from torchft_like.testing.ranks import LIMIT_S, Ranks, running
 
 from . import torch_job as job
 from .gloo_member import serve_store
-from .ranks import LIMIT_S, Ranks, running
 
 pytestmark = pytest.mark.integration
 

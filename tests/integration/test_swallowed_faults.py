@@ -28,9 +28,9 @@ from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, Proce
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.checking.backend import CHECK_ENV
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
+from torchft_like.testing.ranks import LIMIT_S, Rank
 
 from .gloo_member import serve_store
-from .ranks import LIMIT_S, Rank
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 

@@ -12,7 +12,8 @@ from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
-from tests.integration.lighthouse_clients import LIMIT_S, LighthouseProcess, SessionClient
+from tests.integration.lighthouse_clients import LIMIT_S, SessionClient
+from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 

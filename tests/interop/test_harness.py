@@ -64,7 +64,7 @@ def test_a_stopped_process_is_ended_with_its_fleet() -> None:
         process = _start(fleet, REPORT_THEN_SLEEP)
         _first_record(fleet, process)
         process.signal(signal.SIGSTOP)
-    assert process.exit_code() is not None
+    assert process.exit_code is not None
 
 
 def test_a_process_does_not_outlive_a_fleet_that_was_killed(fleet: Fleet) -> None:

@@ -51,7 +51,7 @@ def _kill_one_and_heal_a_newcomer(job: _MixedJob) -> None:
 
     victim.signal(signal.SIGKILL)
     job.await_joint_steps([first, second])
-    assert victim.exit_code() == -signal.SIGKILL
+    assert victim.exit_code == -signal.SIGKILL
 
     newcomer = job.start(3)
     job.await_joint_steps([first, second, newcomer])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.systems import System
-from tests.conftest import ROOT, Processes
+from tests.conftest import ROOT
 from tools.environments import locked
+from torchft_like.testing.processes import Processes
 
 # The first test of a machine installs the peer, which takes longer than a test may.
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(1500)]

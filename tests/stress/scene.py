@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import psutil
 
 from lighthouse.address import Address, parse_address
-from tests.conftest import Processes
-from tests.integration.lighthouse_clients import LIMIT_S, LighthouseProcess
+from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress.beside import Beside, HealthyHeals, HealthyReplicas, RankPair
+from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.processes import Processes
 
 SERVERS = ("lighthouse", "manager", "checkpoint")
 MB = 1 << 20
@@ -70,21 +71,20 @@ class Scene:
 @contextmanager
 def running() -> Iterator[Scene]:
     """The servers, until the block ends. Who has joined does not wait for those who only registered."""
-    starter = Processes()
-    try:
-        with LighthouseProcess("--min_replicas=2", "--join_timeout_ms=100") as lighthouse:
-            started = starter.start(sys.executable, "-m", "tests.stress.servers", lighthouse.address)
-            found = json.loads(started.wait_for_output(r"(?m)^\{.*\}$")[0])
-            group = psutil.Process(started.pid)
-            scene = Scene(
-                {"lighthouse": f"http://{lighthouse.address}", **found},
-                {
-                    "lighthouse": psutil.Process(lighthouse.process.pid),
-                    "manager": group,
-                    "checkpoint": group,
-                },
-            )
-            with closing(scene):
-                yield scene
-    finally:
-        starter.kill_all()
+    with (
+        Processes() as starter,
+        LighthouseProcess("--min_replicas=2", "--join_timeout_ms=100", is_cold=True) as lighthouse,
+    ):
+        started = starter.start(sys.executable, "-m", "tests.stress.servers", lighthouse.address)
+        found = json.loads(started.wait_for_output(r"(?m)^\{.*\}$")[0])
+        group = psutil.Process(started.pid)
+        scene = Scene(
+            {"lighthouse": lighthouse.url, **found},
+            {
+                "lighthouse": psutil.Process(lighthouse.process.pid),
+                "manager": group,
+                "checkpoint": group,
+            },
+        )
+        with closing(scene):
+            yield scene

@@ -22,7 +22,6 @@ from lighthouse.net import ServerLimits, coordination_loop, make_aio_server, mak
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import (
     LIMIT_S,
-    LighthouseProcess,
     SessionClient,
     UnaryClient,
     registered,
@@ -33,6 +32,7 @@ from torchft_like.errors import ConnectError
 from torchft_like.manager import service
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.server import ManagerServer
+from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from demo_faults import NEVER, Fault, plan
-from demo_records import Commit, JsonLines, Metric, Story, first_metric_of_each_step, problems
+from demo_records import Commit, Metric, Story, first_metric_of_each_step, problems
 from demo_view import sparkline
+
+from torchft_like.testing.journal import JournalTail
 
 
 def commits(quorum_id: int, first_step: int, *times: float) -> list[Commit]:
@@ -101,12 +103,12 @@ class TestRecords:
     def test_a_line_is_read_once_and_only_when_it_is_complete(self, tmp_path: Path) -> None:
         path = tmp_path / "records"
         path.write_text('{"a": 1}\n{"a"')
-        lines = JsonLines(path)
-        assert lines.read() == [{"a": 1}]
-        assert lines.read() == []
+        lines = JournalTail(path)
+        assert lines.new_records() == [{"a": 1}]
+        assert lines.new_records() == []
         with path.open("a") as file:
             file.write(': 2}\n{"a": 3}\n')
-        assert lines.read() == [{"a": 2}, {"a": 3}]
+        assert lines.new_records() == [{"a": 2}, {"a": 3}]
 
     def test_a_step_tried_twice_counts_once_and_healing_does_not_count(self) -> None:
         tried = [Metric(1.0, 0, 5, 2.0, 3, True), Metric(2.0, 0, 5, 2.0, 2, True)]

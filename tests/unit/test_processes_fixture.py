@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from tests.conftest import Processes
+from torchft_like.testing.processes import OutputError, Processes
 
 pytest_plugins = ["pytester"]
 
@@ -48,9 +48,7 @@ def test_output_that_can_no_longer_come_fails_the_test_and_shows_what_came() -> 
     starter = Processes()
     try:
         process = starter.start(sys.executable, "-c", "print('something else')")
-        with pytest.raises(
-            pytest.fail.Exception, match=r"ended without writing 'ready'; it wrote:\nsomething else"
-        ):
+        with pytest.raises(OutputError, match=r"ended without writing 'ready'; it wrote:\nsomething else"):
             process.wait_for_output("ready")
         assert process.wait() == 0
     finally:

@@ -1,6 +1,6 @@
 """What is compared, each in a process of its own: raw NCCL, this package, torchft.
 
-The functions below are asked of a rank (tests.integration.ranks), which keeps what it made in `here`. They
+The functions below are asked of a rank (torchft_like.testing.ranks), which keeps what it made in `here`. They
 use the names that both packages share. Without a GPU the same is done over Gloo.
 """
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from tests.integration.gloo_member import serve_store
-from tests.integration.ranks import Ranks, running
 from tests.one_gpu import host_of_its_own
+from torchft_like.testing.ranks import Ranks, running
 
 Here = SimpleNamespace
 LIMIT = timedelta(seconds=60)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.integration.ranks import Ranks, running
 from tools.gpu.contenders import ANSWER_S, LIMIT, OURS, TORCHFT, Here, synchronize
 from tools.gpu.figures import attempted, figure, run_probe
+from torchft_like.testing.ranks import Ranks, running
 
 TENSOR_BYTES = 64 << 20
 OVER_COPY_BAR = 2.0

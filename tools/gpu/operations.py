@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from tests.integration.ranks import Ranks
 from tools.gpu import contenders
 from tools.gpu.contenders import BABIES, IN_PROCESS, MANAGED, RAW, Contender, ranks_of
 from tools.gpu.figures import attempted, figure, median_figure, run_probe
+from torchft_like.testing.ranks import Ranks
 
 ELEMENTS = 1 << 18  # 1 MB
 OVER_BARS_US = {"ours": 20.0, "ours, managed": 30.0, "our Baby": 100.0}

@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.gpu.figures import VARIABLE, read_figures
 from tools.gpu.plan import Probe
-from torchft_like.testing.processes import Child
+from torchft_like.testing.processes import RunningProcess
 
 TAIL_LINES = 25
 LINE_MAX = 240
@@ -28,7 +28,7 @@ def run(probe: Probe, limit_s: float, log: Path, *, dry: bool) -> dict[str, Any]
         figures, output = Path(folder, "figures"), Path(folder, "output")
         command = [sys.executable, "-m", *(probe.without if dry else probe.on_gpu)]
         begin = time.monotonic()
-        child = Child(command, output, {VARIABLE: str(figures), "OMP_NUM_THREADS": "1"})
+        child = RunningProcess(command, output, {VARIABLE: str(figures), "OMP_NUM_THREADS": "1"})
         try:
             has_ended = child.ends_within(limit_s)
         finally:

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.integration.ranks import Ranks, running
 from tools.gpu import contenders
 from tools.gpu.contenders import ANSWER_S, OURS, RAW, TORCHFT, Contender, Here, synchronize
 from tools.gpu.figures import attempted, figure, median_figure, run_probe
+from torchft_like.testing.ranks import Ranks, running
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from tiny_gpt import TinyGPT

@@ -1,7 +1,7 @@
-"""The processes of a chaos run: started, watched, and never left behind.
+"""Processes that do not outlive the process that started them.
 
 Each leads a session of its own, so that its descendants are found when they have lost their parent;
-and the kernel kills it should the engine itself be killed. Start them on the main thread only: the
+and the kernel kills it should the process that started it be killed. Start them on the main thread only: the
 kernel sends that signal when the *thread* that started the process ends.
 """
 
@@ -9,38 +9,61 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final, Self
 
 import psutil
 
-TAIL_LINES = 40
-END_S_MAX = 20.0
-LOOK_EVERY_S = 0.01
+from torchft_like.testing.forks import Fork
+
+TAIL_LINES: Final = 40
+OUTPUT_S_MAX: Final = 60.0
+END_S_MAX: Final = 60.0
+LOOK_EVERY_S: Final = 0.01
 _DIE_WITH_PARENT = [found, "--pdeathsig", "KILL", "--"] if (found := shutil.which("setpriv")) else []
 
 
-class Child:
-    """One process and the log of its standard output and error."""
+class OutputError(AssertionError):
+    """A process did not write what a test waited for; the message has what it wrote."""
+
+
+class RunningProcess:
+    """A process, and what it has written to its standard output and error so far.
+
+    Args:
+        command: the program and its arguments.
+        log: what the process writes is appended to this file; without one it is kept in memory.
+        variables: of the environment, beside those of this process.
+        folder: where the command runs; by default where this process does.
+        takes_orders: whether `tell` will be called.
+    """
+
+    _stdout: int | None = None  # a subclass may read it instead
 
     def __init__(
-        self, command: Sequence[str], log: Path, variables: Mapping[str, str], *, takes_orders: bool = False
+        self,
+        command: Sequence[str],
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        *,
+        folder: Path | None = None,
+        takes_orders: bool = False,
     ) -> None:
         self.command = list(command)
-        self.log = log
-        with log.open("ab") as output:
-            self._popen = subprocess.Popen(  # noqa: S603 - the user's own command, and ours
-                [*_DIE_WITH_PARENT, *command],
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
-                stdin=subprocess.PIPE if takes_orders else subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.log = log or self._in_memory()
+        self._folder = folder
+        self._takes_orders = takes_orders
+        with self.log.open("ab") as output:
+            self._begin = output.tell()
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
+            self._popen = self._launch(environment, output.fileno())
 
     @property
     def pid(self) -> int:
@@ -51,22 +74,67 @@ class Child:
         """None while it runs; negative for a signal."""
         return self._popen.poll()
 
-    def tell(self, line: str) -> None:
-        """Write the one line that it waits for, and hang up."""
+    @property
+    def output(self) -> str:
+        """All that it has written."""
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode(errors="replace")
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines that it has written."""
+        return "\n".join(self.output.splitlines()[-lines:])
+
+    def wait_for_output(self, pattern: str, limit_s: float = OUTPUT_S_MAX) -> re.Match[str]:
+        """The first match in the output so far or to come.
+
+        Raises:
+            OutputError: it does not come within so many seconds, or all who could write it have ended.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            has_ended = self.exit_code is not None and not self.session()
+            if match := re.search(pattern, self.output):
+                return match
+            if has_ended or time.monotonic() > deadline:
+                ended = "ended" if has_ended else f"has run for {limit_s:g} s"
+                raise OutputError(
+                    f"{self.command} {ended} without writing {pattern!r}; it wrote:\n{self.output}"
+                )
+            time.sleep(LOOK_EVERY_S)
+
+    def tell(self, line: str, *, more: bool = False) -> None:
+        """Write a line to its standard input, and hang up unless there will be more."""
         if self._popen.stdin is None:
             raise RuntimeError(f"{self.command} takes no orders")
         self._popen.stdin.write(line.encode() + b"\n")
-        self._popen.stdin.close()
+        self._popen.stdin.flush()
+        if not more:
+            self._popen.stdin.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process alone; one that has ended gets none."""
         self._popen.send_signal(number)
 
+    def wait(self, limit_s: float = END_S_MAX) -> int:
+        """Wait for its end; the exit code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within so many seconds.
+        """
+        return self._popen.wait(limit_s)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end; whether it came."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def session(self) -> list[psutil.Process]:
         """What lives in its session: itself, and all that it has started, whoever their parent is now."""
-        if self.exit_code is not None and psutil.pid_exists(self.pid):
-            return []  # its number was given to somebody else, which means that nobody of the session lived
-        return [process for process in psutil.process_iter() if is_in_session(process, self.pid)]
+        return _in_sessions_of([self])
 
     def descendants(self) -> list[psutil.Process]:
         """All processes that it has started and that are still below it."""
@@ -77,32 +145,99 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for its end; whether it came."""
-        try:
-            self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def kill(self) -> None:
         """End it and every descendant, stopped ones too."""
-        family = [*self.descendants(), *self.session()]
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-        self._popen.kill()
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it was never told anything, and is gone
-                self._popen.stdin.close()
-        wait_ended(family, END_S_MAX)
-        psutil.wait_procs(family, timeout=0)  # reaps orphans, where they come to this process
+        kill_all([self])
 
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def _in_memory(self) -> Path:
+        descriptor = os.memfd_create("output", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        return Path(f"/proc/self/fd/{descriptor}")
+
+    def _launch(self, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes] | Fork:
+        return subprocess.Popen(  # noqa: S603 - the caller's own command
+            [*_DIE_WITH_PARENT, *self.command],
+            cwd=self._folder,
+            env=env,
+            stdin=subprocess.PIPE if self._takes_orders else subprocess.DEVNULL,
+            stdout=self._stdout or output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+class ForkedProcess(RunningProcess):
+    """A module that runs, as after `python -m`, in a fork that has torch loaded (see `forks`).
+
+    Args:
+        command: the module and its arguments.
+        log, variables: as for RunningProcess.
+        descriptors: open files for the fork; their numbers there are added to its arguments.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        *,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self._descriptors = descriptors
+        super().__init__(command, log, variables)
+
+    def _launch(self, env: Mapping[str, str], output: int) -> Fork:
+        return Fork(self.command, env, [output, *self._descriptors])
+
+
+class Processes:
+    """Starts processes, and ends them and all their descendants when its block ends.
+
+    Args:
+        folder: where they run; by default where this process does.
+        variables: of the environment of each, beside those of this process.
+    """
+
+    def __init__(self, folder: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+        self.started: list[RunningProcess] = []
+        self._folder = folder
+        self._variables = variables or {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+
+    def start(self, *command: str, env: Mapping[str, str] | None = None) -> RunningProcess:
+        """Start a command; `env` is added to its environment."""
+        variables = {**self._variables, **(env or {})}
+        self.started.append(RunningProcess(command, None, variables, folder=self._folder))
+        return self.started[-1]
+
+    def kill_all(self) -> None:
+        """End all of them."""
+        kill_all(self.started)
+
+
+def kill_all(processes: Iterable[RunningProcess]) -> None:
+    """End processes and all their descendants, stopped ones too."""
+    processes = list(processes)
+    family = _in_sessions_of(processes)
+    for process in processes:
+        family += process.descendants()  # those with a session of their own
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGCONT)
+            member.kill()
+    for process in processes:
+        process._popen.kill()
+        process._popen.wait()
+        if process._popen.stdin is not None:
+            with contextlib.suppress(OSError):  # it was never told anything, and is gone
+                process._popen.stdin.close()
+    wait_ended(family, END_S_MAX)
+    psutil.wait_procs(family, timeout=0)  # reaps orphans, where they come to this process
 
 
 def run_tool(*command: str) -> str | None:
@@ -134,9 +269,17 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def is_in_session(process: psutil.Process, leader: int) -> bool:
-    """Whether it lives, and in the session of `leader`."""
+def is_in_session(process: psutil.Process, *leaders: int) -> bool:
+    """Whether it lives, and in the session of one of the leaders, which are process ids."""
     try:
-        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+        return os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+def _in_sessions_of(processes: Iterable[RunningProcess]) -> list[psutil.Process]:
+    """Without those whose number the system has given to another process: none of their session lives."""
+    leaders = [p.pid for p in processes if p.exit_code is None or not psutil.pid_exists(p.pid)]
+    if not leaders:
+        return []
+    return [process for process in psutil.process_iter() if is_in_session(process, *leaders)]

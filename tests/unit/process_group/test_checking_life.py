@@ -15,7 +15,6 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import DebugLevel, TCPStore, Work
 from torch.distributed import ReduceOp
 
-from tests.conftest import Processes
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
@@ -28,6 +27,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
 )
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend, is_wanted
+from torchft_like.testing.processes import Processes
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party, wait_until

@@ -23,7 +23,7 @@ import psutil
 from torchft_like.testing.chaos.job import ChaosJob, Replica
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
-from torchft_like.testing.processes import Child, run_tool
+from torchft_like.testing.processes import RunningProcess, run_tool
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
@@ -277,7 +277,7 @@ class SmallDisk:
         options = f"size={DISK_KB}k"
         script = f'mount -t tmpfs -o {options} chaos "$0" && touch "$0/mounted" && exec sleep infinity'
         command = ["unshare", "-m", "sh", "-c", script, str(mount_point)]
-        self._holder = Child(command, folder / "disk.log", {})
+        self._holder = RunningProcess(command, folder / "disk.log", {})
         self.path = f"/proc/{self._holder.pid}/root{mount_point}"
         self._filler = Path(self.path) / "filler"
         if not _appears(Path(self.path) / "mounted", _READY_S_MAX):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,14 +22,14 @@ from torchft_like.testing.chaos.network import Network
 from torchft_like.testing.chaos.orders import NAMING, Order, Training
 from torchft_like.testing.invariants import Commit, Process
 from torchft_like.testing.journal import JournalTail, Record
+from torchft_like.testing.lighthouse import LISTENING
 from torchft_like.testing.log import Log, rank_of
-from torchft_like.testing.processes import Child
+from torchft_like.testing.processes import OutputError, RunningProcess
 
 LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29600
-LISTENING = re.compile(r"^lighthouse listening on (http://\S+)$", re.MULTILINE)
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
@@ -84,7 +83,7 @@ class Rank:
     """One process of a replica group and where it writes; of a user's command also what it said last."""
 
     number: int
-    child: Child
+    child: RunningProcess
     journal: JournalTail
     events: JournalTail
     members: dict[int, list[str]] = field(default_factory=dict)
@@ -133,14 +132,14 @@ class ChaosJob:
         self.log = Log()
         self.crashes: list[str] = []
         self.replicas = [Replica(name, index) for index, name in enumerate(settings.names)]
-        self.lighthouse: Child | None = None
+        self.lighthouse: RunningProcess | None = None
         self.last: dict[Process, Commit] = {}
         self.lighthouse_address = self._lighthouse_host() + ":0"
         if network is not None:
             self.lighthouse_address = f"{self._lighthouse_host()}:{LIGHTHOUSE_PORT}"
         self._checkpoints = checkpoints
-        self._children: list[Child] = []
-        self._spares: list[Child] = []
+        self._children: list[RunningProcess] = []
+        self._spares: list[RunningProcess] = []
         self._lighthouse_events = JournalTail(folder / "lighthouse.events")
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
@@ -167,11 +166,10 @@ class ChaosJob:
         ]
         variables = {**_importable(), "TORCHFT_EVENT_FILE": str(self.folder / "lighthouse.events")}
         self.lighthouse = self._launch(command, log, variables)
-        deadline = time.monotonic() + START_S_MAX
-        while (found := LISTENING.search(log.read_text())) is None:
-            if self.lighthouse.exit_code is not None or time.monotonic() > deadline:
-                raise JobError(f"the lighthouse does not listen:\n{self.lighthouse.tail()}")
-            time.sleep(POLL_S / 4)
+        try:
+            found = self.lighthouse.wait_for_output(LISTENING, START_S_MAX)
+        except OutputError as error:
+            raise JobError(f"the lighthouse does not listen: {error}") from None
         self.lighthouse_address = found[1].removeprefix("http://")
 
     def refill_spares(self) -> None:
@@ -204,15 +202,15 @@ class ChaosJob:
             child.tell(self._order(replica, journal, variables).to_json())
         return Rank(number, child, JournalTail(journal), JournalTail(events))
 
-    def _start_worker(self) -> Child:
+    def _start_worker(self) -> RunningProcess:
         log = self.folder / f"worker.{len(self._children)}.log"
         command = [sys.executable, "-m", "torchft_like.testing.chaos.worker"]
         return self._launch(command, log, {**_importable(), "OMP_NUM_THREADS": "1"}, takes_orders=True)
 
     def _launch(
         self, command: Sequence[str], log: Path, variables: dict[str, str], *, takes_orders: bool = False
-    ) -> Child:
-        child = Child(command, log, variables, takes_orders=takes_orders)
+    ) -> RunningProcess:
+        child = RunningProcess(command, log, variables, takes_orders=takes_orders)
         self._children.append(child)
         return child
 

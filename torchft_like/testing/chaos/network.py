@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torchft_like.testing.processes import Child, run_tool
+from torchft_like.testing.processes import RunningProcess, run_tool
 
 TUN = "/dev/net/tun"
 PACKET_BYTES_MAX = 65536
@@ -89,12 +89,14 @@ class Network:
             raise NetworkUnavailableError(reason)
         self.hosts = tuple(names)
         self._addresses = {name: f"{_NETWORK}.{index + 1}" for index, name in enumerate(names)}
-        self._holders: dict[str, Child] = {}
+        self._holders: dict[str, RunningProcess] = {}
         self._switch: Switch | None = None
         descriptors: dict[str, int] = {}
         try:
             for index, name in enumerate(names):
-                self._holders[name] = Child(["unshare", "-n", "sleep", "infinity"], folder / "hosts.log", {})
+                self._holders[name] = RunningProcess(
+                    ["unshare", "-n", "sleep", "infinity"], folder / "hosts.log", {}
+                )
                 descriptors[name] = self._plug_in(name, f"ft{os.getpid() % 10**7}x{index}")
             self._switch = Switch(self._addresses, descriptors, seed)
         except BaseException:

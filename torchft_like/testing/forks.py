@@ -1,16 +1,16 @@
-"""Processes that have torch loaded from the start: forks of one that does nothing but fork.
+"""Forks of a process that has torch loaded and does nothing but fork.
 
-Loading torch takes two seconds of a processor, and a test starts four processes or more: most of
-what a run of the failure tests would do is load torch. A warm process runs a module as `python -m`
-does, in a session of its own, with its own environment and output; what it has loaded before it knew
-what to run is all that it shares with others.
+Loading torch takes two seconds of a processor, and a test starts four processes or more: most of what
+a run of the failure tests would do is load torch. A fork runs a module as `python -m` does, in a session
+of its own, with its own environment and output; it shares with the others what was loaded before.
 
-It is for the processes of a job. Whatever is about starting, importing or memory starts cold.
+It is for the processes of a job. A test of starting, importing or memory starts its processes cold.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
@@ -23,29 +23,40 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TextIO
 
-MODULES = ("torch", "grpc", "torchft_like", "lighthouse.server", "lighthouse.cli", "tests.integration.worker")
 MESSAGE_BYTES_MAX = 200_000
+DESCRIPTORS_MAX = 8
 ANSWER_S_MAX = 60.0
 _PR_SET_PDEATHSIG = 1
+_modules = [
+    "torch",
+    "grpc",
+    "torchft_like",
+    "torchft_like.testing.ranks",
+    "lighthouse.server",
+    "lighthouse.cli",
+]
 
 
-class WarmProcess:
-    """As subprocess.Popen, as far as the tests use it; not a child of the caller.
+def preload(*modules: str) -> None:
+    """Have these modules loaded, too, in the forks of this process. Call it before the first fork."""
+    _modules.extend(module for module in modules if module not in _modules)
+
+
+class Fork:
+    """As subprocess.Popen, as far as `processes` uses it; not a child of the caller.
 
     Args:
-        module: what to run, as `python -m` would.
+        argv: the module to run, and its arguments.
         env: all of its environment.
+        descriptors: open files for the fork; the first one is its standard output and error, the numbers
+            that the others have in it are added to its arguments.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        reading, writing = os.pipe()
-        try:
-            self.pid, self._watch = _server().fork([module, *arguments], env, writing)
-        finally:
-            os.close(writing)
-        self.stdout: TextIO | None = os.fdopen(reading, errors="replace")
+    stdin = None
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]) -> None:
+        self.pid, self._watch = _server().fork(argv, env, descriptors)
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -53,17 +64,17 @@ class WarmProcess:
         return self._code if self._code is not None else self._ask(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended.
+        """Wait for its end; the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, within so many seconds.
+            subprocess.TimeoutExpired: it has not ended within so many seconds.
         """
         if self._code is None and self._ask(timeout) is None:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
         return self._code  # type: ignore[return-value] # known by now
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To this process alone; one that has ended gets none."""
+        """Send a signal to this process alone; one that has ended gets none."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._watch, number)
 
@@ -79,38 +90,44 @@ class WarmProcess:
 
 
 class _Server:
-    """The process that forks, seen from the tests."""
+    """The process that forks, as the process that asks for forks sees it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(ANSWER_S_MAX)
         with theirs:
-            command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), *_modules]
+            path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            environment = {**os.environ, **threads, "PYTHONPATH": path}
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])  # noqa: S603
         atexit.register(self.stop)
 
-    def fork(self, argv: list[str], env: Mapping[str, str], output: int) -> tuple[int, int]:
+    def fork(
+        self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
+    ) -> tuple[int, int]:
         """A process that runs `argv`; its id and its pidfd."""
+        order = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         with self._lock:
-            socket.send_fds(self._control, [json.dumps({"argv": argv, "env": dict(env)}).encode()], [output])
-            answer, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
-        return int(self._read(answer)), descriptors[0]
+            socket.send_fds(self._control, [order], list(descriptors))
+            answer, watches, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
+        return int(self._read(answer)), watches[0]
 
     def exit_code(self, pid: int) -> int:
-        """Of a process that has ended."""
+        """The exit code of a process that has ended."""
         with self._lock:
             self._control.send(json.dumps({"ended": pid}).encode())
             return int(self._read(self._control.recv(MESSAGE_BYTES_MAX)))
 
     def stop(self) -> None:
+        """End the server, and with it all its forks."""
         self._control.close()
         self._process.wait()
 
     def _read(self, answer: bytes) -> str:
         if not answer:
-            raise RuntimeError(f"the process that forks warm ones has ended with {self._process.poll()}")
+            raise RuntimeError(f"the process that forks has ended with {self._process.poll()}")
         return answer.decode()
 
 
@@ -126,17 +143,18 @@ def _server() -> _Server:
 # ------------------------------------------------------------------------------- the other side
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Load everything, then fork on demand. Returns in a fork, to run what was asked for, and at the end."""
-    for module in MODULES:
-        importlib.import_module(module)
+    for module in modules:
+        with contextlib.suppress(ImportError):  # the fork that needs it will say so
+            importlib.import_module(module)
     if (threads := threading.active_count()) != 1:
         raise RuntimeError(f"{threads} threads: a fork would have locks that nobody releases")
     server = os.getpid()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
         if not message:
-            return  # whoever runs the tests is gone
+            return  # the process that asks for forks is gone
         order = json.loads(message)
         if "ended" in order:
             code = os.waitstatus_to_exitcode(os.waitpid(order["ended"], 0)[1])
@@ -144,10 +162,11 @@ def main(control: socket.socket) -> None:
         elif (pid := os.fork()) == 0:
             control.close()
             _become(order["env"], descriptors[0], server)
-            _run(*order["argv"])
+            _run(*order["argv"], *map(str, descriptors[1:]))
             return
         else:
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
             watch = os.pidfd_open(pid)
             socket.send_fds(control, [str(pid).encode()], [watch])
             os.close(watch)
@@ -188,4 +207,4 @@ def _is_readable(descriptor: int, timeout: float | None) -> bool:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What the tests of warm processes run: shows how it was started, or sleeps."""
+"""What the tests of forks run: shows how it was started, writes into a file that it was given, or sleeps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 
 if __name__ == "__main__" and sys.argv[1] == "sleep":
     time.sleep(600)
+elif __name__ == "__main__" and sys.argv[1] == "write":
+    os.write(int(sys.argv[2]), b"written")
 elif __name__ == "__main__":
     shown = {"arguments": sys.argv[1:], "environment": dict(os.environ), "session": os.getsid(0)}
     print(json.dumps(shown | {"was loaded": "torch" in sys.modules}))

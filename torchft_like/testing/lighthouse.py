@@ -1,0 +1,67 @@
+"""A lighthouse in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Final, Self
+
+from torchft_like.testing.processes import END_S_MAX, ForkedProcess, RunningProcess
+
+LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)$"
+START_S_MAX: Final = 60.0
+
+
+class LighthouseProcess:
+    """`python -m lighthouse`; it listens once this is made, and is ended when its block ends.
+
+    Args:
+        flags: of its command line.
+        bind: host and port to listen at; a free port of loopback by default.
+        event_file: where it writes its events.
+        is_cold: whether to start a new interpreter, which is what a measurement of its memory needs.
+
+    Raises:
+        OutputError: it does not listen; the message has what it wrote.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        bind: str = "127.0.0.1:0",
+        event_file: Path | None = None,
+        is_cold: bool = False,
+    ) -> None:
+        command = ["lighthouse", "--bind", bind, *flags]
+        variables = {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
+        self.process = (
+            RunningProcess([sys.executable, "-m", *command], variables=variables)
+            if is_cold
+            else ForkedProcess(command, variables=variables)
+        )
+        try:
+            self.url = self.process.wait_for_output(LISTENING, START_S_MAX)[1]
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def address(self) -> str:
+        """Host and port, which another lighthouse may be bound to after this one."""
+        return self.url.removeprefix("http://")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; the exit status."""
+        self.process.signal(number)
+        return self.process.wait(END_S_MAX)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()

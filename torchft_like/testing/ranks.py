@@ -1,0 +1,172 @@
+"""Ranks of a job: processes that do what a test asks of them and answer with the result.
+
+They are forks that have torch loaded, which takes milliseconds. What is asked is a function of an importable
+module. It gets `here`, in which the rank keeps what it made: a namespace, or what the caller had it make. So
+the methods of that class may be asked, too: `rank.ask(Member.configure, address)`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torchft_like.testing.processes import ForkedProcess, kill_all
+
+LIMIT_S = 60.0
+STOPPED_S_MAX = 60.0
+STACKS_S = 1.0
+
+Act = Callable[..., Any]
+
+
+class RankError(AssertionError):
+    """What was asked of a rank failed there, or the rank is gone; the message says how."""
+
+
+class Rank:
+    """One process.
+
+    Args:
+        make: called in the process; gives what every function gets first.
+        limit_s: how long an answer may take.
+    """
+
+    def __init__(self, make: Callable[[], object] = SimpleNamespace, *, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs:
+            self.process = ForkedProcess([__name__], descriptors=[theirs.fileno()])
+        self._connection.send(make)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        return self.process.exit_code is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone."""
+        self.process.signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self.signal(signal.SIGSTOP)
+        self.wait_stopped()
+
+    def wait_stopped(self) -> None:
+        """Wait until the process is stopped, whoever does that."""
+        deadline = time.monotonic() + STOPPED_S_MAX
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > deadline:
+                raise RankError(f"process {self.pid} has not stopped")
+            time.sleep(0.002)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.signal(signal.SIGCONT)
+
+    def tell(self, act: Act, *args: Any) -> None:
+        """Ask for something whose answer is fetched later, or never."""
+        self._connection.send((act, args))
+
+    def has_answer(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._connection.poll()
+
+    def answer(self) -> Any:
+        """The oldest answer that was not fetched yet.
+
+        Raises:
+            RankError: it is an error, it does not come within the limit, or the rank has ended.
+        """
+        if not self._connection.poll(self._limit_s):
+            self.signal(signal.SIGUSR2)
+            time.sleep(STACKS_S)
+            raise RankError(f"no answer within {self._limit_s:g} s\n{self.process.tail()}")
+        try:
+            succeeded, answer = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            code = self.process.wait(self._limit_s)
+            raise RankError(f"the rank has ended with {code}\n{self.process.tail()}") from None
+        if not succeeded:
+            raise RankError(answer)
+        return answer
+
+    def ask(self, act: Act, *args: Any) -> Any:
+        """Ask and wait for the answer."""
+        self.tell(act, *args)
+        return self.answer()
+
+    def kill(self) -> None:
+        """SIGKILL, to this process alone, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> None:
+        """End it and its descendants, whatever state they are in."""
+        end_all([self])
+
+
+class Ranks(list[Rank]):
+    """All ranks of a job."""
+
+    def ask(self, act: Act, *args: Any) -> list[Any]:
+        """The same of all at once: `act(here, rank, *args)`; the answers in the order of the ranks."""
+        for number, rank in enumerate(self):
+            rank.tell(act, number, *args)
+        return [rank.answer() for rank in self]
+
+
+@contextmanager
+def running(count: int, limit_s: float = LIMIT_S) -> Iterator[Ranks]:
+    """Ranks that are killed at the end of the block."""
+    ranks = Ranks(Rank(limit_s=limit_s) for _ in range(count))
+    try:
+        yield ranks
+    finally:
+        end_all(ranks)
+
+
+def end_all(ranks: list[Rank]) -> None:
+    """End ranks and their descendants, whatever state they are in."""
+    kill_all(rank.process for rank in ranks)
+    for rank in ranks:
+        rank._connection.close()
+
+
+# ------------------------------------------------------------------------------- in the process
+
+
+def main(connection: Connection) -> None:
+    """Do what is asked for until the connection ends."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    here = connection.recv()()
+    while True:
+        try:
+            act, args = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = True, act(here, *args)
+        except Exception as error:  # noqa: BLE001 - the test is told
+            answer = False, f"{type(error).__name__}: {error}"
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # what a rank made may have threads that hang: nothing of it is to be taken down with care
