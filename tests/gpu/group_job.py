@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.gloo_member import serve_store
-from tests.one_gpu import host_of_its_own
 from torchft_like.gang import ProcessGroupGang, all_sum
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import (
@@ -33,6 +32,7 @@ from torchft_like.process_group import (
 )
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.device_watch import PERIOD_S
+from torchft_like.testing.cluster import host_of_its_own
 from torchft_like.testing.ranks import Ranks, running
 
 Here = SimpleNamespace

@@ -1,6 +1,6 @@
 """Groups of two to four ranks with real peers: sums, deaths, aborts, changes of membership.
 
-Each test is there for all four backends: over NCCL with all ranks on one GPU (tests/one_gpu.py), and over
+Each test is there for all four backends: over NCCL with all ranks on one GPU (`host_of_its_own`), and over
 Gloo without one, so that the tests themselves are tried out wherever the others run.
 """
 

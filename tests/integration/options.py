@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How one rank trains; the harness fills in the first three.
+    """How one rank trains; the harness fills in the first two.
 
     Attributes:
         name: of the replica group.
         index: position of the group's bit in the ledger (see `invariants.Commit`).
-        journal: path of the file for commits and faults.
         faults: planned faults as `faults.Fault` reads them.
         steps: end of the script, in steps that this process has committed.
         pause_s: work outside of the collectives in each step.
@@ -33,7 +32,6 @@ class WorkerOptions:
 
     name: str = ""
     index: int = 0
-    journal: str = ""
     faults: tuple[str, ...] = ()
     steps: int = 1_000_000
     pause_s: float = 0.03

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.cluster import Cluster, Group
+from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
+from torchft_like.testing.cluster import Group
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.cluster import Cluster
-from tests.integration.faults import Fault
+from torchft_like.testing.faults import Fault
 from torchft_like.testing.journal import Journal, JournalReader
 
 pytestmark = pytest.mark.integration

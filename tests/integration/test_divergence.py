@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from lighthouse.events import Event
-from tests.integration.cluster import Cluster, Group
+from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import DivergenceError
+from torchft_like.testing.cluster import Group
 from torchft_like.testing.journal import Record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.cluster import Cluster, Rank
+from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE, WAYS, replay
+from torchft_like.testing.cluster import Rank
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

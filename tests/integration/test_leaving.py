@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, Daemon, Group
+from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
+from torchft_like.testing.cluster import Daemon, Group
 
 pytestmark = pytest.mark.integration
 

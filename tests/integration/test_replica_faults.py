@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, Group
+from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
+from torchft_like.testing.cluster import Group
 
 pytestmark = pytest.mark.integration
 

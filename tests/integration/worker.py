@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.integration.faults import Faults
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import ShardedModel, flip_bit
 from torchft_like import (
@@ -39,6 +38,7 @@ from torchft_like import (
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay, at
 from torchft_like.testing.witness import Witness
@@ -53,7 +53,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR2)
     torch.set_num_threads(1)
     options = WorkerOptions.from_json(sys.argv[1])
-    journal = Journal(options.journal)
+    journal = Journal.of_this_process()
     faults = Faults(options.faults, journal)
     model = ShardedModel(options) if options.reduce == "sharded" else Model(options)
     faults.flip = model.flip

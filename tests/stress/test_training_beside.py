@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from lighthouse.address import Address, parse_address
-from tests.integration.cluster import Cluster, Group
+from tests.integration.cluster import Cluster
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress import hostile
 from torchft_like.manager.client import ManagerClient
+from torchft_like.testing.cluster import Group
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from tests.integration.gloo_member import serve_store
-from tests.one_gpu import host_of_its_own
+from torchft_like.testing.cluster import host_of_its_own
 from torchft_like.testing.ranks import Ranks, running
 
 Here = SimpleNamespace

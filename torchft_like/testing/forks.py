@@ -2,7 +2,7 @@
 
 Loading torch takes two seconds of a processor, and a test starts four processes or more: most of what
 a run of the failure tests would do is load torch. A fork runs a module as `python -m` does, in a session
-of its own, with its own environment and output; it shares with the others what was loaded before.
+of its own, or a script, with its own environment and output; all share what was loaded before.
 
 It is for the processes of a job. A test of starting, importing or memory starts its processes cold.
 """
@@ -47,7 +47,7 @@ class Fork:
     """As subprocess.Popen, as far as `processes` uses it; not a child of the caller.
 
     Args:
-        argv: the module to run, and its arguments.
+        argv: the module to run, or the path of a script; and its arguments.
         env: all of its environment.
         descriptors: open files for the fork; the first one is its standard output and error, the numbers
             that the others have in it are added to its arguments.
@@ -196,6 +196,9 @@ def _become(env: Mapping[str, str], output: int, server: int) -> None:
 
 def _run(module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+        return
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

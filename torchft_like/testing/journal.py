@@ -10,13 +10,19 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 Record = dict[str, Any]
+JOURNAL_ENV: Final = "TORCHFT_TESTING_JOURNAL"
 
 
 class Journal:
     """Appends records to a file."""
+
+    @classmethod
+    def of_this_process(cls) -> Journal:
+        """The journal that this process was given; of a `Cluster`, say."""
+        return cls(os.environ[JOURNAL_ENV])
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -78,6 +78,12 @@ def refusals(events: Iterable[Record]) -> Iterator[Refusal]:
             yield Refusal(event["replica_id"], event["group_rank"], event["quorum_id"], event["step"] + 1)
 
 
+def commit_of(record: Record, members: frozenset[str] | None = None) -> Commit:
+    """What a `Witness` wrote down; `members`, if given, are the record's."""
+    fields = {key: value for key, value in record.items() if key not in ("kind", "members")}
+    return Commit(members=frozenset(record["members"]) if members is None else members, **fields)
+
+
 def name_of(replica_id: str) -> str:
     """The replica group's name, without what is new with every start."""
     return replica_id.partition(":")[0]

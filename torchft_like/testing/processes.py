@@ -167,10 +167,10 @@ class RunningProcess:
 
 
 class ForkedProcess(RunningProcess):
-    """A module that runs, as after `python -m`, in a fork that has torch loaded (see `forks`).
+    """A module or a script that runs in a fork of a process that has torch loaded: `forks`.
 
     Args:
-        command: the module and its arguments.
+        command: the module, or the path of a script; and its arguments.
         log, variables: as for RunningProcess.
         descriptors: open files for the fork; their numbers there are added to its arguments.
     """

@@ -23,7 +23,7 @@ from torchft_like.testing.chaos.orders import NAMING, Order, Training
 from torchft_like.testing.invariants import Commit, Process
 from torchft_like.testing.journal import JournalTail, Record
 from torchft_like.testing.lighthouse import LISTENING
-from torchft_like.testing.log import Log, rank_of
+from torchft_like.testing.log import Log, commit_of, rank_of
 from torchft_like.testing.processes import OutputError, RunningProcess
 
 LOOPBACK = "127.0.0.1"
@@ -370,9 +370,7 @@ class ChaosJob:
 
     def _commit(self, record: Record) -> Commit:
         names = tuple(record["members"])
-        members = self._members.setdefault(names, frozenset(names))
-        fields = {key: value for key, value in record.items() if key not in ("kind", "members")}
-        return Commit(members=members, **fields)
+        return commit_of(record, self._members.setdefault(names, frozenset(names)))
 
     # ------------------------------------------------------------------------------ ending
 
