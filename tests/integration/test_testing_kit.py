@@ -1,0 +1,122 @@
+"""The testing kit as somebody else's test uses it, with a script of his own (docs/testing.md)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchft_like.testing.cluster import Cluster
+from torchft_like.testing.ranks import Rank, RankError, running
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import sys, time, torch
+from torchft_like import Manager, Optimizer, ProcessGroupGloo
+from torchft_like.digest import state_digest
+from torchft_like.testing.journal import Journal
+from torchft_like.testing.witness import Witness
+
+name = sys.argv[1]
+torch.manual_seed(ord(name))
+net = torch.nn.Linear(4, 2)
+manager = Manager(
+    pg=ProcessGroupGloo(60), load_state_dict=net.load_state_dict, state_dict=net.state_dict,
+    min_replica_size=1, replica_id=name,
+)
+witness = Witness(manager, Journal.of_this_process(), "ab".index(name))
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = Optimizer(manager, sgd)
+while True:
+    optimizer.zero_grad()
+    net(torch.ones(3, 4)).sum().backward()
+    for parameter in net.parameters():
+        manager.allreduce(parameter.grad).wait()
+    witness.attend(manager.current_step())
+    optimizer.step()
+    if witness.has_committed:
+        witness.testify(WHAT_IT_SAYS)
+    time.sleep(0.03)
+"""
+
+
+def write(folder: Path, digest: str) -> str:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("WHAT_IT_SAYS", digest))
+    return str(script)
+
+
+def test_a_script_goes_on_without_a_replica_which_comes_back(tmp_path: Path) -> None:
+    script = write(tmp_path, "state_digest(net.state_dict())")
+    with Cluster(tmp_path) as cluster:
+        a, b = (cluster.launch(name, [script, name]) for name in "ab")
+        cluster.wait_for_quorum_of(a, b)
+        a.kill()
+        cluster.wait_for_quorum_of(b)
+        again = cluster.launch("a", [script, "a"])
+        cluster.wait_for_quorum_of(b, again)
+        assert again.events("heal")
+
+
+def test_replicas_that_differ_after_a_step_fail_the_test(tmp_path: Path) -> None:
+    script = write(tmp_path, "name")
+    with (
+        pytest.raises(AssertionError, match="agreement: a.* has digest a, but b.* has b"),
+        Cluster(tmp_path) as cluster,
+    ):
+        cluster.wait_for_quorum_of(*(cluster.launch(name, [script, name]) for name in "ab"))
+
+
+def pid(_: SimpleNamespace, rank: int) -> tuple[int, int]:
+    return rank, os.getpid()
+
+
+def keep(here: SimpleNamespace, rank: int, value: int) -> int:
+    here.kept = getattr(here, "kept", 0) + value
+    return here.kept + rank
+
+
+def fail(_: object) -> None:
+    raise ValueError("there is none")
+
+
+class Counter:
+    """What a rank may be asked to make."""
+
+    def __init__(self) -> None:
+        self.count = 40
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+
+def test_ranks_are_processes_that_keep_what_they_made() -> None:
+    with running(2) as ranks:
+        assert [rank.pid for rank in ranks] == [number for _, number in ranks.ask(pid)]
+        assert [ranks.ask(keep, 5), ranks.ask(keep, 2)] == [[5, 6], [7, 8]]
+
+
+def test_a_rank_is_what_the_caller_has_it_make() -> None:
+    rank = Rank(Counter)
+    try:
+        assert rank.ask(Counter.add, 2) == 42
+    finally:
+        rank.end()
+
+
+def test_what_goes_wrong_in_a_rank_is_told() -> None:
+    with running(2, limit_s=1.0) as (failing, silent):
+        with pytest.raises(RankError, match="ValueError: there is none"):
+            failing.ask(fail)
+        failing.kill()
+        with pytest.raises(RankError, match="ended with -9"):
+            failing.answer()
+        silent.stop()
+        with pytest.raises(RankError, match="no answer within 1 s"):
+            silent.ask(fail)
+        silent.signal(signal.SIGCONT)
