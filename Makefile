@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow dropin matrix gpu-test lint format proto bench leaks stress fuzz soak clean help simulate
+.PHONY: demo test slow dropin matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -19,19 +19,24 @@ SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integrati
 	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults)) \
 	gpu/test_ranks.py)
 
-# The long ones first, in this order, or a processor has nothing to do at the end.
-test: lint  ## everything that CI checks: lint, format, types, tests
+# The types are checked beside the first tests. The long ones come first, in this order, or a processor has
+# nothing to do at the end.
+test: style  ## everything that CI checks: lint, format, types, tests
+	$(BIN)/mypy & types=$$!; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" \
-		$(SIDE_BY_SIDE) tests/simulation tests/conformance tests/unit tests/stress/test_fuzz_*.py
+		$(SIDE_BY_SIDE) tests/simulation tests/conformance tests/unit tests/stress/test_fuzz_*.py; \
+	tests=$$?; wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
 		$(addprefix --ignore ,$(SIDE_BY_SIDE)) tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu
 
-lint: $(READY)
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 format: $(READY)  ## rewrite the sources in the project's format

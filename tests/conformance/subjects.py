@@ -6,7 +6,7 @@ given its members and where its errors are found. Nothing else in the suite know
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+
+from .scene import PLAIN, Kind
 
 TIMEOUT_S = 30.0
 WORLD_MAX = 4
@@ -125,7 +127,8 @@ class Subject:
         device: where its tensors are.
         swallows: its errors are found at its seat.
         moves_nothing: so it accepts what torch's own cannot move.
-        forwards: all that it does is seen with plain tensors, and another subject shows the rest.
+        forwards: it hands every call on, to a group that another subject shows with every form and fault.
+        describes: though it forwards, what it does depends on the dtypes and shapes of the tensors.
     """
 
     name: str
@@ -136,11 +139,16 @@ class Subject:
     swallows: bool = False
     moves_nothing: bool = False
     forwards: bool = False
+    describes: bool = False
 
     @property
     def exists(self) -> bool:
         """Whether this machine and this version have it."""
         return self.device == "cpu" or torch.cuda.is_available()
+
+    def kinds(self, kinds: Sequence[Kind]) -> Sequence[Kind]:
+        """Those of the kinds of tensors that can make a difference."""
+        return kinds if self.describes or not self.forwards else [PLAIN]
 
 
 def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject, ...]:
@@ -153,7 +161,11 @@ def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject,
 
 SUBJECTS: tuple[Subject, ...] = (
     Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False))),
-    Subject("ProcessGroupWrapper", lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S)))),
+    Subject(
+        "ProcessGroupWrapper",
+        lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S))),
+        forwards=True,
+    ),
     Subject(
         "ErrorSwallowing",
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
@@ -164,7 +176,12 @@ SUBJECTS: tuple[Subject, ...] = (
         lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
     ),
-    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
+    Subject(
+        "Checked",
+        lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)),
+        forwards=True,
+        describes=True,
+    ),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),
@@ -173,3 +190,6 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
+PRESENT = [subject for subject in SUBJECTS if subject.exists]
+DOING = [subject for subject in PRESENT if not subject.forwards]
+MEETING = [subject for subject in DOING if subject.worlds is None]  # those that can have peers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 
 import pytest
 
@@ -13,7 +14,7 @@ from torchft_like.testing.ranks import Rank
 from .calls import CALLS
 from .fleet import Fleet, wait_until
 from .member import Member
-from .subjects import Subject
+from .subjects import MEETING, Subject
 
 pytestmark = pytest.mark.integration
 
@@ -53,11 +54,11 @@ def test_every_function_is_one_that_a_victim_can_stop() -> None:
     assert set(NEEDY) <= set(CALLS)
 
 
+@pytest.mark.parametrize("subject", MEETING, ids=attrgetter("name"))
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     scene: Fleet, subject: Subject, case: str
 ) -> None:
-    skip_alone(subject)
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
     for survivor in survivors:
@@ -70,11 +71,11 @@ def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     go_on(scene, subject, VICTIM)
 
 
+@pytest.mark.parametrize("subject", MEETING, ids=attrgetter("name"))
 @pytest.mark.parametrize("case", CASES)
 def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
     scene: Fleet, subject: Subject, case: str
 ) -> None:
-    skip_alone(subject)
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
     victim.stop()
@@ -87,11 +88,6 @@ def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
     victim.resume()
     assert all(errors[survivors.index(survivor)] is not None for survivor in blocked)
     go_on(scene, subject, WORLD)
-
-
-def skip_alone(subject: Subject) -> None:
-    if subject.worlds is not None or subject.forwards:
-        pytest.skip("it has no peers" if subject.worlds else "faults are another subject's")
 
 
 def await_victim(scene: Fleet) -> list[Rank]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from operator import attrgetter
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from .cases import CASES
 from .fleet import Fleet
 from .functional import FUNCTIONAL
 from .scene import KINDS, MODES
-from .subjects import Subject
+from .subjects import DOING, Subject
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +52,7 @@ def test_functions_do_what_they_do_on_torchs_own_group(
 def test_sends_and_receives_take_every_dtype_shape_and_layout(
     fleet: Fleet, subject: Subject, world: int, case: str
 ) -> None:
-    for kind in KINDS:
+    for kind in subject.kinds(KINDS):
         if case == "recv from anybody" and 0 in kind.shape:
             continue  # Gloo waits for ever for the second message of nothing
         fleet.check(subject.name, world, case, kind)
@@ -80,11 +81,10 @@ def test_functional_collectives_give_what_torchs_give(
         if not name.endswith("_autograd")
     ],
 )
+@pytest.mark.parametrize("subject", DOING, ids=attrgetter("name"))
 def test_compiled_code_gets_what_torchs_group_gives(
     fleet: Fleet, subject: Subject, world: int, name: str
 ) -> None:
-    if subject.forwards:
-        pytest.skip("compiling is another subject's")
     fleet.check(subject.name, world, f"compiled {name}")
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.integration.options import WorkerOptions
 from torchft_like.testing import cluster
 from torchft_like.testing.cluster import Group
+from torchft_like.testing.invariants import INVARIANTS
+
+# What each cluster checks when its block ends.
+CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
 
 
 class Cluster(cluster.Cluster):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lighthouse.events import Event
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo
@@ -26,7 +26,7 @@ from torchft_like.errors import DivergenceError
 from torchft_like.testing.cluster import Group
 from torchft_like.testing.journal import Record
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])

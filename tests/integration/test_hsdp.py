@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE, WAYS, replay
 from torchft_like.testing.cluster import Rank
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
 
 LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from torchft_like.testing.invariants import Commit, Heal, History, Refusal, Sighting, progress, violations
+from tests.conftest import ROOT
+from torchft_like.testing.invariants import (
+    INVARIANTS,
+    Commit,
+    Heal,
+    History,
+    Refusal,
+    Sighting,
+    progress,
+    violations,
+)
 
 NAMES = ("a", "b", "c")
 
@@ -68,6 +79,16 @@ def with_more(*more: Commit) -> History:
 
 def seen(*sightings: Sighting) -> History:
     return History(tuple(sound_commits()), (C_HEALS,), sightings)
+
+
+def test_every_invariant_is_a_marker(pytestconfig: pytest.Config) -> None:
+    table = (
+        (ROOT / "docs" / "architecture.md").read_text().partition("## Invariants")[2].partition("\n## ")[0]
+    )
+    documented = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert documented >= set(INVARIANTS)
+    markers = {marker.partition(":")[0] for marker in pytestconfig.getini("markers")}
+    assert documented - markers == set()
 
 
 def test_a_sound_history_has_no_violations() -> None:
@@ -144,12 +165,15 @@ UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNSOUND)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=getattr(pytest.mark, UNSOUND[case][0])) for case in UNSOUND]
+)
 def test_an_unsound_history_is_found(case: str) -> None:
     invariant, history = UNSOUND[case]
     assert [text for text in violations(history()) if text.startswith(f"{invariant}:")]
 
 
+@pytest.mark.progress
 def test_progress_counts_only_the_steps_after_the_given_time() -> None:
     history = History(tuple(sound_commits()), (C_HEALS,))
     assert list(progress(history, since=3.0, processes=[("a", 0), ("c", 0)], steps=2)) == []

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Daemon, Group
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 INTERRUPT_LIMIT_S = 10.0  # about a second is promised; this machine may be busy
 

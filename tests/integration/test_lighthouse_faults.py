@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 OUTAGE_S = 10.0
 

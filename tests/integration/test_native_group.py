@@ -20,11 +20,11 @@ from torchft_like.errors import ConfigError
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.native import adopted
 
-from .cluster import Cluster
+from .cluster import CHECKED, Cluster
 from .gloo_member import serve_store
 from .options import WorkerOptions
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), *CHECKED]
 needs_torchs = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.14 on")
 TIMEOUT_S = 5.0
 LIMIT_S = 120.0

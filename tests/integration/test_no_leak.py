@@ -22,7 +22,7 @@ from .footprint import Allowance, left_by
 from .gloo_member import StoreHost
 from .leak_probe import SUBJECTS, allowance, left_by_rounds
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.no_leak]
 
 WARM_UP, REPEATS = 10, 40
 FULL_WARM_UP, FULL_REPEATS, FULL_REPEATS_BABY = 100, 1000, 100

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 ASYNC_AND_SYNC = pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 KILL_AND_STOP = pytest.mark.parametrize("act", ["kill", "stop"])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like import Manager, ProcessGroupDummy
 from torchft_like.errors import AddressError, ConfigError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 
 @pytest.fixture

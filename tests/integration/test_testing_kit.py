@@ -65,7 +65,7 @@ def test_a_script_goes_on_without_a_replica_which_comes_back(tmp_path: Path) -> 
 def test_replicas_that_differ_after_a_step_fail_the_test(tmp_path: Path) -> None:
     script = write(tmp_path, "name")
     with (
-        pytest.raises(AssertionError, match="agreement: a.* has digest a, but b.* has b"),
+        pytest.raises(AssertionError, match=r"agreement: a.* has digest a, but b.* has b"),
         Cluster(tmp_path) as cluster,
     ):
         cluster.wait_for_quorum_of(*(cluster.launch(name, [script, name]) for name in "ab"))

@@ -34,6 +34,13 @@ class Mutant(NamedTuple):
     cores: Cores
 
 
+class Caught(NamedTuple):
+    """A seed that catches a mutant, and the invariant that it breaks then."""
+
+    seed: int
+    invariant: str
+
+
 class Catch(NamedTuple):
     """After how many seeds a mutant was caught; `seeds` is None if it was not."""
 
@@ -365,43 +372,43 @@ MUTANTS = (
 
 # The first seed, counted from 0, that catches each.
 CAUGHT_BY = {
-    "reuses ids": 0,
-    "forgets reported ids": 5,
-    "forgets the majority": 6,
-    "ignores min_replicas": 1,
-    "keeps the id after a failure": 5,
-    "forgets rounds": 2391,
-    "does not say it is over": 72,
-    "does not warn of broken groups": 13,
-    "learns too late": 8,
-    "keeps the dead": 1,
-    "leaves nobody out": 16,
-    "leaves both ends out": 2,
-    "leaves too many out": 68,
-    "never lets back": 16,
-    "counts members only": 166,
-    "drops member_lost": 3,
-    "one vote is enough": 0,
-    "every rank its own verdict": 0,
-    "keeps its no to itself": 226,
-    "joins once only": 0,
-    "compares steps only": 39,
-    "speaks for its first rank": 0,
-    "survives its ranks": 1,
-    "probes nobody": 26,
-    "probes once": 2,
-    "never tries again": 16,
-    "gives nothing up": 16,
-    "reports links once": 16,
-    "applies late errors": 1,
-    "commits before healing": 0,
-    "healing takes part": 0,
-    "counts who heals": 0,
-    "lets others go on": 51,
-    "votes yes after an error": 0,
-    "keeps the old commit quorum": 39,
-    "keeps its process group": 3,
-    "leaves quietly": 29,
-    "hides broken groups": 5,
-    "forgets the healed version": 7,
+    "reuses ids": Caught(0, "monotonic"),
+    "forgets reported ids": Caught(5, "monotonic"),
+    "forgets the majority": Caught(6, "one_quorum_per_step"),
+    "ignores min_replicas": Caught(1, "one_quorum_per_step"),
+    "keeps the id after a failure": Caught(5, "progress"),
+    "forgets rounds": Caught(2391, "progress"),
+    "does not say it is over": Caught(72, "progress"),
+    "does not warn of broken groups": Caught(13, "progress"),
+    "learns too late": Caught(8, "one_quorum_per_step"),
+    "keeps the dead": Caught(1, "progress"),
+    "leaves nobody out": Caught(16, "progress"),
+    "leaves both ends out": Caught(2, "one_quorum_per_step"),
+    "leaves too many out": Caught(68, "one_quorum_per_step"),
+    "never lets back": Caught(16, "progress"),
+    "counts members only": Caught(166, "monotonic"),
+    "drops member_lost": Caught(3, "progress"),
+    "one vote is enough": Caught(0, "heal_is_clean"),
+    "every rank its own verdict": Caught(0, "agreement"),
+    "keeps its no to itself": Caught(226, "progress"),
+    "joins once only": Caught(0, "progress"),
+    "compares steps only": Caught(39, "heal_is_clean"),
+    "speaks for its first rank": Caught(0, "heal_is_clean"),
+    "survives its ranks": Caught(1, "progress"),
+    "probes nobody": Caught(26, "progress"),
+    "probes once": Caught(2, "progress"),
+    "never tries again": Caught(16, "progress"),
+    "gives nothing up": Caught(16, "progress"),
+    "reports links once": Caught(16, "progress"),
+    "applies late errors": Caught(1, "no_zombie"),
+    "commits before healing": Caught(0, "heal_is_clean"),
+    "healing takes part": Caught(0, "heal_is_clean"),
+    "counts who heals": Caught(0, "no_zombie"),
+    "lets others go on": Caught(51, "no_zombie"),
+    "votes yes after an error": Caught(0, "heal_is_clean"),
+    "keeps the old commit quorum": Caught(39, "heal_is_clean"),
+    "keeps its process group": Caught(3, "no_zombie"),
+    "leaves quietly": Caught(29, "progress"),
+    "hides broken groups": Caught(5, "progress"),
+    "forgets the healed version": Caught(7, "progress"),
 }

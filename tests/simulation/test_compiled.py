@@ -28,7 +28,7 @@ def _not_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["--seeds", "0:200"],
         ["--seed", "11", "--all"],
-        ["--seed", str(CAUGHT_BY[MUTANT]), "--mutant", MUTANT],
+        ["--seed", str(CAUGHT_BY[MUTANT].seed), "--mutant", MUTANT],
     ],
     ids=["many seeds", "one history", "a mutant made small"],
 )

@@ -18,6 +18,13 @@ SEEDS = 1000
 ONCE_BROKE = (51, 26_066, 37_717, 39_977, 192_424, 520_573)  # with the cores and the simulator of their time
 
 
+@pytest.mark.agreement
+@pytest.mark.one_quorum_per_step
+@pytest.mark.monotonic
+@pytest.mark.no_zombie
+@pytest.mark.no_regress
+@pytest.mark.heal_is_clean
+@pytest.mark.progress
 def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:
     tally = run_batch(range(SEEDS))
     assert tally.violations == []
@@ -31,9 +38,16 @@ def test_seeds_that_once_broke_an_invariant_no_longer_do(seed: int) -> None:
     assert run(draw(seed)).violation is None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(each, marks=getattr(pytest.mark, CAUGHT_BY[each.name].invariant), id=each.name)
+        for each in MUTANTS
+    ],
+)
 def test_a_broken_core_is_caught(mutant: Mutant) -> None:
-    assert hunt(mutant, [CAUGHT_BY[mutant.name]]).violation is not None
+    seed, invariant = CAUGHT_BY[mutant.name]
+    assert (hunt(mutant, [seed]).violation or "").startswith(f"{invariant}: ")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -60,7 +74,7 @@ def test_a_history_does_not_depend_on_the_process_it_is_made_in() -> None:
 
 def test_a_failure_is_made_small_and_still_fails() -> None:
     mutant = next(m for m in MUTANTS if m.name == "compares steps only")
-    seed = CAUGHT_BY[mutant.name]
+    seed = CAUGHT_BY[mutant.name].seed
     outcome = run(draw(seed), mutant.cores)
     small = shrink(draw(seed), outcome, mutant.cores)
     assert small.outcome.violation is not None

@@ -101,6 +101,7 @@ def no_memory() -> object:
     raise RuntimeError("no memory for a copy")
 
 
+@pytest.mark.at_rest
 def test_a_state_is_read_by_the_thread_that_ends_the_step_once_and_not_before(replica: Replica) -> None:
     readers: list[threading.Thread] = []
     replica.registry.register("model", ignore, lambda: readers.append(threading.current_thread()))
