@@ -77,7 +77,7 @@ def pid(_: SimpleNamespace, rank: int) -> tuple[int, int]:
 
 def keep(here: SimpleNamespace, rank: int, value: int) -> int:
     here.kept = getattr(here, "kept", 0) + value
-    return here.kept + rank
+    return int(here.kept) + rank
 
 
 def fail(_: object) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -198,7 +199,7 @@ class Cluster:
         self.groups: list[Group] = []
         self.lighthouse_address = f"http://{LOOPBACK}:0"
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         try:
             self.start_lighthouse()
         except BaseException:
