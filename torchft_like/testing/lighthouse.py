@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from torchft_like.testing.processes import END_S_MAX, ForkedProcess, RunningProcess
 
-LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)$"
+LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)\n"
 START_S_MAX: Final = 60.0
 
 
