@@ -15,9 +15,9 @@ from torchft_like.testing.chaos.schedule import draw
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 IN_WORKERS = 'import sys\nif "torchft_like.testing.chaos.worker" in sys.orig_argv:\n'
 WRONG_AVERAGE = """
-    from torchft_like.manager.managed_work import ManagedWork
-    divide = ManagedWork._divide
-    ManagedWork._divide = lambda work, count: divide(work, count + 1)
+    from torchft_like.manager import managed_work
+    divide = managed_work.divide
+    managed_work.divide = lambda tensors, count: divide(tensors, count + 1)
 """
 FAILED_STEP_APPLIED = """
     from torchft_like.optim import OptimizerWrapper

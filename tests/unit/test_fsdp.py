@@ -18,7 +18,7 @@ from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import finished_work
 
 WORLD_SIZE = 2
 
@@ -221,7 +221,7 @@ class Sevens:
     def allreduce(self, tensor: Tensor) -> dist.Work:
         self.numels.append(tensor.numel())
         tensor.fill_(7.0)
-        return DoneWork([tensor])
+        return finished_work([tensor])
 
 
 def test_the_hook_averages_the_shards_of_every_fsdp_module_once() -> None:

@@ -1,52 +1,46 @@
-"""The Work that a managed collective returns: it succeeds, or the Manager has heard why not."""
+"""The reduction behind the Work of a managed collective: it succeeds, or the Manager has heard why not."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp, Work
+from torch.distributed import AllreduceOptions, ReduceOp
 from torch.futures import Future
 
-from lighthouse.forks import lock_of_each_process
 from torchft_like.futures import future_wait
-from torchft_like.process_group.work import DoneWork, GroupWork, Issuer
+from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.writing import divide
 
 Report = Callable[[Exception], object]
 
-_SETTLED = DoneWork([])
-
 # When each was issued, in this order.
-Pending = dict["ManagedWork", float]
+Pending = dict["Reduction", float]
 
 
-class ManagedWork(GroupWork):
+class Reduction(Operation):
     """A reduction of a step: never fails; after an error the tensors are undefined and the step lost.
 
-    `work` is followed up (an average divided, an error reported) once, by whoever comes first: the
-    thread that waits, or, if somebody asked for the future, the one that completes the collective.
+    The group's operation is followed up (an average divided, an error reported) once, by whoever comes first:
+    the thread that waits, or, if somebody asked for the future, the one that completes the collective.
     Python that runs on a backend's thread costs more than a small allreduce takes, so nothing runs
     there unless it was asked for.
 
-    Until it was told to `take` the backend's work, it is done.
+    Until it was told to `follow` the group's operation, it is over.
 
     Args:
         tensors: its result.
         divide_by: for an average, which the backend only added up.
         report: told of an error.
-        pending: holds the work until it was followed up, whatever becomes of the caller's handle.
+        pending: holds the reduction until it was followed up, whatever becomes of the caller's handle.
     """
 
-    # Those of most works: what is not set takes no time.
-    _settled_future: Future[Any] | None = None
-    _is_issued = True
-    _pending: Pending | None = None
-    _divide_by: int | None = None
-    _work: Work = _SETTLED
+    _inner: Operation | None = None  # of the group, until it was followed up
+    _future: Future[Any] | None = None
 
     def __init__(
         self,
@@ -55,160 +49,111 @@ class ManagedWork(GroupWork):
         report: Report,
         pending: Pending | None = None,
     ) -> None:
-        Work.__init__(self)
         self._tensors = tensors
+        self._divide_by = divide_by
         self._report = report
-        if divide_by is not None:
-            self._divide_by = divide_by
+        self._pending = pending
+        self._following_up = threading.Lock()
         if pending is not None:
-            self._pending = pending
             pending[self] = time.monotonic()
 
-    def take(self, work: Work, issuer: Issuer | None) -> None:
-        """See Taker."""
-        if issuer is not None:
-            self._issuer = issuer
-        else:
-            self._is_issued = False
-        self._work = work
+    def follow(self, operation: Operation) -> None:
+        """The group has begun it."""
+        self._inner = operation
         if self._tensors and not self._tensors[0].is_cpu:
-            self.get_future()  # whoever waits on another stream waits for the division, too
+            self.future()  # whoever waits on another stream waits for the division, too
 
-    @classmethod
-    def finished(cls, tensors: Sequence[torch.Tensor]) -> Self:
-        """One that is done already."""
-        return cls(tensors, None, lambda _: None)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until done.
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it was followed up.
 
         Raises:
-            TimeoutError: not done within `timeout`.
+            TimeoutError: it is not over at the deadline.
         """
-        if timeout:  # C++ passes zero for none
-            self._wait_for(timeout)
-        elif self._settled_future is not None:
-            self._settled_future.wait()
-        elif self._work is not _SETTLED:
+        if deadline != FOREVER:
+            future_wait(self.future(), timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
+        elif self._future is not None:
+            self._future.wait()
+        elif (inner := self._inner) is not None:
             try:
-                GroupWork.wait(self) if self._is_issued else self._work.wait()
-            except Exception as error:  # noqa: BLE001 - see `_settle`
+                inner.wait()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
                 self._fail(error)
             else:
                 self._succeed()
-        return True
 
-    def get_future(self) -> Future[Any]:
-        """Completes with the tensor."""
-        if self._settled_future is None:
-            if self._work is _SETTLED:
-                self._settled_future = self._completed()
-            else:
-                future = GroupWork.get_future(self) if self._is_issued else self._work.get_future()
-                self._settled_future = future.then(self._finish)
-        return self._settled_future
-
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the result is there."""
-        if self._settled_future is not None:
-            return self._settled_future.done()
-        if self._work is not _SETTLED and self._is_over():
-            self._settle(self._wait_for_work)
-        return self._work is _SETTLED
+        if self._future is not None:
+            return self._future.done()
+        if (inner := self._inner) is not None and inner.is_over():
+            self.wait()
+        return self._inner is None
 
-    def is_success(self) -> bool:
-        """Errors have gone to the Manager."""
-        return self.is_completed()
+    def error(self) -> None:
+        """None: the Manager has it."""
 
-    def _outcome(self) -> Any:
-        """What the future carries."""
+    def result(self) -> list[torch.Tensor]:
+        """The tensors."""
+        return list(self._tensors)
+
+    def future(self) -> Future[Any]:
+        """Completes with what `outcome` gives, once it was followed up."""
+        if self._future is None:
+            inner = self._inner
+            self._future = self._completed() if inner is None else inner.future().then(self._finish)
+        return self._future
+
+    def outcome(self) -> Any:
+        """What the future carries: the tensor."""
         return self._tensors[0]
 
-    def _is_over(self) -> bool:
-        return GroupWork.is_completed(self) if self._is_issued else self._work.is_completed()
-
-    def _wait_for_work(self) -> None:
-        GroupWork.wait(self) if self._is_issued else self._work.wait()
-
-    def _wait_for(self, timeout: timedelta) -> None:
-        future_wait(self.get_future(), timeout)
-
     def _finish(self, done: Future[Any]) -> Any:
-        self._settle(done.value)
-        return self._outcome()
+        try:
+            done.value()
+        except Exception as error:  # noqa: BLE001 - as in `wait`
+            self._fail(error)
+        else:
+            self._succeed()
+        return self.outcome()
 
     def _completed(self) -> Future[Any]:
         devices = {tensor.device for tensor in self._tensors if not tensor.is_cpu}
         future: Future[Any] = Future(devices=list(devices) or None)
-        future.set_result(self._outcome())
+        future.set_result(self.outcome())
         return future
 
-    def _settle(self, outcome: Callable[[], object]) -> None:
-        try:
-            outcome()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
-            self._fail(error)
-        else:
-            self._succeed()
-
     def _succeed(self) -> None:
-        if self._divide_by is not None:
-            try:
-                self._divide(self._divide_by)
-            except Exception as error:  # noqa: BLE001 - a tensor that nothing can be written to
-                self._fail(error)
-                return
-        self._end()
-
-    def _divide(self, divide_by: int) -> None:
-        with _dividing:
-            if self._work is not _SETTLED:
-                divide(self._tensors, divide_by)
-                self._work = _SETTLED
+        try:
+            with self._following_up:
+                if self._inner is not None and self._divide_by is not None:
+                    divide(self._tensors, self._divide_by)
+                self._end()
+        except Exception as error:  # noqa: BLE001 - a tensor that nothing can be written to
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._report(error)
         self._end()
 
     def _end(self) -> None:
-        self._work = _SETTLED
+        self._inner = None
         if self._pending is not None:
             self._pending.pop(self, None)
 
 
-class ManagedGroupWork(ManagedWork):
+class GroupReduction(Reduction):
     """As a process group's: its future carries a list, and a wait that ends too early loses the step."""
 
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._outcome()
-
-    def exception(self) -> None:
-        """None: the Manager has it."""
-
-    def source_rank(self) -> int:
-        """Nobody."""
-        return -1
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """Make the current stream wait."""
-        self.wait()
-
-    block_current_stream = synchronize
-
-    def _outcome(self) -> list[torch.Tensor]:
-        return list(self._tensors)
-
-    def _wait_for(self, timeout: timedelta) -> None:
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it was followed up, or until the deadline, which is an error."""
         try:
-            super()._wait_for(timeout)
+            super().wait(deadline)
         except TimeoutError as error:
             self._report(error)
 
-
-_dividing = lock_of_each_process()
+    def outcome(self) -> list[torch.Tensor]:
+        """What the future carries: all tensors."""
+        return list(self._tensors)
 
 
 def is_average(operation: ReduceOp.RedOpType | ReduceOp) -> bool:

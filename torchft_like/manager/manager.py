@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
@@ -44,7 +44,7 @@ from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.group import RankJoin
 from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedGroupWork, ManagedWork, options_for
+from torchft_like.manager.managed_work import GroupReduction, Reduction, options_for
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import StateExchange
@@ -262,7 +262,7 @@ class Manager:
         tensor: torch.Tensor,
         should_quantize: bool = False,
         reduce_op: ReduceOp.RedOpType | ReduceOp = ReduceOp.AVG,
-    ) -> ManagedWork:
+    ) -> Work:
         """Reduce a tensor over the participants, in place; never raises for what peers do.
 
         What a replica that heals or is a spare has does not count: it adds zeros, and has no part in a
@@ -275,17 +275,15 @@ class Manager:
         """
         if should_quantize:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
-        return self._reducer.start([tensor], options_for(reduce_op), ManagedWork)
+        return self._reducer.start([tensor], options_for(reduce_op), Reduction)
 
-    def group_allreduce(
-        self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any
-    ) -> ManagedGroupWork:
+    def group_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any) -> Work:
         """`allreduce` for a ManagedProcessGroup, whose works are those of a process group.
 
         Args:
             how: which collective, and of whom: as for `Reducer.start`.
         """
-        return self._reducer.start(tensors, options, ManagedGroupWork, **how)
+        return self._reducer.start(tensors, options, GroupReduction, **how)
 
     def report_error(self, e: Exception) -> None:
         """The current step is spoilt: it will not be committed and peers are released."""
@@ -347,8 +345,8 @@ class Manager:
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
         attempt.wait_configured(self._driver.why_no_quorum)
-        for work in list(attempt.pending_collectives):
-            work.wait()
+        for reduction in list(attempt.pending_collectives):
+            reduction.wait()
         attempt.synchronize()
         self._check_process_group()
         self._exchange.exchange(attempt)

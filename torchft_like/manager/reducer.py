@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
@@ -13,13 +12,12 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from torchft_like.errors import FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import AVERAGE, SUM, ManagedWork, is_average, summing
+from torchft_like.manager.managed_work import AVERAGE, SUM, Reduction, is_average, summing
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.step import StepProtocol
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
+from torchft_like.process_group.work import OperationWork
 from torchft_like.writing import writing_to
-
-W = TypeVar("W", bound=ManagedWork)
 
 
 class Reducer:
@@ -34,15 +32,15 @@ class Reducer:
         self,
         tensors: list[torch.Tensor],
         options: AllreduceOptions,
-        kind: type[W],
+        kind: type[Reduction],
         collective: Collective = ALLREDUCE,
         of_all_members: bool = False,
-    ) -> W:
+    ) -> OperationWork:
         """Begin one, in place; an error spoils the step, and is told to nobody else.
 
         Args:
             tensors: reduced by one operation of the group, whatever it makes of several.
-            kind: of work to return.
+            kind: of reduction behind the work that is returned.
             collective: that operation: `allreduce` or `allreduce_coalesced`.
             of_all_members: what a replica that heals or is a spare has counts like the others'.
 
@@ -60,7 +58,7 @@ class Reducer:
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
-            return kind.finished(tensors)
+            return OperationWork(kind(tensors, None, lambda _: None))
         if (report := attempt.report) is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
         divide_by = protocol.num_participants if averages else None
@@ -69,15 +67,16 @@ class Reducer:
                 divide_by = None
             else:
                 options = SUM if options is AVERAGE else summing(options)
-        result = kind(tensors, divide_by, report, attempt.pending_collectives)
+        reduction = kind(tensors, divide_by, report, attempt.pending_collectives)
+        work = OperationWork(reduction)
         try:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
-            group.pg.issue(result, collective, tensors, options)
+            reduction.follow(group.pg.issue(collective, tensors, options))
         except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `fill_`; the step is lost, not the script
-            attempt.pending_collectives.pop(result, None)
+            attempt.pending_collectives.pop(reduction, None)
             report(error)
-        return result
+        return work
 
     def _can_communicate(self, attempt: Attempt) -> bool:
         """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""

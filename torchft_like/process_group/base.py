@@ -23,9 +23,9 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
 from torchft_like.process_group.controls import Controls, is_nan_check_wanted
 from torchft_like.process_group.handles import Reconfigurable
-from torchft_like.process_group.joint_work import JointWork
+from torchft_like.process_group.joint_work import joint_work
 from torchft_like.process_group.naming import Named
-from torchft_like.process_group.work import Taker
+from torchft_like.process_group.work import Operation, operation_of
 
 
 class About(TypedDict, total=False):
@@ -46,6 +46,9 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
     Every collective of torch is a method here; all of them lead to `_run`, which a subclass
     defines. Any function of `torch.distributed` takes the group as `group=`.
     """
+
+    # Whether the backend divides for an average as it adds; else that takes a pass over the result.
+    divides = False
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
@@ -112,11 +115,6 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         """How often `configure` was called: an error of an earlier epoch is no news in this one."""
         raise NotImplementedError
 
-    @property
-    def divides(self) -> bool:
-        """Whether the backend divides for an average as it adds; else that takes a pass over the result."""
-        return False
-
     def size(self) -> int:
         """The number of members."""
         raise NotImplementedError
@@ -129,9 +127,9 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         """What the group is called in messages and registrations."""
         raise NotImplementedError
 
-    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
-        """A collective for a caller who has a handle of his own: one around another costs too much."""
-        handle.take(getattr(self, collective.name)(*args), None)
+    def issue(self, collective: Collective, *args: Any) -> Operation:
+        """Begin a collective that does not block, for a caller who makes the handle around its operation."""
+        return operation_of(getattr(self, collective.name)(*args))
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Carry out one collective; None only for those that block."""
@@ -163,7 +161,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         if batch is None:
             raise ProcessGroupError("_end_coalescing without _start_coalescing in this thread")
         works = [work for work, _ in batch]
-        return JointWork(works, lambda: [tensor for _, result in batch for tensor in result], waits=True)
+        return joint_work(works, lambda: [tensor for _, result in batch for tensor in result], waits=True)
 
     def _coalesce(self, row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any], work: Any) -> None:
         if work is not None and (batch := self._batches.get(threading.get_ident())) is not None:

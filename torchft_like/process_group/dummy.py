@@ -13,7 +13,7 @@ from torch.futures import Future
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import Collective, refuse_overlap
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import FOREVER, FinishedOperation, OperationWork
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -88,18 +88,17 @@ class ProcessGroupDummy(ProcessGroup):
         call = collective.bind(args, kwargs)
         refuse_overlap(call)
         call.apply_locally(rank=0, world_size=1)
-        return None if collective.blocking else _CountedWork(self, call.result)
+        return None if collective.blocking else OperationWork(_CountedOperation(self, call.result))
 
 
-class _CountedWork(DoneWork):
+class _CountedOperation(FinishedOperation):
     def __init__(self, group: ProcessGroupDummy, result: list[Any]) -> None:
         super().__init__(result)
         self._group = group
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, deadline: float = FOREVER) -> None:
         self._group.wait_count += 1
-        return super().wait(timeout)
 
-    def get_future(self) -> Future[Any]:
+    def future(self) -> Future[Any]:
         self._group.get_future_count += 1
-        return super().get_future()
+        return super().future()

@@ -8,9 +8,9 @@ tested something.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Work
@@ -19,7 +19,7 @@ from torch.futures import Future
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import BY_NAME, Collective
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import FOREVER, NOTHING, Operation, OperationWork, operation_of
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 ANY = "any"
@@ -50,7 +50,8 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """A call runs, and then fails with `error`, in `wait()` and in its future."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
-            return _FailedWork(run(), error)
+            work = run()
+            return OperationWork(_FailedOperation(NOTHING if work is None else operation_of(work), error))
 
         self._plant(collective, call, inject)
 
@@ -75,7 +76,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """A call never runs and never ends, until an abort fails it."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
-            return _HungWork(self._aborted)
+            return OperationWork(_HungOperation(self._aborted))
 
         self._plant(collective, call, inject)
 
@@ -139,50 +140,50 @@ class _Fault:
     inject: Inject
 
 
-class _FailedWork(DoneWork):
+class _FailedOperation(Operation):
     """Runs to its end, then fails."""
 
-    def __init__(self, work: Work | None, error: Exception) -> None:
-        super().__init__([], error)
-        self._work = work
+    def __init__(self, inner: Operation, failure: Exception) -> None:
+        self._inner = inner
+        self._failure = failure
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._work is not None:
-            self._work.wait()
-        return super().wait(timeout)
+    def wait(self, deadline: float = FOREVER) -> None:
+        self._inner.wait(deadline)
+        raise self._failure
 
-    def get_future(self) -> Future[Any]:
-        if self._work is None:
-            return super().get_future()
+    def is_over(self) -> bool:
+        return self._inner.is_over()
+
+    def error(self) -> Exception:
+        return self._failure
+
+    def result(self) -> list[Any]:
+        return []
+
+    def future(self) -> Future[Any]:
         failed: Future[Any] = Future()
-        self._work.get_future().add_done_callback(lambda _: failed.set_exception(self._error))
+        self._inner.future().add_done_callback(lambda _: failed.set_exception(self._failure))
         return failed
 
-    def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
 
-
-class _HungWork(DoneWork):
+class _HungOperation(Operation):
     """Waits for an abort and fails with it."""
 
     def __init__(self, aborted: threading.Event) -> None:
-        super().__init__([], ProcessGroupAbortedError("the group was aborted while a collective hung"))
         self._aborted = aborted
+        self._failure = ProcessGroupAbortedError("the group was aborted while a collective hung")
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._aborted.wait(timeout.total_seconds() if timeout else None):
-            raise TimeoutError(f"the collective still hangs after {timeout}")
-        return super().wait()
+    def wait(self, deadline: float = FOREVER) -> None:
+        started = time.monotonic()
+        if not self._aborted.wait(None if deadline == FOREVER else deadline - started):
+            raise TimeoutError(f"the collective still hangs after {time.monotonic() - started:.3g} s")
+        raise self._failure
 
-    def get_future(self) -> Future[Any]:
-        hung: Future[Any] = Future()
-
-        def end() -> None:
-            self._aborted.wait()
-            hung.set_exception(self._error)
-
-        threading.Thread(target=end, name="torchft-hung-collective", daemon=True).start()
-        return hung
-
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         return self._aborted.is_set()
+
+    def error(self) -> Exception | None:
+        return self._failure if self._aborted.is_set() else None
+
+    def result(self) -> list[Any]:
+        return []

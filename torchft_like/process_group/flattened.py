@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import BroadcastOptions, Work
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import finished_work
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 Handler = Callable[[Call], Work]
@@ -106,7 +106,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
             for across_rank, rows in enumerate(self._gather_in(self.parent, mine)):
                 for within_rank, row in enumerate(rows):
                     outputs[self._rank_of(across_rank, within_rank)].copy_(row)
-        return DoneWork(call.result)
+        return finished_work(call.result)
 
     @staticmethod
     def _gather_in(group: dist.ProcessGroup, source: torch.Tensor) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import ExplainedWork, GroupWork, PointToPointWork, Taker
+from torchft_like.process_group.work import NOTHING, ExplainedOperation, Operation, OperationWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
 # How much later than its own limits a `configure` is given up, whatever it does.
@@ -187,26 +187,24 @@ class Generation:
         """
         if collective.blocking or collective.name in POINT_TO_POINT:
             work = self._start(collective, args, kwargs)
-            return None if work is None else self.handle(collective, work)
-        handle = GroupWork()
-        self.operations.add(handle)
-        work = self._start(collective, args, kwargs)
-        if isinstance(work, ExplainedWork) or work is None:
-            return None if work is None else self.handle(collective, work)
-        handle.take(work, self)
+            return None if work is None else OperationWork(self.take(collective, work))
+        handle = OperationWork(NOTHING)  # made before, see GroupOperation
+        handle.operation = self.issue(collective, args, kwargs)
         return handle
 
-    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
-        """As `run`, for a caller who has a handle of his own."""
-        self.operations.add(handle)
-        work = self._start(collective, args, _NO_NAMES)
-        if isinstance(work, ExplainedWork):
-            work.explain = self.explain
-            handle.take(work, None)
-        else:
-            handle.take(work, self)  # type: ignore[arg-type] # those that block, and have none, are not issued
+    def issue(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_NAMES
+    ) -> Operation:
+        """As `run`, of a collective that does not block, for a caller who makes the handle."""
+        operation = self.operations.begin(self.explain)
+        work = self._start(collective, args, kwargs)
+        if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
+            work.operation.explain = self.explain
+            return work.operation
+        operation.work = work
+        return operation
 
-    def _start(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+    def _start(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if (methods := self._methods) is None:
             raise self._unusable()
         if (name := collective.name) not in methods:
@@ -219,17 +217,16 @@ class Generation:
                 raise self._aborted() from error
             raise
 
-    def handle(self, collective: Collective, work: Work) -> Work:
-        """What the caller gets for a work of the backend."""
-        if isinstance(work, ExplainedWork):
-            work.explain = self.explain
-            return work
+    def take(self, collective: Collective, work: Work) -> Operation:
+        """The operation behind a handle of the backend, which gets the group's words for errors."""
+        if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
+            work.operation.explain = self.explain
+            return work.operation
         if collective.name in POINT_TO_POINT:
-            return PointToPointWork(work, self)
-        handle = GroupWork()
-        self.operations.add(handle)
-        handle.take(work, self)
-        return handle
+            return self.operations.message(work, self.explain)
+        operation = self.operations.begin(self.explain)
+        operation.work = work
+        return operation
 
     def explain(self, error: Exception) -> Exception | None:
         """An operation failed: what the caller shall see instead of the error, if anything.

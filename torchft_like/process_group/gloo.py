@@ -31,10 +31,10 @@ from torchft_like.process_group.exchange import ExchangeStore
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
-from torchft_like.process_group.operations import LOOK_PAUSE_S
+from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
 from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.stillness import Sleep, Stillness
-from torchft_like.process_group.work import AbandonableWork
+from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 # They run the collectives.
@@ -164,10 +164,11 @@ class _Replacements:
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """Gloo notices no broken connection while it waits for any of them."""
-        return AbandonableWork(self._gloo.recv_anysource(tensors, tag), self._or_abort)
+        work = self._gloo.recv_anysource(tensors, tag)
+        return OperationWork(AbandonableOperation(work, self._until_abort))
 
     @contextlib.contextmanager
-    def _or_abort(self, end: Callable[[], object]) -> Iterator[None]:
+    def _until_abort(self, end: Callable[[], object]) -> Iterator[None]:
         with self._abort.ends(end):
             yield
         self._abort.check()

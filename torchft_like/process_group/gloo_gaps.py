@@ -35,7 +35,7 @@ from torchft_like.process_group.collectives import (
     Collective,
     refuse_overlap,
 )
-from torchft_like.process_group.joint_work import JointWork
+from torchft_like.process_group.joint_work import joint_work
 from torchft_like.writing import divide, share_memory, writing_to
 
 # Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
@@ -92,7 +92,7 @@ class GlooGaps:
             divide(call.outputs, self._world_size)
             return call.result
 
-        return JointWork([_run_contiguous(row, reduce, list(call.outputs), options)], take)
+        return joint_work([_run_contiguous(row, reduce, list(call.outputs), options)], take)
 
     def _allgather_base(self, *args: Any, **kwargs: Any) -> Work:
         return _run_contiguous(BY_NAME["_allgather_base"], self._gather, *args, **kwargs)
@@ -179,7 +179,7 @@ class GlooGaps:
                     output.copy_(source.narrow(0, start, output.numel()).view(output.shape))
             return list(outputs)
 
-        return JointWork(works, take)
+        return joint_work(works, take)
 
     def _joined(self, output: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """The output as the concatenation of all ranks' tensors, which is what Gloo takes."""
@@ -221,7 +221,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         if not back:
             return work
         waits = row.name in POINT_TO_POINT  # which have no future
-        return JointWork([work], functools.partial(_copy_back, call, back), waits=waits)
+        return joint_work([work], functools.partial(_copy_back, call, back), waits=waits)
     finally:
         del run  # whoever keeps an error keeps this frame: let that not keep the group
 

@@ -24,7 +24,7 @@ from lighthouse.address import own_host
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.served_store import serve_store
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, create_store_client, parse_store_address
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import finished_work
 
 UUID_BITS = 63
 
@@ -179,7 +179,7 @@ class Reconfigurable:
             about["global_ranks"] = where.global_ranks
         size = len(where.global_ranks)
         self.configure(f"{where.store}/torchft/{opts.uuid}", where.rank, size, **about)
-        return DoneWork([])
+        return finished_work([])
 
 
 class Group(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from torch.futures import Future
 
 from torchft_like.devices import after
 from torchft_like.futures import empty_future
+from torchft_like.process_group.work import FOREVER, Operation, OperationWork, left_until
 
 Finish = Callable[[], list[Any]]
 
 
-class JointWork(Work):
+def joint_work(works: Sequence[Work], finish: Finish, *, waits: bool = False) -> OperationWork:
     """A work that is over when all of `works` are, and that fails when one of them does.
 
     Args:
@@ -29,61 +29,47 @@ class JointWork(Work):
         finish: gives the result, once all have succeeded.
         waits: `finish` may wait until somebody waits, or asks for the future. Sends and receives have none.
     """
+    return OperationWork(_JointOperation(works, finish, waits))
 
-    def __init__(self, works: Sequence[Work], finish: Finish, *, waits: bool = False) -> None:
-        super().__init__()
+
+class _JointOperation(Operation):
+    def __init__(self, works: Sequence[Work], finish: Finish, waits: bool) -> None:
         self._works = works
         self._finish = _Once(finish)
         self._future = None if waits else self._follow()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are over; a timeout holds for each.
-
-        Raises:
-            RuntimeError: of the first that failed.
-        """
+    def wait(self, deadline: float = FOREVER) -> None:
         for work in self._works:
-            if timeout is None:
+            if deadline == FOREVER:
                 work.wait()
             else:
-                work.wait(timeout)
+                work.wait(left_until(deadline))
         self._finish()
-        return True
 
-    def get_future(self) -> Future[Any]:
-        """Completes with the result."""
+    def is_over(self) -> bool:
+        """Whether all are, and the result is there or cannot come."""
+        return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
+
+    def error(self) -> Any:
+        """The first one; if there is none, what the attempt to finish raised."""
+        errors = (work.exception() for work in self._works if work.is_completed())
+        return next((error for error in errors if error is not None), self._finish.error)
+
+    def result(self) -> list[Any]:
+        return self._finish()
+
+    def future(self) -> Future[Any]:
         if self._future is None:
             self._future = self._follow()
         return self._future
 
-    def is_completed(self) -> bool:
-        """Whether all are over, and the result is there or cannot come."""
-        return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
-
-    def is_success(self) -> bool:
-        """Whether all have succeeded, and the result is there."""
-        is_finished = self._future is None or self._finish.is_done
-        return is_finished and all(work.is_success() for work in self._works)
-
-    def exception(self) -> Any:
-        """The first error."""
-        errors = (work.exception() for work in self._works if work.is_completed())
-        return next((error for error in errors if error is not None), None)
-
-    def result(self) -> list[Any]:
-        """The result, once it is there."""
-        return self._finish()
-
     def synchronize(self) -> None:
-        """Make the current stream wait."""
         for work in self._works:
             work.synchronize()
 
     def source_rank(self) -> int:
-        """Who sent what a receive from any source got, if there is but one operation."""
+        """The sender, if there is but one operation."""
         return self._works[0]._source_rank() if len(self._works) == 1 else -1
-
-    _source_rank = source_rank
 
     def _follow(self) -> Future[list[Any]]:
         own = empty_future()
@@ -114,12 +100,15 @@ class _Once:
     def __init__(self, function: Finish) -> None:
         self._function = function
         self._lock = threading.Lock()
-        self._result: list[Any] = []
-        self.is_done = False
+        self._result: list[Any] | None = None
+        self.error: Exception | None = None
 
     def __call__(self) -> list[Any]:
         with self._lock:
-            if not self.is_done:
-                self._result = self._function()
-                self.is_done = True
+            if self._result is None:
+                try:
+                    self._result = self._function()
+                except Exception as error:
+                    self.error = type(error)(*error.args)  # a copy: frames would keep the tensors
+                    raise
             return self._result

@@ -13,7 +13,7 @@ else by way of the flight recorder, which the monitor of *another* group of the 
 only be told so by the environment, which holds for all groups, and its monitor cannot be told at all.
 So these groups are made without one, and `DeviceWatch` does its work: TORCH_NCCL_BLOCKING_WAIT, which
 torch reads in the constructor, is set around that call and put back. Its other meaning, that `wait`
-blocks the thread, does not come into play, because `NcclWork` never calls torch's `wait`.
+blocks the thread, does not come into play, because `NcclOperation` never calls torch's `wait`.
 
 An abort is only as good as NCCL's own. Where it has to succeed, ProcessGroupBabyNCCL runs NCCL in a
 process that can be killed.
@@ -48,9 +48,10 @@ from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
-from torchft_like.process_group.nccl_work import NcclWork
+from torchft_like.process_group.nccl_work import NcclOperation
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 POLL_S = 0.002
@@ -83,6 +84,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     Raises:
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """
+
+    divides = True  # type: ignore[assignment] # see the base
 
     def __init__(
         self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
@@ -129,11 +132,6 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             if backend.abort_signal is generation.abort_signal:
                 return backend.outcome() or generation.error()
         return generation.error()
-
-    @property
-    def divides(self) -> bool:
-        """See ProcessGroup.divides."""
-        return True
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-nccl."""
@@ -285,7 +283,7 @@ class _NcclBackend:
         watched = self.watch.watch(
             name, lambda: self._is_over(work), lambda: self._settle(work, tensors), self._limit_s(options)
         )
-        return NcclWork(work, watched, self.watch, self.abort_signal, self._mark)
+        return OperationWork(NcclOperation(work, watched, self.watch, self.abort_signal, self._mark))
 
     def _limit_s(self, options: Any) -> float:
         own = getattr(options, "timeout", None)

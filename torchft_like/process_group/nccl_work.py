@@ -1,6 +1,6 @@
-"""The handle of an operation on NCCL's stream.
+"""An operation on NCCL's stream.
 
-As torch's own: `wait` makes the current stream wait, not the thread, and the future is complete at
+As with torch's own: to wait makes the current stream wait, not the thread, and the future is complete at
 once, with tensors that whoever gets them finds in the order of his stream. Neither can know how the
 operation will end. What ended badly is told by the next `wait`, and by the group's `errored`.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.patience import growing_pauses
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
 from torchft_like.process_group.generation import AbortSignal
-from torchft_like.process_group.work import ExplainedWork
+from torchft_like.process_group.work import FOREVER, ExplainedOperation
 
 
-class NcclWork(ExplainedWork):
+class NcclOperation(ExplainedOperation):
     """See the module.
 
     Args:
@@ -37,7 +36,6 @@ class NcclWork(ExplainedWork):
     def __init__(
         self, work: Work, watched: Watched, watch: DeviceWatch, abort: AbortSignal, mark: Callable[[], IsOver]
     ) -> None:
-        super().__init__()
         self._work = work
         self._watched = watched
         self._watch = watch
@@ -45,11 +43,11 @@ class NcclWork(ExplainedWork):
         self._mark = mark
         self._blocks_thread = watched.name == "barrier"
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait; with a timeout, and for a barrier, the thread, too.
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Make the current stream wait; with a deadline, and for a barrier, the thread, too.
 
         Args:
-            timeout: how long the thread waits at most; the group is aborted when it has passed.
+            deadline: until when the thread waits; the group is aborted when it has passed.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before the operation was done.
@@ -57,54 +55,46 @@ class NcclWork(ExplainedWork):
         # First of all, whatever became of the group: what comes next on this stream may write to the
         # tensors, and must come after NCCL's last access to them.
         self._work.block_current_stream()
-        # As in C++, a timeout of zero is none.
-        if timeout or self._blocks_thread:
-            self._block_thread(timeout)
+        if deadline < FOREVER or self._blocks_thread:
+            self._block_thread(deadline)
         else:
             # The watch lets go of torch's work, and so of the tensors: this stream keeps them safe now.
             is_past = self._mark()
             self._watched.is_over = is_past
             self._watched.settle = lambda: is_past
         self._check()
-        return True
 
-    def get_future(self) -> Future[Any]:
-        """torch's future: complete at once, with the list of output tensors."""
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the device is done with it."""
         return self._watched.is_over()
 
-    def is_success(self) -> bool:
-        """Whether it is done, and was not cut off."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Exception | None:
-        """The error, once it failed."""
+    def error(self) -> Any:
+        """Why it failed, or that it was cut off."""
         try:
             self._check()
         except ProcessGroupError as error:
             return error
-        return self._work.exception()  # type: ignore[no-any-return]
+        return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
         return self._work.result()
 
+    def future(self) -> Future[Any]:
+        """torch's: complete at once, with the list of output tensors."""
+        return self._work.get_future()
+
     def synchronize(self) -> None:
         """Make the current stream wait."""
         self._work.block_current_stream()
 
-    block_current_stream = synchronize
-
-    def _block_thread(self, timeout: timedelta | None) -> None:
+    def _block_thread(self, deadline: float) -> None:
         """Until it is over, or the group is. In short sleeps, which Ctrl-C ends."""
         started = time.monotonic()
         pauses = growing_pauses()
         while not self._watched.is_over() and self._abort.reason is None:
-            if timeout and time.monotonic() - started > timeout.total_seconds():
-                self._abort.set(f"{self._watched.name} was not done within {timeout.total_seconds():g} s")
+            if (now := time.monotonic()) > deadline:
+                self._abort.set(f"{self._watched.name} was not done within {now - started:.3g} s")
                 return
             time.sleep(next(pauses))
 

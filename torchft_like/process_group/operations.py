@@ -23,31 +23,22 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.devices import after
+from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
 from torchft_like.patience import Patience
+from torchft_like.process_group.work import FOREVER, BackendOperation, Explain
 
 SLICE_S = 0.1
 SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
-
-# The error that the caller shall see instead of the backend's; None if that says it best.
-Explain = Callable[[Exception], Exception | None]
-
-
-class Operation(Protocol):
-    """What somebody holds and may wait for."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the backend is done with it."""
 
 
 class Operations:
@@ -57,16 +48,25 @@ class Operations:
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
         self._waiting = 0
-        self._issued: list[weakref.ref[Operation]] = []
+        self._issued: list[weakref.ref[GroupOperation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
         self._patience = Patience()  # whichever thread waits: a number that two have written is still one
 
-    def add(self, work: Operation) -> None:
-        """From now on somebody who holds `work` may come and wait for it."""
+    def begin(self, explain: Explain) -> GroupOperation:
+        """An operation that the backend is about to be given; its holder may come and wait for it."""
+        operation = GroupOperation()
+        operation.operations, operation.explain = self, explain
         if len(self._issued) >= self._issued_max:
             self._forget_those_done()  # before: one that the backend does not have yet would pass for done
-        self._issued.append(weakref.ref(work))  # no lock: every operation comes here, and this is one step
+        self._issued.append(weakref.ref(operation))  # no lock: all come here, and this is one step
+        return operation
+
+    def message(self, work: Work, explain: Explain) -> MessageOperation:
+        """A send or a receive that the backend has been given."""
+        operation = MessageOperation()
+        operation.operations, operation.explain, operation.work = self, explain, work
+        return operation
 
     def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
         """A future that completes as the work's does, or when the operation is given up.
@@ -96,13 +96,12 @@ class Operations:
         finally:
             self._patience.learn(time.monotonic() - started)
 
-    def wait(self, work: Work, timeout: timedelta | None) -> bool:
-        """As `work.wait`, but also over when the operation is given up. As in C++, a timeout of zero is none.
+    def wait(self, work: Work, deadline: float) -> bool:
+        """As `work.wait`, but also over when the operation is given up.
 
         The wait is cut into slices: C++ cannot be interrupted. Not for sends and receives, which
         Gloo breaks off when a slice is over.
         """
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         self._count_waiting(1)
         try:
             while not _is_over(work, deadline):
@@ -176,10 +175,118 @@ class Operations:
                 own.set_result(done.wait())  # which may have been completed on another stream
 
 
-def _is_open(entry: weakref.ref[Operation]) -> bool:
-    """Whether somebody holds the work, and it is not done."""
-    work = entry()
-    return work is not None and not work.is_done
+class GroupOperation(BackendOperation):
+    """An operation of a generation's backend, whose errors are told in the group's words.
+
+    The group hears of an error from the thread that waits, or through the future if there is one.
+
+    It is made before the backend is called, and takes the backend's handle then: what Python does after
+    that competes with the backend's threads, and takes many times as long where cores are few.
+    """
+
+    operations: Operations
+    explain: Explain
+    _future: Future[Any] | None = None
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it is over, or given up.
+
+        Raises:
+            ProcessGroupAbortedError: the group was aborted before.
+            RuntimeError: the backend failed, or `deadline` has passed.
+        """
+        if deadline == FOREVER:
+            try:
+                if self.operations.wait_briefly(self.work):
+                    return
+            except RuntimeError:
+                pass  # it failed, or takes longer; most do not, and their wait ends here
+        self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        try:
+            self._wait_for_backend(deadline)
+        except RuntimeError as error:
+            if self.work.is_completed() or isinstance(error, ProcessGroupAbortedError):
+                self.let_go(error)
+            if (better := self.explain(error)) is not None:
+                raise better from error
+            raise
+
+    def is_over(self) -> bool:
+        """Whether the backend is done with it, or it was given up."""
+        return self.work.is_completed() or self.operations.given_up is not None
+
+    def error(self) -> Any:
+        """The backend's error, or that of those that were given up."""
+        return self.work.exception() if self.work.is_completed() else self.operations.given_up
+
+    def future(self) -> Future[Any]:
+        """Completes on the backend's thread, with the list of output tensors or with the error."""
+        if self._future is None:
+            self._future = self.operations.follow(self.work, self.explain)
+        return self._future
+
+    def _wait_for_backend(self, deadline: float) -> None:
+        self.operations.wait(self.work, deadline)
+
+
+class MessageOperation(GroupOperation):
+    """A send or a receive, which moves its message in `wait`: one wait, in one piece, is never given up."""
+
+    _was_waited = False
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until the message was moved; see GroupOperation.wait for the errors."""
+        self._wait(deadline)
+
+    def _wait_for_backend(self, deadline: float) -> None:
+        if not self._was_waited:  # a second wait would be for another message
+            BackendOperation.wait(self, deadline)
+            self._was_waited = True
+
+
+class AbandonableOperation(BackendOperation):
+    """One whose wait nothing can end: the wait is left to a thread of its own.
+
+    Args:
+        work: of the backend.
+        until_abort: gives the context in which an abort calls a function; raises after one.
+    """
+
+    def __init__(self, work: Work, until_abort: Callable[[Callable[[], object]], Any]) -> None:
+        self.work = work
+        self._until_abort = until_abort
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it is over, or the group was aborted: then the thread stays until it times out."""
+        ended = threading.Event()
+        errors: list[Exception] = []
+
+        def wait_aside() -> None:
+            try:
+                BackendOperation.wait(self, deadline)
+            except Exception as error:  # noqa: BLE001 - it is raised where the caller waits
+                errors.append(error)
+            ended.set()
+
+        try:
+            with self._until_abort(ended.set):
+                threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
+                ended.wait()
+        except ProcessGroupAbortedError as error:
+            self.let_go(error)
+            raise
+        if errors:
+            if self.work.is_completed():
+                self.let_go(errors[0])
+            raise errors[0].with_traceback(None)
+
+
+def _is_open(entry: weakref.ref[GroupOperation]) -> bool:
+    """Whether somebody holds the operation, and the backend is not done with it."""
+    operation = entry()
+    return operation is not None and not operation.work.is_completed()
 
 
 def _is_over(work: Work, deadline: float) -> bool:

@@ -18,18 +18,22 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, NamedTuple, Unpack
 
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import FaultToleranceError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import (
+    FOREVER,
+    Operation,
+    OperationWork,
+    finished_work,
+    operation_of,
+)
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 from torchft_like.writing import writing_to
 
@@ -66,7 +70,9 @@ class SwallowingGroup(ProcessGroupWrapper):
         except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
             self._report_marked(mark, error)
             return skipped(collective.bind(args, kwargs), self.parent)
-        return None if work is None else SwallowingWork(work, collective, args, kwargs, self, mark)
+        if work is None:
+            return None
+        return OperationWork(SwallowedOperation(operation_of(work), collective, args, kwargs, self, mark))
 
 
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
@@ -130,7 +136,7 @@ def skipped(call: Call, pg: ProcessGroup) -> Work | None:
     """Do not run a call, and leave its outputs in a defined state."""
     place = _place_in(pg)
     _fill_in(call, place)
-    return None if call.collective.blocking else DoneWork(call.result, source=place.peer)
+    return None if call.collective.blocking else finished_work(call.result, source=place.peer)
 
 
 class _Place(NamedTuple):
@@ -166,50 +172,60 @@ def _fill_in(call: Call, place: _Place) -> None:
                 output.zero_()
 
 
-class SwallowingWork(Work):
-    """A work that always succeeds, with the outputs of its call; an error goes to `group`.
+class SwallowedOperation(Operation):
+    """One that always succeeds, with the outputs of its call; an error goes to `group`.
 
-    An error is noticed by whoever comes first of `wait`, `get_future`, `is_completed`, `is_success`
-    and `synchronize`. The call is looked at only when somebody asks for its outputs: most operations
-    take less time than that would.
+    An error is noticed by whichever call comes first of `wait`, `future`, `is_over` and `synchronize`. The
+    call's arguments are bound only when a caller asks for its outputs: most operations take less time.
     """
 
     _has_failed = False
 
     def __init__(
         self,
-        work: Work,
+        inner: Operation,
         collective: Collective,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         group: SwallowingGroup,
         mark: int,
     ) -> None:
-        Work.__init__(self)
-        self._work = work
+        self._inner = inner
         self._collective = collective
         self._args = args
         self._kwargs = kwargs
         self._group = group
         self._mark = mark
+        self._filling_in = threading.Lock()
 
     @functools.cached_property
     def _call(self) -> Call:
         return self._collective.bind(self._args, self._kwargs)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, once the operation is over or `timeout` has passed, which is an error like any other."""
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it is over; a passed deadline is an error like any other, and goes to the group."""
         try:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timeout)
+            self._inner.wait(deadline)
         except Exception as error:  # noqa: BLE001 - see SwallowingGroup
             self._fail(error)
+
+    def is_over(self) -> bool:
+        """Whether it is; then the outputs are filled in."""
+        if not self._inner.is_over():
+            return False
+        if not self._has_failed:
+            self.wait()
         return True
 
-    def get_future(self) -> Future[Any]:
-        """Completes with the output tensors, once the operation is over.
+    def error(self) -> None:
+        """None: the group has it."""
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return self._call.result
+
+    def future(self) -> Future[Any]:
+        """Completes with the output tensors.
 
         Raises:
             RuntimeError: the backend has no futures for this operation (Gloo for send and recv).
@@ -219,30 +235,11 @@ class SwallowingWork(Work):
             self._settle(done.value)
             return self._call.result
 
-        return self._work.get_future().then(settle)
-
-    def is_completed(self) -> bool:
-        """Whether the operation is over."""
-        if not self._work.is_completed():
-            return False
-        if not self._has_failed:
-            self._settle(self._work.wait)
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it is over, for it cannot fail."""
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """None: see the group's `error()`."""
-
-    def result(self) -> list[Any]:
-        """The output tensors."""
-        return self._call.result
+        return self._inner.future().then(settle)
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
-        self._settle(self._work.synchronize)
+        self._settle(self._inner.synchronize)
 
     def block_current_stream(self) -> None:
         """Make the current stream wait, without the thread.
@@ -250,13 +247,11 @@ class SwallowingWork(Work):
         Raises:
             RuntimeError: the backend has no streams.
         """
-        self._work.block_current_stream()
+        self._inner.block_current_stream()
 
     def source_rank(self) -> int:
-        """Who sent what a receive from any source got; after an error, some other member."""
-        return _place_in(self._group.parent).peer if self._has_failed else self._work._source_rank()
-
-    _source_rank = source_rank
+        """The sender; after an error, some other member."""
+        return _place_in(self._group.parent).peer if self._has_failed else self._inner.source_rank()
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
@@ -267,15 +262,10 @@ class SwallowingWork(Work):
     def _fail(self, error: Exception) -> None:
         """What is only an output gets a value; what the call also read from is left as it came to be."""
         self._group._report_marked(self._mark, error)
-        with _filling_in:
+        with self._filling_in:
             if self._has_failed:
                 return
             self._has_failed = True
             is_in_place = self._collective.input == self._collective.output
-            if not is_in_place and self._work.is_completed():
+            if not is_in_place and self._inner.is_over():
                 _fill_in(self._call, _place_in(self._group.parent))
-
-
-_filling_in = lock_of_each_process(
-    threading.RLock
-)  # a group within a group: their works fail within one another

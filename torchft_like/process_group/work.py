@@ -1,251 +1,260 @@
-"""Handles of operations, as torch's `Work`."""
+"""torch's Work, written once, over operations.
+
+What a collective returns is a handle, and what differs between backends is not the handle but the operation
+behind it. An operation answers four questions: `wait` until a deadline, `is_over`, its `error`, its `result`.
+Futures, streams and senders have defaults that follow from these; an operation overrides what its backend
+does better.
+
+INVARIANTS
+* A handle has no state of its own: every answer is its operation's.
+* A wait whose deadline passes ends that wait and not the operation.
+* What an operation does once (to divide, to fill in, to copy back) it does under a lock of its own. No two
+  operations share a lock, so groups that have nothing to do with each other never wait for each other.
+* An error that a caller keeps does not keep the connections of the group that failed.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
-from torchft_like.process_group.operations import Explain, Operation, Operations
+
+FOREVER = math.inf
+
+# The error that the caller shall see instead of the backend's; None if that says it best.
+Explain = Callable[[Exception], Exception | None]
 
 
-class ExplainedWork(Work):
-    """An operation whose every wait ends by itself; of the group it needs only the words for an error."""
+class Operation:
+    """What a handle stands for. A subclass defines the first four methods."""
 
-    explain: Explain = staticmethod(lambda _: None)
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until it is over.
 
+        Args:
+            deadline: of the monotonic clock; a passed one is an error.
 
-class DoneWork(Work):
-    """An operation that is over: it carries `result`, or `error`.
+        Raises:
+            RuntimeError: the operation has failed, or is not over at the deadline.
+        """
+        raise NotImplementedError
 
-    Both `wait` and `get_future` give the same.
+    def is_over(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        raise NotImplementedError
 
-    Args:
-        source: what `source_rank` says; -1 is nobody.
-    """
-
-    def __init__(self, result: list[Any], error: Exception | None = None, source: int = -1) -> None:
-        super().__init__()
-        self._result = result
-        self._error = error
-        self._source = source
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, or the error."""
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def get_future(self) -> Future[Any]:
-        """A completed future."""
-        future = empty_future()
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._result)
-        return future
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it carries a result."""
-        return self._error is None
-
-    def exception(self) -> Exception | None:
-        """The error it carries."""
-        return self._error
+    def error(self) -> Any:
+        """Why it has failed; None if it has not, or is not over."""
+        raise NotImplementedError
 
     def result(self) -> list[Any]:
-        """The output tensors."""
-        return self._result
+        """The output tensors, which have their values once it is over."""
+        raise NotImplementedError
 
-    def source_rank(self) -> int:
-        """Who sent what a receive from any source got."""
-        return self._source
+    def future(self) -> Future[Any]:
+        """Completes with the result, or the error: here on a thread that waits for the operation."""
+        future = empty_future()
 
-    _source_rank = source_rank
+        def complete() -> None:
+            try:
+                self.wait()
+            except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+                future.set_exception(error)
+            else:
+                future.set_result(self.result())
+
+        threading.Thread(target=complete, name="torchft-operation", daemon=True).start()
+        return future
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Make the caller's current stream wait; here by blocking the thread."""
+        self.wait()
 
     def block_current_stream(self) -> None:
-        """There is nothing to wait for."""
+        """Make the caller's current stream wait, and the thread only where that cannot be helped."""
+        self.synchronize()
+
+    def source_rank(self) -> int:
+        """Which rank sent what a receive from any rank got; -1 for anything else."""
+        return -1
 
 
-class Issuer(Protocol):
-    """Where works come from: a generation of a group."""
+class OperationWork(Work):
+    """torch's handle of `operation`, which answers whatever is asked."""
 
-    operations: Operations
-
-    def explain(self, error: Exception) -> Exception | None:
-        """See `Explain`."""
-
-
-class GroupWork(Work):
-    """An operation of a backend, whose errors are told in the group's words.
-
-    The future completes on the backend's thread and carries its tensors, or the error. The group hears
-    of an error from whoever waits, or through the future if there is one.
-
-    It is made before the operation is started, and takes it then: what Python does after the start competes
-    with the backend's threads, and takes many times as long where cores are few.
-    """
-
-    _future: Future[Any] | None = None
-    _work: Work = DoneWork([])
-    _issuer: Issuer
-
-    def take(self, work: Work, issuer: Issuer) -> None:
-        """From now on it is this operation."""
-        self._work = work
-        self._issuer = issuer
+    def __init__(self, operation: Operation) -> None:
+        Work.__init__(self)
+        self.operation = operation
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the operation is done.
+        """Block until the operation is over; as in C++, a timeout of zero is none.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before.
-            RuntimeError: the backend failed.
+            RuntimeError: the backend failed, or `timeout` has passed.
         """
-        if not timeout:
-            try:
-                if self._issuer.operations.wait_briefly(self._work):
-                    return True
-            except RuntimeError:
-                pass  # it failed, or takes longer; most do not, and their wait ends here
-        return self._wait(timeout)
-
-    def _wait(self, timeout: timedelta | None) -> bool:
-        try:
-            return self._wait_for_backend(timeout)
-        except RuntimeError as error:
-            if self._work.is_completed() or isinstance(error, ProcessGroupAbortedError):
-                # Whoever keeps the error keeps this object: let that not keep the connections open.
-                self._work = DoneWork([], type(error)(*error.args))
-            if (better := self._issuer.explain(error)) is not None:
-                raise better from error
-            raise
-
-    def _wait_for_backend(self, timeout: timedelta | None) -> bool:
-        return self._issuer.operations.wait(self._work, timeout)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is nothing that the backend may still do."""
-        return self._work.is_completed()
+        self.operation.wait(time.monotonic() + timeout.total_seconds() if timeout else FOREVER)
+        return True
 
     def get_future(self) -> Future[Any]:
-        """Completes with the list of output tensors."""
-        if self._future is None:
-            issuer = self._issuer
-            self._future = issuer.operations.follow(self._work, issuer.explain)
-        return self._future
+        """A future that completes with the list of output tensors, or with the error."""
+        return self.operation.future()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._work.is_completed() or self._issuer.operations.given_up is not None
+        return self.operation.is_over()
 
     def is_success(self) -> bool:
-        """Whether it is done without an error."""
-        return self._work.is_completed() and self._work.is_success()
+        """Whether the operation is over and has not failed."""
+        return self.operation.is_over() and self.operation.error() is None
 
     def exception(self) -> Any:
-        """The error, once it failed."""
-        return self._work.exception() if self._work.is_completed() else self._issuer.operations.given_up
+        """The error, once the operation has failed."""
+        return self.operation.error()
 
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors, once it is done."""
-        return self._work.result()
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        return self.operation.result()
 
     def source_rank(self) -> int:
-        """Who sent what a receive from any source got."""
-        return self._work._source_rank()
+        """Which rank sent what a receive from any rank got; -1 for anything else."""
+        return self.operation.source_rank()
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
-        self._work.synchronize()
+        self.operation.synchronize()
 
     def block_current_stream(self) -> None:
         """Make the current stream wait, without the thread."""
-        self._work.block_current_stream()
+        self.operation.block_current_stream()
 
 
-class Taker(Operation, Protocol):
-    """A handle that was made for an operation that is yet to be started."""
+class ExplainedOperation(Operation):
+    """One whose every wait ends by itself; of its group it needs only the words for an error."""
 
-    def take(self, work: Work, issuer: Issuer | None) -> None:
-        """It was started.
-
-        Args:
-            issuer: None for a work whose every wait ends by itself and tells errors in the right words.
-        """
+    explain: Explain = staticmethod(lambda _: None)
 
 
-class PointToPointWork(GroupWork):
-    """A send or a receive, which moves its message in `wait`: one wait, in one piece, is never given up."""
-
-    _was_waited = False
-
-    def __init__(self, work: Work, issuer: Issuer) -> None:
-        Work.__init__(self)
-        self.take(work, issuer)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """See GroupWork.wait."""
-        return self._wait(timeout)
-
-    def _wait_for_backend(self, timeout: timedelta | None) -> bool:
-        if not self._was_waited:  # a second wait would be for another message
-            self._was_waited = self._work.wait() if timeout is None else self._work.wait(timeout)
-        return self._was_waited
-
-
-class _Nobody:
-    """Issues works whose errors are told in the backend's words."""
-
-    operations = Operations()
-
-    def explain(self, error: Exception) -> None:
-        return None
-
-
-class AbandonableWork(PointToPointWork):
-    """An operation whose wait nothing can end: it is left to a thread of its own.
+class FinishedOperation(Operation):
+    """One that is over, with `result` or with `failure`.
 
     Args:
-        over: called with a function that ends the wait; gives the context in which it does.
+        source: what `source_rank` says.
     """
 
-    def __init__(self, work: Work, over: Callable[[Callable[[], object]], Any]) -> None:
-        super().__init__(work, _Nobody())
-        self._over = over
+    def __init__(self, result: list[Any], failure: Exception | None = None, source: int = -1) -> None:
+        self._result = result
+        self._failure = failure
+        self._source = source
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """See GroupWork.wait; after an abort the thread stays until the backend's own timeout."""
-        ended = threading.Event()
-        outcome: list[Exception] = []
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Return, or raise the error, at once."""
+        if self._failure is not None:
+            raise self._failure
 
-        def wait_aside() -> None:
-            try:
-                super(AbandonableWork, self).wait(timeout)
-            except Exception as error:  # noqa: BLE001 - it is raised where the caller waits
-                outcome.append(error)
-            ended.set()
-
-        with self._over(ended.set):
-            threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
-            ended.wait()
-        if outcome:
-            raise outcome[0]
+    def is_over(self) -> bool:
+        """Always."""
         return True
+
+    def error(self) -> Exception | None:
+        """The error that it was made with."""
+        return self._failure
+
+    def result(self) -> list[Any]:
+        """The tensors that it was made with."""
+        return self._result
+
+    def future(self) -> Future[Any]:
+        """A completed one."""
+        future = empty_future()
+        if self._failure is not None:
+            future.set_exception(self._failure)
+        else:
+            future.set_result(self._result)
+        return future
+
+    def source_rank(self) -> int:
+        """The sender that it was made with."""
+        return self._source
+
+
+def finished_work(result: list[Any], failure: Exception | None = None, source: int = -1) -> OperationWork:
+    """The handle of an operation that is over."""
+    return OperationWork(FinishedOperation(result, failure, source))
+
+
+NOTHING = FinishedOperation([])
+_NOT_STARTED = OperationWork(NOTHING)
+
+
+class BackendOperation(Operation):
+    """An operation of a backend that gives torch's works.
+
+    Attributes:
+        work: the backend's handle, which may be set later.
+    """
+
+    work: Work = _NOT_STARTED
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block as the backend's handle does."""
+        if deadline == FOREVER:
+            self.work.wait()
+        else:
+            self.work.wait(left_until(deadline))
+
+    def is_over(self) -> bool:
+        """What the backend's handle says."""
+        return self.work.is_completed()
+
+    def error(self) -> Any:
+        """What the backend's handle says, once it is over."""
+        return self.work.exception() if self.work.is_completed() else None
+
+    def result(self) -> list[Any]:
+        """What the backend's handle says."""
+        return self.work.result()
+
+    def future(self) -> Future[Any]:
+        """The backend's."""
+        return self.work.get_future()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        self.work.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait, without the thread."""
+        self.work.block_current_stream()
+
+    def source_rank(self) -> int:
+        """What the backend's handle says."""
+        return self.work._source_rank()
+
+    def let_go(self, error: Exception) -> None:
+        """It has failed: who keeps the error keeps this object, which must not keep the connections."""
+        self.work = finished_work([], type(error)(*error.args))
+
+
+def operation_of(work: Work) -> Operation:
+    """The operation behind a handle, whichever library made that."""
+    if isinstance(work, OperationWork):
+        return work.operation
+    operation = BackendOperation()
+    operation.work = work
+    return operation
+
+
+def left_until(deadline: float) -> timedelta:
+    """The time until then, as a timeout: never zero, which would mean none."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -27,7 +27,7 @@ from torchft_like.process_group.store import (
     create_store_client,
     parse_store_address,
 )
-from torchft_like.process_group.work import Taker
+from torchft_like.process_group.work import Operation
 
 SHUTDOWN_SECONDS = 10.0
 
@@ -90,7 +90,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return self.parent.timeout  # type: ignore[no-any-return]
 
     @property
-    def divides(self) -> bool:
+    def divides(self) -> bool:  # type: ignore[override] # which no caller sets
         """See ProcessGroup.divides."""
         return self._pg is not None and self._pg.divides
 
@@ -134,6 +134,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             fit together (docs/checking-collectives.md); the same on every rank. The environment variable
             TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
     """
+
+    divides = False  # type: ignore[assignment] # asked before every average
 
     def __init__(
         self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
@@ -182,7 +184,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             self._epoch += 1
         if previous is not None:
             previous.end("the group is being configured anew")
-        generation.make(checked(self._create, generation.handle) if self._is_checking else self._create)
+        generation.make(checked(self._create, generation.take) if self._is_checking else self._create)
         if limit != self._timeout:
             generation.set_timeout(self._timeout)
         self._members = members
@@ -279,11 +281,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             generation = self._current()
         return generation.run(collective, args, kwargs)
 
-    def issue(self, handle: Taker, collective: Collective, *args: Any) -> None:
+    def issue(self, collective: Collective, *args: Any) -> Operation:
         """See ProcessGroup.issue."""
         if (generation := self._generation) is None:
             generation = self._current()
-        generation.issue(handle, collective, *args)
+        return generation.issue(collective, args)
 
     def _current(self) -> Generation:
         if (generation := self._generation) is None:

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
-    ManagedGroupWork,
-    ManagedWork,
+    GroupReduction,
+    Reduction,
     Report,
     is_average,
     options_for,
@@ -41,6 +41,7 @@ from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
+from torchft_like.process_group.work import OperationWork, operation_of
 
 LIMIT_S = 30.0
 
@@ -120,14 +121,13 @@ class FutureWork(Work):
         return self.future
 
 
-W = TypeVar("W", bound=ManagedWork)
-
-
-def taking(kind: type[W], work: Work, tensor: torch.Tensor, divide_by: int | None, report: Report) -> W:
-    """A work of the kind that has taken another."""
-    result = kind([tensor], divide_by, report)
-    result.take(work, None)
-    return result
+def following(
+    kind: type[Reduction], work: Work, tensor: torch.Tensor, divide_by: int | None, report: Report
+) -> OperationWork:
+    """The handle of a reduction of the kind that follows a backend's work."""
+    reduction = kind([tensor], divide_by, report)
+    reduction.follow(operation_of(work))
+    return OperationWork(reduction)
 
 
 def leaf() -> torch.Tensor:
@@ -170,11 +170,11 @@ class Spare:
         return "there is one"
 
 
-class TestManagedWork:
+class TestReduction:
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
-        for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
+        for ask in (OperationWork.wait, lambda work: work.get_future().wait(), OperationWork.is_completed):
             tensor, work = torch.full((3,), 6.0), FutureWork()
-            result = taking(ManagedWork, work, tensor, 3, unexpected)
+            result = following(Reduction, work, tensor, 3, unexpected)
             assert not result.is_completed()
             work.future.set_result([tensor])
             assert ask(result) is not False
@@ -185,19 +185,21 @@ class TestManagedWork:
 
     def test_a_future_asked_for_before_the_result_is_there_carries_the_average(self) -> None:
         tensor, work = torch.full((3,), 6.0), FutureWork()
-        result = taking(ManagedWork, work, tensor, 3, unexpected)
+        result = following(Reduction, work, tensor, 3, unexpected)
         future = result.get_future()
         work.future.set_result([tensor])
         assert future.wait().tolist() == [2.0, 2.0, 2.0]
         assert result.wait()
         assert tensor.tolist() == [2.0, 2.0, 2.0]
 
-    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.is_completed, ManagedWork.get_future])
+    @pytest.mark.parametrize(
+        "ask", [OperationWork.wait, OperationWork.is_completed, OperationWork.get_future]
+    )
     def test_an_error_goes_to_the_manager_and_the_work_succeeds(
-        self, ask: Callable[[ManagedWork], object]
+        self, ask: Callable[[OperationWork], object]
     ) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = taking(ManagedWork, work, tensor, 2, errors.append)
+        result = following(Reduction, work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
         ask(result)
         assert result.wait()
@@ -209,17 +211,17 @@ class TestManagedWork:
         work = FutureWork()
         work.get_future = unexpected  # type: ignore[method-assign,assignment]
         work.future.set_result([torch.ones(1)])
-        assert taking(ManagedWork, work, torch.ones(1), 2, unexpected).wait()
+        assert following(Reduction, work, torch.ones(1), 2, unexpected).wait()
 
     def test_a_wait_can_be_bounded(self) -> None:
         with pytest.raises(TimeoutError):
-            taking(ManagedWork, FutureWork(), torch.ones(1), None, unexpected).wait(
+            following(Reduction, FutureWork(), torch.ones(1), None, unexpected).wait(
                 timedelta(milliseconds=10)
             )
 
     def test_a_wait_of_a_groups_work_that_ends_too_early_loses_the_step(self) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
-        result = taking(ManagedGroupWork, work, tensor, None, errors.append)
+        result = following(GroupReduction, work, tensor, None, errors.append)
         assert not result.is_success()
         assert result.wait(timedelta(milliseconds=10))
         assert isinstance(errors[0], TimeoutError)
@@ -230,19 +232,21 @@ class TestManagedWork:
 
     def test_a_finished_work_is_done(self) -> None:
         tensor = torch.ones(1)
-        assert ManagedWork.finished([tensor]).is_completed()
-        assert ManagedWork.finished([tensor]).wait()
-        assert ManagedWork.finished([tensor]).get_future().value() is tensor
+        finished = OperationWork(Reduction([tensor], None, unexpected))
+        assert finished.is_completed()
+        assert finished.wait()
+        assert finished.get_future().value() is tensor
 
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
-    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.get_future])
+    @pytest.mark.parametrize("ask", [OperationWork.wait, OperationWork.get_future])
     def test_an_average_is_divided_on_any_thread_whatever_autograd_says(
-        self, make: Callable[[], torch.Tensor], ask: Callable[[ManagedWork], object]
+        self, make: Callable[[], torch.Tensor], ask: Callable[[OperationWork], object]
     ) -> None:
-        tensor, work, pending = make(), FutureWork(), dict[ManagedWork, float]()
-        result = ManagedWork([tensor], 3, unexpected, pending)
-        result.take(work, None)
-        if ask is ManagedWork.get_future:
+        tensor, work, pending = make(), FutureWork(), dict[Reduction, float]()
+        reduction = Reduction([tensor], 3, unexpected, pending)
+        reduction.follow(operation_of(work))
+        result = OperationWork(reduction)
+        if ask is OperationWork.get_future:
             result.get_future()
         thread = threading.Thread(target=work.future.set_result, args=([tensor],))
         thread.start()
@@ -252,11 +256,12 @@ class TestManagedWork:
         assert pending == {}
 
     def test_an_average_that_cannot_be_divided_goes_to_the_manager_and_is_over(self) -> None:
-        for ask in (ManagedWork.wait, lambda work: work.get_future().wait(), ManagedWork.is_completed):
+        for ask in (OperationWork.wait, lambda work: work.get_future().wait(), OperationWork.is_completed):
             tensor, work = torch.ones(1).expand(2), FutureWork()
-            errors, pending = list[Exception](), dict[ManagedWork, float]()
-            result = ManagedWork([tensor], 3, errors.append, pending)
-            result.take(work, None)
+            errors, pending = list[Exception](), dict[Reduction, float]()
+            reduction = Reduction([tensor], 3, errors.append, pending)
+            reduction.follow(operation_of(work))
+            result = OperationWork(reduction)
             work.future.set_result([tensor])
             assert ask(result) is not False
             assert result.wait()
@@ -264,17 +269,18 @@ class TestManagedWork:
             assert ["single memory location" in str(error) for error in errors] == [True]
             assert pending == {}
 
-    @pytest.mark.parametrize("ask", [ManagedWork.wait, ManagedWork.get_future])
+    @pytest.mark.parametrize("ask", [OperationWork.wait, OperationWork.get_future])
     @pytest.mark.parametrize("is_inference", [False, True])
     def test_memory_that_several_tensors_share_is_divided_once(
-        self, ask: Callable[[ManagedWork], object], is_inference: bool
+        self, ask: Callable[[OperationWork], object], is_inference: bool
     ) -> None:
         with torch.inference_mode(is_inference):
             whole = torch.full((6,), 6.0)
             tensors = [whole[:4], whole[2:], whole[:4], torch.full((1,), 9.0)]
         work = FutureWork()
-        result = ManagedGroupWork(tensors, 3, unexpected)
-        result.take(work, None)
+        reduction = GroupReduction(tensors, 3, unexpected)
+        reduction.follow(operation_of(work))
+        result = OperationWork(reduction)
         work.future.set_result(tensors)
         ask(result)
         assert result.wait()
@@ -289,7 +295,7 @@ class TestReducer:
     def test_a_spare_adds_zeros_whatever_autograd_says(self, make: Callable[[], torch.Tensor]) -> None:
         tensor = make()
         spare = Spare()
-        assert spare.reducer.start([tensor], options_for(ReduceOp.AVG), ManagedWork).wait()
+        assert spare.reducer.start([tensor], options_for(ReduceOp.AVG), Reduction).wait()
         assert tensor.tolist() == [0.0, 0.0]
         assert spare.protocol.vote()
 
@@ -310,7 +316,7 @@ class TestReducer:
             ReduceOp.BOR: torch.bitwise_or,
         }
         tensor, spare = of_the_others.clone(), Spare()
-        assert spare.reducer.start([tensor], options_for(operation), ManagedWork).wait()
+        assert spare.reducer.start([tensor], options_for(operation), Reduction).wait()
         assert torch.equal(combine[operation](tensor, of_the_others), of_the_others)
         assert spare.protocol.vote()
 
@@ -318,7 +324,7 @@ class TestReducer:
     def test_a_spare_adds_nothing_by_any_of_several_tensors(self, collective: Collective) -> None:
         for operation, neutral in ((ReduceOp.SUM, 0), (ReduceOp.AVG, 0), (ReduceOp.MIN, math.inf)):
             spare, tensors = Spare(), [torch.ones(3), torch.ones(3)]
-            work = spare.reducer.start(tensors, options_for(operation), ManagedGroupWork, collective)
+            work = spare.reducer.start(tensors, options_for(operation), GroupReduction, collective)
             assert work.wait()
             assert torch.cat(tensors).tolist() == [neutral] * 6
             calls = spare.group.pg.calls  # type: ignore[attr-defined] # it is a dummy
@@ -328,7 +334,7 @@ class TestReducer:
     def test_tensors_that_overlap_lose_the_step_and_are_not_touched(self) -> None:
         spare, whole = Spare(), torch.ones(4)
         tensors = [whole[:3], whole[1:]]
-        work = spare.reducer.start(tensors, options_for(ReduceOp.SUM), ManagedGroupWork, of_all_members=True)
+        work = spare.reducer.start(tensors, options_for(ReduceOp.SUM), GroupReduction, of_all_members=True)
         assert work.wait()
         assert whole.tolist() == [1.0] * 4
         assert isinstance(spare.protocol.failure, CollectiveRefusedError)
@@ -337,14 +343,14 @@ class TestReducer:
     def test_after_the_step_is_lost_several_tensors_are_left_alone(self) -> None:
         spare, tensors = Spare(), [torch.ones(2), torch.ones(3)]
         spare.group.fail_current(RuntimeError("lost"))
-        work = spare.reducer.start(tensors, options_for(ReduceOp.AVG), ManagedGroupWork)
+        work = spare.reducer.start(tensors, options_for(ReduceOp.AVG), GroupReduction)
         assert work.wait()
         assert work.result()[1] is tensors[1]
         assert torch.cat(tensors).tolist() == [1.0] * 5
 
     def test_a_spare_whose_tensor_cannot_be_written_to_loses_the_step(self) -> None:
         spare = Spare()
-        assert spare.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), ManagedWork).wait()
+        assert spare.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), Reduction).wait()
         assert not spare.protocol.vote()
         assert spare.attempt.pending_collectives == {}
 

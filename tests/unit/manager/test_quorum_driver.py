@@ -18,7 +18,7 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork
+from torchft_like.manager.managed_work import Reduction
 from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
@@ -153,7 +153,7 @@ def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
     attempt.open_configured()
-    works = [ManagedWork([torch.ones(1)], None, ignore, attempt.pending_collectives) for _ in range(2)]
+    works = [Reduction([torch.ones(1)], None, ignore, attempt.pending_collectives) for _ in range(2)]
     waits = []
     for work in works:
         waits.append(driver.waits_for())

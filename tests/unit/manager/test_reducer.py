@@ -12,12 +12,12 @@ from torch.distributed import ReduceOp, Work
 from tests.unit.manager.test_step import quorum
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import ManagedWork, options_for
+from torchft_like.manager.managed_work import Reduction, options_for
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group import ProcessGroupDummy, ProcessGroupWrapper
 from torchft_like.process_group.collectives import Collective
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import finished_work
 
 LIMIT_S = 60.0
 
@@ -40,7 +40,7 @@ class Dividing(ProcessGroupDummy):
         self.asked.append("AVG" if options.reduceOp == ReduceOp.AVG else "SUM")
         if options.reduceOp == ReduceOp.SUM:
             tensors[0].mul_(self._members)
-        return DoneWork(tensors)
+        return finished_work(tensors)
 
 
 class Driver:
@@ -66,7 +66,7 @@ def average(
     attempt.open_configured()
     driver: Any = Driver(attempt)
     tensor = torch.full((4,), 6.0, dtype=dtype)
-    Reducer(protocol, group, driver).start([tensor], options_for(ReduceOp.AVG), ManagedWork).wait()
+    Reducer(protocol, group, driver).start([tensor], options_for(ReduceOp.AVG), Reduction).wait()
     assert protocol.failure is None
     return dividing.asked[0], tensor[0].item()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torchft_like.process_group import (
 )
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import FOREVER, FinishedOperation, OperationWork, finished_work
 
 from .conftest import LIMIT_S
 from .test_collectives import ALONE
@@ -36,7 +36,7 @@ class Failing(ProcessGroupDummy):
     def __init__(self) -> None:
         super().__init__(0, 1)
         self.error_at_issue: Exception | None = None
-        self.works: list[PendingWork] = []
+        self.works: list[Pending] = []
         self.aborts: list[str] = []
 
     def size(self) -> int:
@@ -56,36 +56,36 @@ class Failing(ProcessGroupDummy):
             output.fill_(SPOILT)
         if collective.blocking:
             raise OopsError
-        self.works.append(PendingWork())
-        return self.works[-1]
+        self.works.append(Pending())
+        return OperationWork(self.works[-1])
 
 
-class PendingWork(DoneWork):
+class Pending(FinishedOperation):
     """Over once it is told to be."""
 
     def __init__(self) -> None:
         super().__init__([])
-        self.is_over = threading.Event()
-        self.future: Future[Any] = Future()
+        self.over = threading.Event()
+        self._promise: Future[Any] = Future()
 
     def finish(self, error: Exception | None = None) -> None:
-        self._error = error
-        self.is_over.set()
+        self._failure = error
+        self.over.set()
         if error is None:
-            self.future.set_result([])
+            self._promise.set_result([])
         else:
-            self.future.set_exception(error)
+            self._promise.set_exception(error)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self.is_over.wait(LIMIT_S if timeout is None else timeout.total_seconds()):
+    def wait(self, deadline: float = FOREVER) -> None:
+        if not self.over.wait(min(LIMIT_S, deadline - time.monotonic())):
             raise RuntimeError("it takes too long")
-        return super().wait()
+        super().wait()
 
-    def get_future(self) -> Future[Any]:
-        return self.future
+    def future(self) -> Future[Any]:
+        return self._promise
 
-    def is_completed(self) -> bool:
-        return self.is_over.is_set()
+    def is_over(self) -> bool:
+        return self.over.is_set()
 
 
 class FakeManager:
@@ -103,7 +103,7 @@ class FakeManager:
 
     def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Any:
         self.wait_quorum()
-        return DoneWork(tensors)
+        return finished_work(tensors)
 
     def num_participants(self) -> int:
         self.wait_quorum()

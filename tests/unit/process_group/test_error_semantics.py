@@ -37,9 +37,10 @@ from torchft_like.process_group import (
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+from torchft_like.process_group.work import OperationWork
 
 from .conftest import LIMIT_S, Party, wait_until
-from .failing import SPOILT, OopsError, PendingWork, Subject
+from .failing import SPOILT, OopsError, Pending, Subject
 from .test_collectives import ALONE, garbage, ones
 
 NAMES = [row.name for row in COLLECTIVES]
@@ -385,12 +386,12 @@ def test_the_size_of_a_swallowing_group_follows_every_configure() -> None:
 
 
 def test_waiting_helper_is_honest() -> None:
-    """PendingWork must not be over by itself: else the tests above could not fail."""
-    work = PendingWork()
+    """Pending must not be over by itself: else the tests above could not fail."""
+    operation = Pending()
     with pytest.raises(RuntimeError, match="too long"):
-        work.wait(timedelta(milliseconds=1))
-    work.finish()
-    wait_until(work.is_over)
+        OperationWork(operation).wait(timedelta(milliseconds=1))
+    operation.finish()
+    wait_until(operation.over)
 
 
 # Backends: who notices an error, and what they are told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -14,13 +15,21 @@ from torch.distributed import Work
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.operations import ISSUED_MIN, Operations
+from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.stillness import Stillness
-from torchft_like.process_group.swallowing import SwallowingWork
-from torchft_like.process_group.work import GroupWork
+from torchft_like.process_group.swallowing import SwallowedOperation
+from torchft_like.process_group.work import FOREVER, Explain, OperationWork
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
+AS_IT_IS: Explain = lambda _: None  # noqa: E731
+
+
+def begun(operations: Operations, work: Work) -> GroupOperation:
+    """An operation that the backend has been given."""
+    operation = operations.begin(AS_IT_IS)
+    operation.work = work
+    return operation
 
 
 class SlowWork(Work):
@@ -37,10 +46,6 @@ class SlowWork(Work):
 
     def is_completed(self) -> bool:
         return self.done.is_set()
-
-    @property
-    def is_done(self) -> bool:
-        return self.is_completed()
 
 
 class Promise(Work):
@@ -99,7 +104,7 @@ def test_a_forgotten_wait_ends_with_the_abort() -> None:
 
     def wait() -> None:
         try:
-            operations.wait(work, None)
+            operations.wait(work, FOREVER)
         except ProcessGroupAbortedError as error:
             errors.append(error)
 
@@ -117,31 +122,31 @@ def test_a_wait_of_many_slices_returns_what_the_work_does() -> None:
     operations, work = Operations(), SlowWork()
     timer = threading.Timer(0.6, work.done.set)
     timer.start()
-    assert operations.wait(work, timedelta(seconds=LIMIT_S))
+    assert operations.wait(work, time.monotonic() + LIMIT_S)
     timer.join()
 
 
 def test_a_wait_keeps_its_own_timeout() -> None:
     with pytest.raises(RuntimeError, match="timed out"):
-        Operations().wait(SlowWork(), timedelta(milliseconds=300))
+        Operations().wait(SlowWork(), time.monotonic() + 0.3)
 
 
 def test_what_is_not_awaited_yet_is_given_up_only_when_the_backend_is_still() -> None:
     """Whoever holds the work may come later, and must not be told that it is over too early."""
     operations, work, looks = Operations(), SlowWork(), iter([False, False, True])
-    operations.add(work)
+    held = begun(operations, work)
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "three looks were taken"
     with pytest.raises(ProcessGroupAbortedError):
-        operations.wait(work, None)
+        held.wait()
 
 
 def test_works_that_are_done_or_dropped_are_not_remembered() -> None:
-    operations, done = Operations(), SlowWork()
+    operations, done, held = Operations(), SlowWork(), list[GroupOperation]()
     done.done.set()
     for _ in range(1000):
-        operations.add(done)
-        operations.add(SlowWork())
+        held.append(begun(operations, done))
+        begun(operations, SlowWork())
     assert len(operations._issued) < 300
     operations.give_up(lambda: pytest.fail("looked"), ABORTED)
 
@@ -158,13 +163,13 @@ def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: 
     """Waits and futures alike: it may be another group's threads that are busy."""
     monkeypatch.setattr("torchft_like.process_group.operations.LOOKS_S_MAX", 0.1)
     operations, work = Operations(), SlowWork()
-    operations.add(work)
+    held = begun(operations, work)
     own = operations.follow(Promise())
     operations.give_up(lambda: False, ABORTED)
     with pytest.raises(ProcessGroupAbortedError):
         own.wait()
     with pytest.raises(ProcessGroupAbortedError):
-        operations.wait(work, None)
+        held.wait()
 
 
 class ForgottenWork(SlowWork):
@@ -178,39 +183,27 @@ class ForgottenWork(SlowWork):
         return self.future
 
 
-class Generation:
-    """Of which a work needs this."""
-
-    def __init__(self) -> None:
-        self.operations = Operations()
-
-    def explain(self, _: Exception) -> None:
-        return None
-
-
 def test_a_work_that_was_given_up_is_over_for_whoever_asks() -> None:
-    generation, work = Generation(), GroupWork()
-    work.take(ForgottenWork(), generation)
-    generation.operations.add(work)
+    operations = Operations()
+    work = OperationWork(begun(operations, ForgottenWork()))
     assert not work.is_completed()
     assert work.exception() is None
-    generation.operations.give_up(lambda: True, ABORTED)
+    operations.give_up(lambda: True, ABORTED)
     assert work.is_completed()
     assert not work.is_success()
     assert work.exception() is ABORTED
 
 
 def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_future_is_done() -> None:
-    generation, work = Generation(), GroupWork()
-    work.take(ForgottenWork(), generation)
-    generation.operations.add(work)
+    operations = Operations()
+    inner = begun(operations, ForgottenWork())
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
-    swallowing = SwallowingWork(work, BY_NAME["allgather"], (outputs, inputs), {}, group, group._mark())
-    done = swallowing.get_future()
-    generation.operations.give_up(lambda: True, ABORTED)
+    swallowed = SwallowedOperation(inner, BY_NAME["allgather"], (outputs, inputs), {}, group, group._mark())
+    done = swallowed.future()
+    operations.give_up(lambda: True, ABORTED)
     done.wait()
-    assert swallowing.is_completed()
+    assert swallowed.is_over()
     assert [tensor.tolist() for tensor in outputs[0]] == [[1.0, 1.0]]
 
 
@@ -254,17 +247,10 @@ class TestStillness:
             begin.release()
 
 
-class NotBegunWork:
-    """The backend has it in a moment: until then there is nothing to wait for."""
-
-    is_done = True
-
-
 def test_an_operation_that_the_backend_gets_in_a_moment_is_not_forgotten() -> None:
-    operations, works = Operations(), [NotBegunWork() for _ in range(ISSUED_MIN + 1)]
-    for work in works:
-        operations.add(work)
-    works[-1].is_done = False
+    operations = Operations()
+    held = [operations.begin(AS_IT_IS) for _ in range(ISSUED_MIN + 1)]
+    held[-1].work = SlowWork()
     looks = iter([False, True])
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "it was looked whether the backend is done with it"

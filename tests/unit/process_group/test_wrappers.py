@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, Work
 from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.errors import (
@@ -30,7 +30,7 @@ from torchft_like.process_group import (
     ProcessGroupWrapper,
 )
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
-from torchft_like.process_group.work import DoneWork
+from torchft_like.process_group.work import finished_work
 
 from .conftest import LIMIT_S, Party
 from .test_collectives import ALONE
@@ -115,7 +115,7 @@ class Broken(ProcessGroupDummy):
         super()._run(collective, args, kwargs)
         if self.how == "call" or collective.blocking:
             raise OopsError
-        return DoneWork([], OopsError())
+        return finished_work([], OopsError())
 
 
 @pytest.mark.parametrize("how", ["call", "work"])
@@ -205,9 +205,9 @@ class FakeManager:
     def wait_quorum(self) -> None:
         self.quorums_waited_for += 1
 
-    def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> DoneWork:
+    def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Work:
         self.reduced.append((collective.name, options.reduceOp))
-        return DoneWork([tensor.mul_(10) for tensor in tensors])
+        return finished_work([tensor.mul_(10) for tensor in tensors])
 
     def num_participants(self) -> int:
         return self.participants

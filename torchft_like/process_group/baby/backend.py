@@ -32,6 +32,7 @@ from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.work import OperationWork
 
 # How much longer than an operation may take its subprocess may say nothing.
 SILENCE_S = 5.0
@@ -175,10 +176,10 @@ class RemoteBackend:
             details = self._encoded(call, loan)
             request = self._requests.add(self._patience_s(call), loan.settle)
             self._send((ToChild.RUN.value, request.number, *details))
-        work = loan.work(self._requests, request, call.result, self)
+        operation = loan.operation(self._requests, request, call.result, self)
         if not collective.blocking:
-            return work
-        work.wait()
+            return OperationWork(operation)
+        operation.wait()
         return None
 
     def _encoded(self, call: Call, loan: Loan) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
-from torchft_like.process_group.baby.work import BabyWork, Failures
+from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 from torchft_like.writing import writing_to
 
@@ -155,8 +155,10 @@ class _CpuLoan:
             blocks, self._blocks = self._blocks, []
             self._lender.give_back(blocks)
 
-    def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:
-        return BabyWork(requests, request, result, failures)
+    def operation(
+        self, requests: Requests, request: Request, result: list[Any], failures: Failures
+    ) -> RemoteOperation:
+        return RemoteOperation(requests, request, result, failures)
 
     def _stage(self, tensor: Tensor) -> TensorSpec:
         block, spec = self._lender.stage(tensor)

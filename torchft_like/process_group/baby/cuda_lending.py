@@ -20,7 +20,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
-from torchft_like.process_group.baby.work import BabyWork, Failures
+from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 from torchft_like.process_group.cuda_ipc import (
     EventMessage,
@@ -47,6 +46,7 @@ from torchft_like.process_group.cuda_ipc import (
     TorchCuda,
     stream_message,
 )
+from torchft_like.process_group.work import FOREVER
 from torchft_like.writing import writing_to
 
 EVENTS_PREPARED = 16
@@ -282,8 +282,10 @@ class _CudaLoan:
             with beside_captures(self.device):
                 self.let_go()
 
-    def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:
-        return BabyWorkNCCL(requests, request, result, failures, self)
+    def operation(
+        self, requests: Requests, request: Request, result: list[Any], failures: Failures
+    ) -> RemoteOperation:
+        return RemoteCudaOperation(requests, request, result, failures, self)
 
     @property
     def device(self) -> torch.device:
@@ -394,7 +396,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_(targets, sources)
 
 
-class BabyWorkNCCL(BabyWork):
+class RemoteCudaOperation(RemoteOperation):
     """An operation on the device that a subprocess has queued.
 
     `wait` makes the current stream wait, and the thread only until the subprocess has queued the
@@ -412,26 +414,23 @@ class BabyWorkNCCL(BabyWork):
         super().__init__(requests, request, result, failures)
         self._loan = loan
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait; see BabyWork.wait for the errors."""
-        super().wait(timeout)
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Make the current stream wait; see RemoteOperation.wait for the errors."""
+        super().wait(deadline)
         if not self._loan.order_current_stream():
             raise self._lost_error().with_traceback(None)
-        return True
 
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the device has come to its end, or it has failed."""
-        if not super().is_completed():
+        if not super().is_over():
             return False
         return self._request.outcome is not Outcome.DONE or self._loan.is_over()
 
-    def is_success(self) -> bool:
-        """Whether it is done without an error."""
-        return self.is_completed() and self._request.outcome is Outcome.DONE and not self._loan.is_lost
-
-    def exception(self) -> Exception | None:
-        """The error, once it failed."""
-        return self._error_of_request()
+    def error(self) -> Exception | None:
+        """Why it failed, or that the subprocess is gone and the device does not tell its end."""
+        if (error := self._error_of_request()) is not None:
+            return error
+        return self._lost_error() if self._request.is_settled and self._loan.is_lost else None
 
     def source_rank(self) -> int:
         """NCCL has no receive from any source."""

@@ -11,22 +11,23 @@ from datetime import timedelta
 from typing import ClassVar, Unpack, cast
 
 import torch
+from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
 from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.cpu_lending import CpuLender
 from torchft_like.process_group.baby.cpu_memory import Staging
-from torchft_like.process_group.baby.cuda_lending import TORCH_CUDA, BabyWorkNCCL, CudaLender
+from torchft_like.process_group.baby.cuda_lending import TORCH_CUDA, CudaLender
 from torchft_like.process_group.baby.cuda_memory import Arena
 from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.baby.protocol import UNASKED, ToChild
-from torchft_like.process_group.baby.work import BabyWork
 from torchft_like.process_group.base import About
 from torchft_like.process_group.generation import AbortSignal, Membership
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 
@@ -47,7 +48,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         WORK_CLASS: what its collectives return.
     """
 
-    WORK_CLASS: ClassVar[type[BabyWork]] = BabyWork
+    WORK_CLASS: ClassVar[type[Work]] = OperationWork
     RECIPE: ClassVar[Recipe]
 
     def __init__(
@@ -143,7 +144,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """
 
-    WORK_CLASS = BabyWorkNCCL
+    divides = True  # type: ignore[assignment] # see the base
     RECIPE = Recipe(
         group="torchft_like.process_group.nccl:ProcessGroupNCCL",
         borrower="torchft_like.process_group.baby.cuda_borrowing:CudaBorrower",
@@ -183,11 +184,6 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         if isinstance(error, ProcessGroupAbortedError) and count:
             return SubprocessLostError(f"{count} operations were not over when the group ended: {error}")
         return error
-
-    @property
-    def divides(self) -> bool:
-        """See ProcessGroup.divides."""
-        return True
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-baby-nccl."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_spec import TensorSpec
-from torchft_like.process_group.baby.work import BabyWork, Failures
+from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 
 # A message and the descriptors that go with it.
@@ -37,8 +37,10 @@ class Loan(Protocol):
     def settle(self, request: Request) -> None:
         """The request is over, or was never made: the tensors are the caller's again."""
 
-    def work(self, requests: Requests, request: Request, result: list[Any], failures: Failures) -> BabyWork:
-        """The handle for the caller."""
+    def operation(
+        self, requests: Requests, request: Request, result: list[Any], failures: Failures
+    ) -> RemoteOperation:
+        """What stands behind the caller's handle."""
 
 
 class Lender(Protocol):

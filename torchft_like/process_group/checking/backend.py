@@ -5,7 +5,7 @@ starts the call on the real backend, in the order of rulings, which is the same 
 calls stay as asynchronous as they were.
 
 INVARIANT: every call is in `_pending` from before its description is sent until its ruling, or the end
-of the link, settles its work: exactly one of the two takes it out.
+of the link, settles its operation: exactly one of the two takes it out.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from torchft_like.process_group.checking.link import End, Link, join
 from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request, encode_description
 from torchft_like.process_group.checking.referee import Problem
 from torchft_like.process_group.checking.rules import PAIRED, Disagreement
-from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedWork
+from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedOperation
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
+from torchft_like.process_group.work import Operation, OperationWork
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 _log = logging.getLogger(__name__)
 
 
-# Makes of a work of the real backend what its caller gets.
-Handle = Callable[[Collective, Work], Work]
+# Gives the operation behind a work of the real backend, in the group's words.
+Take = Callable[[Collective, Work], Operation]
 
 
-def checked(create: Create, handle: Handle) -> Create:
+def checked(create: Create, take: Take) -> Create:
     """Make what `create` makes, with a referee in front of it. A group of one has nobody to ask."""
 
     def create_checked(membership: Membership, abort: AbortSignal) -> Backend:
@@ -62,7 +63,7 @@ def checked(create: Create, handle: Handle) -> Create:
         if membership.world_size == 1:
             return backend
         try:
-            return CheckedBackend(backend, handle, join(membership, abort), membership, abort)
+            return CheckedBackend(backend, take, join(membership, abort), membership, abort)
         except BaseException:
             backend.close()
             raise
@@ -95,16 +96,16 @@ class CheckedBackend:
 
     Args:
         backend: what runs the collectives.
-        handle: for its works.
+        take: for its works.
         link: to the referee, not yet started.
     """
 
     def __init__(
-        self, backend: Backend, handle: Handle, link: Link, membership: Membership, abort: AbortSignal
+        self, backend: Backend, take: Take, link: Link, membership: Membership, abort: AbortSignal
     ) -> None:
         self._backend = backend
         self.rest_s_max = backend.rest_s_max
-        self._handle = handle
+        self._take = take
         self._methods = _methods_of(backend)
         self._link = link
         self._rank, self._world_size = membership.rank, membership.world_size
@@ -160,7 +161,7 @@ class CheckedBackend:
         if problem is None:
             self._start(pending)
         else:
-            pending.work.refuse(_error_for(problem))
+            pending.operation.refuse(_error_for(problem))
 
     def is_overdue(self) -> bool:
         """Whether the referee has let a deadline pass."""
@@ -175,16 +176,16 @@ class CheckedBackend:
             self._ended = why
             pending, self._pending = self._pending, {}
         for one in pending.values():
-            one.work.refuse(self._error_at(why, one.work))
+            one.operation.refuse(self._error_at(why, one.operation))
 
     def _run(self, row: Collective, *args: Any, **kwargs: Any) -> Work | None:
-        work = self._submit(row.bind(args, kwargs))
+        operation = self._submit(row.bind(args, kwargs))
         if not row.blocking:
-            return work
-        work.wait()
+            return OperationWork(operation)
+        operation.wait()
         return None
 
-    def _submit(self, call: Call) -> CheckedWork:
+    def _submit(self, call: Call) -> CheckedOperation:
         description = describe(call, self._world_size)
         timeout = call.timeout or self._timeout
         seconds = timeout.total_seconds()
@@ -192,19 +193,20 @@ class CheckedBackend:
             ticket = next(self._tickets)
             overdue = partial(self._say_overdue, ticket) if description.rule == PAIRED else None
             streams = _streams_of(call)
-            work = CheckedWork(description, timeout, overdue, [stream.device for stream in streams])
+            devices = [stream.device for stream in streams]
+            operation = CheckedOperation(description, timeout, overdue, devices)
             if self._ended is not None:
-                work.refuse(self._error_at(self._ended, work))
-                return work
+                operation.refuse(self._error_at(self._ended, operation))
+                return operation
             deadline_s = math.inf if overdue else time.monotonic() + seconds
-            self._pending[ticket] = _Pending(work, call, deadline_s, streams)
+            self._pending[ticket] = _Pending(operation, call, deadline_s, streams)
             with contextlib.suppress(OSError):  # then the link's thread settles what is pending
                 self._link.send(Request(CALL, ticket, seconds, encode_description(description)))
-        return work
+        return operation
 
     def _start(self, pending: _Pending) -> None:
         """Run a call as its caller would have, on the streams that were the caller's."""
-        row, work = pending.call.collective, pending.work
+        row, operation = pending.call.collective, pending.operation
         try:
             with contextlib.ExitStack() as current:
                 for stream in pending.streams:
@@ -212,18 +214,18 @@ class CheckedBackend:
                     current.enter_context(torch.cuda.stream(stream))
                 # The bound method is in no variable: see Generation.run.
                 started = self._methods[row.name](*pending.call.args, **pending.call.kwargs)
-            work.follow(None if started is None else self._handle(row, started))
+            operation.follow(None if started is None else self._take(row, started))
         except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
-            work.refuse(_as_refusal(error))
+            operation.refuse(_as_refusal(error))
 
-    def _error_at(self, why: End, work: CheckedWork) -> Exception:
+    def _error_at(self, why: End, operation: CheckedOperation) -> Exception:
         """For a call that will hear no ruling."""
-        waiting = {self._rank: (str(work),)}
+        waiting = {self._rank: (str(operation),)}
         if why is End.CLOSED:
             return PeerLostError((0,), waiting)
         if why is End.SILENT:
             return CollectiveTimeoutError(self._timeout.total_seconds(), (0,), waiting)
-        return ProcessGroupError(f"{work}: {why.value}")
+        return ProcessGroupError(f"{operation}: {why.value}")
 
     def _say_overdue(self, ticket: int) -> None:
         with contextlib.suppress(OSError):  # see `_submit`
@@ -234,7 +236,7 @@ class CheckedBackend:
 class _Pending:
     """A call that waits for its ruling."""
 
-    work: CheckedWork
+    operation: CheckedOperation
     call: Call
     deadline_s: float
     streams: tuple[torch.cuda.Stream, ...]

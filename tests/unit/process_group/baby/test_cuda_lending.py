@@ -15,19 +15,20 @@ import pytest
 import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
-from torchft_like.errors import NotSupportedError
+from torchft_like.errors import NotSupportedError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_memory
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_borrowing import CudaBorrower
-from torchft_like.process_group.baby.cuda_lending import BabyWorkNCCL, CudaLender
+from torchft_like.process_group.baby.cuda_lending import CudaLender, RemoteCudaOperation
 from torchft_like.process_group.baby.cuda_memory import Arena
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.nccl import ProcessGroupNCCL
+from torchft_like.process_group.work import OperationWork
 
 
 class OneDevice(Machine):
@@ -276,6 +277,18 @@ def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     assert machine.counters[0] == 0
 
 
+def handle(request: Request, loan: Any) -> OperationWork:
+    """Of a request that is settled, so that the subprocess is not asked."""
+    return OperationWork(RemoteCudaOperation(None, request, [], Gone(), loan))  # type: ignore[arg-type]
+
+
+class Gone:
+    """What tells why a subprocess carried nothing out."""
+
+    def describe(self, _: Request) -> SubprocessLostError:
+        return SubprocessLostError("it was killed")
+
+
 def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pair) -> None:
     over, lost = torch.ones(8), torch.ones(8)
     first, _ = pair.run(over)
@@ -287,9 +300,10 @@ def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pai
     assert over.tolist() == [2.0] * 8
     assert not second.order_current_stream()
     assert lost.tolist() == [1.0] * 8
-    work = BabyWorkNCCL(None, request, [], None, second)  # type: ignore[arg-type] # settled: nobody is asked
+    work = handle(request, second)
     assert work.is_completed()
     assert not work.is_success()
+    assert isinstance(work.exception(), SubprocessLostError)
 
 
 def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
@@ -371,7 +385,7 @@ def test_a_tensor_of_another_device_is_refused_by_name() -> None:
 
 def test_the_work_says_how_it_ended(pair: Pair) -> None:
     loan, request = pair.run(torch.zeros(8))
-    work = BabyWorkNCCL(None, request, [], None, loan)  # type: ignore[arg-type] # settled: nobody is asked
+    work = handle(request, loan)
     assert not work.is_completed()
     pair.finish()
     assert not work.is_completed()  # the results are being copied
