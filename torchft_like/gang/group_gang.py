@@ -191,11 +191,11 @@ class GroupGang(Gang):
         cannot be ended.
         """
         ours = group if isinstance(group, ProcessGroup) else None
-        epoch = None if ours is None else ours.epoch
+        configuration = None if ours is None else ours.configuration
         try:
             yield
         except BaseException as error:
-            if ours is not None and ours.epoch == epoch:
+            if ours is not None and ours.configuration is configuration:
                 ours.abort(f"a member left broadcast_objects half-way: {error!r}")
             raise
 

@@ -13,17 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lighthouse.address import Address
-from torchft_like.process_group import (
-    ErrorSwallowingProcessGroupWrapper,
-    ProcessGroup,
-    ProcessGroupDummy,
-    ProcessGroupGloo,
-    ProcessGroupNCCL,
-    ProcessGroupWrapper,
-)
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
-from torchft_like.process_group.swallowing import SwallowingGroup
-from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 
 def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -31,53 +22,25 @@ def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
 
     Groups of torch's own are followed in their timeout.
     """
-    if isinstance(group, ErrorSwallowingProcessGroupWrapper):
-        return ErrorSwallowingProcessGroupWrapper(make_like(group._pg or group, device))
-    inner = innermost(group)
-    if isinstance(inner, ProcessGroupDummy):
-        return ProcessGroupDummy(0, 1)
-    if isinstance(inner, ReconfigurableProcessGroup):
-        return inner.make_alike()
+    if isinstance(group, ProcessGroup) and (alike := group.make_alike()) is not None:
+        return alike
     timeout = timeout_of(group, device)
     return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)
 
 
-def innermost(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What the wrappers around it hand their calls to."""
-    while (
-        isinstance(group, ProcessGroupWrapper)
-        and not isinstance(group, ReconfigurableProcessGroup)
-        and group._pg is not None
-    ):
-        group = group._pg
-    return group
-
-
-def swallowers(group: dist.ProcessGroup) -> list[SwallowingGroup]:
-    """Those of the wrappers that keep errors to themselves, from the outermost on."""
-    found = []
-    while isinstance(group, ProcessGroupWrapper) and group._pg is not None:
-        if isinstance(group, SwallowingGroup):
-            found.append(group)
-        group = group._pg
-    return found
-
-
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The limit of each operation."""
-    inner = innermost(group)
-    if isinstance(inner, ReconfigurableProcessGroup):
-        return inner.timeout
-    options = getattr(inner._get_backend(device), "options", None)
+    if isinstance(group, ProcessGroup):
+        return group.timeout
+    options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
 
 
 def store_of(group: dist.ProcessGroup) -> Address | None:
     """Where the members of the group have met, if that is known."""
-    inner = innermost(group)
-    if isinstance(inner, ReconfigurableProcessGroup):
-        return None if inner.store_address is None else inner.store_address.server
+    if isinstance(group, ProcessGroup) and (met_at := group.store_address) is not None:
+        return met_at.server
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()

@@ -25,6 +25,7 @@ from torchft_like.gang.group_gang import GroupGang
 from torchft_like.gang.meeting import Meeting
 from torchft_like.gang.process_group_gang import ProcessGroupGang
 from torchft_like.process_group import ManagedProcessGroup
+from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.managed import GroupManager
 
 
@@ -88,10 +89,10 @@ class ManagedGang(GroupGang):
         return self._manager.replica_world_size()
 
     @property
-    def epoch(self) -> int:
-        """Changes with every configuration of the manager's group; waits for the quorum."""
+    def configuration(self) -> Configuration:
+        """The present one of the manager's group; waits for the quorum."""
         self._wait_quorum()
-        return self._manager.process_group.epoch
+        return self._manager.process_group.configuration
 
     def close(self) -> None:
         """Nothing: the group is the Manager's."""
@@ -174,7 +175,7 @@ class ElasticGangs:
     def __init__(self, root: ManagedGang, rule: Callable[[Gang], Gangs]) -> None:
         self._root = root
         self._rule = rule
-        self._epoch: int | None = None
+        self._configuration: Configuration | None = None  # of the present gangs
         self._gangs: Gangs | None = None
 
     def current(self) -> Gangs:
@@ -187,10 +188,10 @@ class ElasticGangs:
                 anything is sent. Another quorum may have another size.
             GangError: the members could not meet.
         """
-        epoch = self._root.epoch
-        if self._gangs is None or self._epoch != epoch:
+        configuration = self._root.configuration
+        if self._gangs is None or self._configuration is not configuration:
             self.close()
-            self._gangs, self._epoch = self._rule(self._root), epoch
+            self._gangs, self._configuration = self._rule(self._root), configuration
         return self._gangs
 
     def close(self) -> None:

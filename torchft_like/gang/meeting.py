@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import TCPStore
 from lighthouse.address import Address, own_host
 from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, GangError
-from torchft_like.gang.bond import Bond, check_whole
 from torchft_like.gang.likeness import job_ranks, make_like, store_of, timeout_of
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.served_store import serve_store
 
 RECORD_BYTES = 512
@@ -38,10 +38,21 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 class Part(NamedTuple):
-    """A configured group of some of the members, and what it depends on."""
+    """A configured group of some members of `whole`, and the configuration of that with which it ends.
+
+    A member that has died is noticed by those who talk to it. Those who do not, in a part of which it was no
+    member, would wait for partners that have long gone on to meet anew. So the end of the whole's
+    configuration is the end of all its parts, and of their parts.
+    """
 
     group: ProcessGroup
-    bond: Bond
+    whole: dist.ProcessGroup
+    ending: Configuration
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the whole has not been configured anew since, aborted or not."""
+        return not isinstance(self.whole, ProcessGroup) or self.whole.configuration is self.ending
 
 
 class Meeting:
@@ -60,7 +71,8 @@ class Meeting:
         self._device = device
         self._partition = partition
         self._rank = whole.rank()
-        self._bond = Bond(whole)  # before anything is said: what ends from now on ends the part, too
+        # Before anything is said: what ends from now on ends the part, too. A group of torch's never does.
+        self._ending = whole.configuration if isinstance(whole, ProcessGroup) else Configuration()
 
     def hold(self, exchange: Exchange) -> Part | None:
         """Meet; None where the caller is in no part.
@@ -87,7 +99,7 @@ class Meeting:
             except BaseException:
                 group.abort("its members could not meet")  # not shutdown, which waits for what goes on in it
                 raise
-            return Part(group, self._bond)
+            return Part(group, self._whole, self._ending)
 
     def _serve(self) -> tuple[TCPStore | None, str]:
         try:
@@ -102,10 +114,13 @@ class Meeting:
         ranks = job_ranks(self._whole)
         place = own.index(self._rank)
         address = text or str(Address("127.0.0.1", 1))  # a group of one asks no store
-        check_whole(self._bond)
-        with self._bond.tying(group), beside_captures(self._device):
-            group.configure(f"{address}/gang", place, len(own), global_ranks=[ranks[rank] for rank in own])
+        global_ranks = [ranks[rank] for rank in own]
+        with beside_captures(self._device):
+            group.configure(
+                f"{address}/gang", place, len(own), global_ranks=global_ranks, ends_with=self._ending
+            )
             group.barrier().wait()
+        self._ending.check()
 
     @property
     def _timeout(self) -> timedelta:

@@ -24,9 +24,8 @@ from torchft_like.errors import (
 )
 from torchft_like.gang.arguments import check_partition
 from torchft_like.gang.group_gang import GroupGang
-from torchft_like.gang.likeness import swallowers
 from torchft_like.gang.meeting import Meeting, Part
-from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ManagedProcessGroup
+from torchft_like.process_group import ProcessGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=15)
 _BACKENDS = {"cpu": "torchft-gloo", "cuda": "torchft-nccl"}
@@ -52,7 +51,6 @@ class ProcessGroupGang(GroupGang):
         if not isinstance(pg, dist.ProcessGroup):
             raise ValueError(f"{pg!r} is no process group that the caller is a member of")
         self._pg = pg
-        self._swallowers = swallowers(pg)
         self._part: Part | None = None
         self._tell: Callable[[Exception], object] = lambda _: None
         self._check: Callable[[], object] = lambda: None
@@ -132,9 +130,8 @@ class ProcessGroupGang(GroupGang):
             return
         self._is_closed = True
         if (part := self._part) is not None:
-            part.bond.untie()
             part.group.unregister()
-            if part.bond.broken is not None or part.group.errored() is not None:
+            if part.ending.reason is not None or part.group.errored() is not None:
                 part.group.abort("the gang was closed")  # what goes on in it nobody has to wait for
             else:
                 part.group.shutdown()
@@ -175,7 +172,7 @@ class ProcessGroupGang(GroupGang):
         return gang
 
     def _usable_group(self) -> dist.ProcessGroup:
-        if self._part is not None and (reason := self._part.bond.broken) is not None:
+        if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
             self._tell(stale)
             raise stale
@@ -185,21 +182,15 @@ class ProcessGroupGang(GroupGang):
         return self._pg
 
     def _has_average(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda or any(isinstance(group, ManagedProcessGroup) for group in self._swallowers)
+        return tensor.is_cuda or (isinstance(self._pg, ProcessGroup) and self._pg.counts_participants)
 
     def _hidden_error(self) -> Exception | None:
-        for group in self._swallowers:
-            known = (
-                group.error() if isinstance(group, ErrorSwallowingProcessGroupWrapper) else group.errored()
-            )
-            if known is not None:
-                return known
-        return None
+        return self._pg.hidden_error() if isinstance(self._pg, ProcessGroup) else None
 
     def _explained(self, what: str, error: Exception) -> GangError:
-        if self._part is not None and (reason := self._part.bond.broken) is not None:
+        if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
-            if self._part.bond.is_latest:  # else it is no news of the configuration that there is now
+            if self._part.is_latest:  # else it is no news of the configuration that there is now
                 self._tell(stale)
             return stale
         explained = super()._explained(what, error)

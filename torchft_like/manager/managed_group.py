@@ -3,9 +3,8 @@
 The order of abort and configure is the whole difficulty. Invariants:
 
 * An abort is meant for one quorum. It is carried out only while no newer quorum is agreed.
-* A group whose quorum is broken before or during its configuration ends that configuration:
-  an abort that came in between the decision to configure and the group's own start is repeated
-  until `configure` has returned.
+* A group whose quorum is broken before or during its configuration ends that configuration: the signal that
+  ends it is made here, before `configure` is called, so no abort can come too early for it.
 * A quorum counts as configured only after `configure` returned without error.
 """
 
@@ -16,14 +15,13 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lighthouse.net import coordination_loop
 from torchft_like.errors import MemberLostError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.group import LossNotice
-from torchft_like.manager.step import NO_QUORUM, Plan, StepProtocol
+from torchft_like.manager.step import Plan, StepProtocol
+from torchft_like.process_group.base import About, ProcessGroup
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.native import adopted
-
-ABORT_REPEAT_S = 0.02
 
 Emit = Callable[..., None]
 
@@ -36,7 +34,7 @@ class ManagedGroup:
         self.lock = threading.RLock()
         self._protocol = protocol
         self._emit = emit
-        self._configuring = NO_QUORUM
+        self._ending = AbortSignal()  # of the last configuration
 
     def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """The quorum of the current attempt is known."""
@@ -59,17 +57,22 @@ class ManagedGroup:
         with self.lock:
             if self._protocol.is_broken(quorum_id):
                 return False
-            self._configuring = quorum_id
+            self._ending = ending = AbortSignal()
+        about: About = {
+            "replica_id": replica_id,
+            "quorum_id": quorum_id,
+            "group_rank": group[0],
+            "group_world_size": group[1],
+            "global_ranks": [rank * group[1] + group[0] for rank in range(result.replica_world_size)],
+        }
+        if isinstance(self.pg, ProcessGroup):
+            about["ends_with"] = ending
         try:
             self.pg.configure(
                 store_prefix,
                 rank=result.replica_rank,  # by name: a subclass may have torchft 0.2.0's order
                 world_size=result.replica_world_size,
-                replica_id=replica_id,
-                quorum_id=quorum_id,
-                group_rank=group[0],
-                group_world_size=group[1],
-                global_ranks=[rank * group[1] + group[0] for rank in range(result.replica_world_size)],
+                **about,
             )
         except Exception as error:  # noqa: BLE001 - whatever the backend raises, this quorum is lost and the next is tried
             self.fail(quorum_id, error)
@@ -78,9 +81,6 @@ class ManagedGroup:
             with self.lock:
                 self._protocol.configured(quorum_id)
             return True
-        finally:
-            with self.lock:
-                self._configuring = NO_QUORUM
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> None:
         """Something went wrong in a quorum; peers that wait for this rank are released."""
@@ -130,16 +130,10 @@ class ManagedGroup:
     def abort_now(self) -> None:
         """End whatever the process group does, in any quorum: this replica stops."""
         self.pg.abort("this replica stops")
+        self._ending.set("this replica stops")
 
     def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:
             return
-        self.pg.abort(reason)
-        if self._configuring == quorum_id:
-            loop = coordination_loop().loop
-            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._abort_again, quorum_id, reason)
-
-    def _abort_again(self, quorum_id: int, reason: str) -> None:
-        with self.lock:
-            if self._configuring == quorum_id:
-                self._abort(quorum_id, reason)
+        self.pg.abort(reason)  # which a user's class may have defined anew
+        self._ending.set(reason)

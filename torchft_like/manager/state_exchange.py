@@ -29,7 +29,7 @@ from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
-from torchft_like.manager.managed_group import ABORT_REPEAT_S, Emit, ManagedGroup
+from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Plan, StepProtocol
 from torchft_like.plain_data import Shard
@@ -37,6 +37,7 @@ from torchft_like.plain_data import Shard
 State = Mapping[str, object]
 
 LINGER_S = 5.0
+ABORT_REPEAT_S = 0.02
 PATIENCE_WHEN_FAILED = 0.25
 ASK_EARLY_S = 1.0  # whoever waits for the quorum worker waits so long, if the source's host is gone
 

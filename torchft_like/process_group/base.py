@@ -9,7 +9,9 @@ It knows how torch addresses a group, and nothing about backends or quorums.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -21,10 +23,12 @@ from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
+from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
 from torchft_like.process_group.controls import Controls, is_nan_check_wanted
 from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.joint_work import joint_work
 from torchft_like.process_group.naming import Named
+from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import Operation, operation_of
 
 
@@ -32,11 +36,12 @@ class About(TypedDict, total=False):
     """What a caller may say when it configures a group, mostly about itself."""
 
     replica_id: str | None  # whose rank this is
-    quorum_id: int | None  # why it configures; `abort(quorum_id=...)` refers to it
+    quorum_id: int | None  # why it configures
     group_rank: int | None  # which rank of its replica group this is
     group_world_size: int | None  # out of how many
     global_ranks: Sequence[int] | None  # of the members in the job, in the order of their ranks here
     timeout: timedelta | None  # of this `configure`; the group's own if it is left out
+    ends_with: AbortSignal | None  # the caller's: when it is set, before, during or after, this ends, too
 
 
 @install_collectives
@@ -49,9 +54,12 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
 
     # Whether the backend divides for an average as it adds; else that takes a pass over the result.
     divides = False
+    # Whether an average is of those that take part in a step, whom a manager counts.
+    counts_participants = False
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
+        self._configuration = Configuration()
         self._global_ranks: Sequence[int] | None = None
         self._checks_nan = is_nan_check_wanted()
         self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # being coalesced, by thread
@@ -91,14 +99,14 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         Blocks, for `timeout` at the longest, and never fails: `configure` tells what is wrong.
         """
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         """End every operation, present and future, until the next `configure`.
 
-        From any thread, at any time; returns at once. It ends a `configure` that is under way, too.
+        From any thread, at any time; returns at once. It ends a `configure` that is under way, too; one that
+        another thread is about to call ends with the signal that it is given as `ends_with`.
 
         Args:
             reason: for the messages of the errors that follow.
-            quorum_id: only if the group was, or is being, configured for this quorum.
         """
         raise NotImplementedError
 
@@ -110,10 +118,39 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         """The error that made the group unusable, None while it is fine."""
         raise NotImplementedError
 
+    def hidden_error(self) -> Exception | None:
+        """The error that the group has kept to itself, as those do whose collectives never fail."""
+        return None
+
+    @property
+    def configuration(self) -> Configuration:
+        """The present one: an error of an earlier one is no news. It is set when it is over."""
+        return self._configuration
+
     @property
     def epoch(self) -> int:
-        """How often `configure` was called: an error of an earlier epoch is no news in this one."""
-        raise NotImplementedError
+        """How often the group was configured."""
+        return self.configuration.number
+
+    @property
+    def store_address(self) -> StoreAddress | None:
+        """Where the present members have met, if that is known."""
+        return None
+
+    def _begin_configuration(self, ends_with: AbortSignal | None = None) -> None:
+        """From now on there is another one; for groups that have nothing to end when it is over."""
+        before, self._configuration = self._configuration, Configuration(self._configuration.number + 1)
+        before.set(ANEW)
+        if ends_with is not None:
+            self._configuration.end_with(ends_with, self._configuration.set)
+
+    def innermost(self) -> ProcessGroup:
+        """The group that the wrappers around it hand their calls to; itself if it is no wrapper."""
+        return self
+
+    def make_alike(self) -> ProcessGroup | None:
+        """Another group like this one, not configured; None if it cannot be made."""
+        return None
 
     def size(self) -> int:
         """The number of members."""
@@ -235,14 +272,25 @@ _TORCHFT_ORDER = (
 
 
 def _in_either_order(configure: Callable[..., None]) -> Callable[..., None]:
-    """Take the arguments in torchft 0.2.0's order too: the replica's id comes before the rank."""
+    """Take the arguments in torchft 0.2.0's order too: the replica's id comes before the rank.
+
+    torchft's own signature has no `ends_with`: a class that has it is aborted if the signal is set meanwhile.
+    Nor do such classes say that a configuration has begun.
+    """
+    parameters = inspect.signature(configure).parameters.values()
+    takes_signal = any(each.name == "ends_with" or each.kind is each.VAR_KEYWORD for each in parameters)
 
     @functools.wraps(configure)
     def take(self: ProcessGroup, store_addr: str, *place: Any, **about: Any) -> None:
+        named: dict[str, Any] = {}
         if place and isinstance(place[0], str):
-            named, place = dict(zip(_TORCHFT_ORDER, place, strict=False)), place[len(_TORCHFT_ORDER) :]
+            named = dict(zip(_TORCHFT_ORDER, place, strict=False))
+            place = place[len(_TORCHFT_ORDER) :]
+        before = self._configuration
+        signal = None if takes_signal else about.pop("ends_with", None)
+        with contextlib.nullcontext() if signal is None else signal.ends(lambda: self.abort(signal.reason)):
             configure(self, store_addr, *place, **named, **about)
-        else:
-            configure(self, store_addr, *place, **about)
+        if self._configuration is before and type(self).configuration is ProcessGroup.configuration:
+            self._begin_configuration()
 
     return take

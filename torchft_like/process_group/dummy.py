@@ -46,21 +46,19 @@ class ProcessGroupDummy(ProcessGroup):
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Only counts: whoever the members are, this group has one."""
         self.configure_count += 1
+        self._begin_configuration(about.get("ends_with"))
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
-        """There is never anything to end."""
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Nothing goes on that could be ended, but for what is of this configuration."""
+        self._configuration.set(reason)
 
     def shutdown(self) -> None:
-        """There is nothing to give back."""
+        """As `abort`: there is nothing to give back."""
+        self._configuration.set("the group was shut down")
 
     def errored(self) -> Exception | None:
         """Never."""
         return None
-
-    @property
-    def epoch(self) -> int:
-        """How often it was configured."""
-        return self.configure_count
 
     @property
     def timeout(self) -> timedelta:
@@ -78,6 +76,10 @@ class ProcessGroupDummy(ProcessGroup):
     def rank(self) -> int:
         """0."""
         return 0
+
+    def make_alike(self) -> ProcessGroupDummy:
+        """See ProcessGroup.make_alike."""
+        return ProcessGroupDummy(0, 1)
 
     def getBackendName(self) -> str:  # noqa: N802
         """torchft-dummy."""

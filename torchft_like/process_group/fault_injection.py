@@ -39,7 +39,6 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         super().__init__(pg=pg)
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
-        self._aborted = threading.Event()
         self.injected = 0
 
     def report_future_error(self, e: Exception) -> None:
@@ -67,7 +66,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """A call begins late; its caller is blocked until then, or until an abort."""
 
         def inject(run: Callable[[], Work | None]) -> Work | None:
-            self._aborted.wait(seconds)
+            self._over().wait(seconds)
             return run()
 
         self._plant(collective, call, inject)
@@ -76,25 +75,9 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """A call never runs and never ends, until an abort fails it."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
-            return OperationWork(_HungOperation(self._aborted))
+            return OperationWork(_HungOperation(self._over()))
 
         self._plant(collective, call, inject)
-
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
-        """See ProcessGroup.abort; ends delays and hangs, too."""
-        super().abort(reason, quorum_id=quorum_id)
-        if quorum_id is None or super().errored() is not None:
-            self._end_stalls()
-
-    def shutdown(self) -> None:
-        """See ProcessGroup.shutdown."""
-        self._end_stalls()
-        super().shutdown()
-
-    def configure(self, store_addr: str, rank: int, world_size: int, **about: Any) -> None:
-        """See ProcessGroup.configure; ends the delays and hangs of the time before."""
-        self._end_stalls()
-        super().configure(store_addr, rank, world_size, **about)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         def run() -> Work | None:
@@ -123,9 +106,11 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
             self._faults = [f for f in self._faults if f.calls_left > 0]
             return due
 
-    def _end_stalls(self) -> None:
-        stalled, self._aborted = self._aborted, threading.Event()
-        stalled.set()
+    def _over(self) -> threading.Event:
+        """Set when the present configuration is over, which ends delays and hangs."""
+        over = threading.Event()
+        self.configuration.add(over.set)
+        return over
 
 
 FakeProcessGroupWrapper = FaultInjectingProcessGroup

@@ -1,8 +1,7 @@
 """One life of a reconfigurable group, from the start of `configure` to the last socket.
 
-A group that is configured a hundred times has a hundred generations, one after the other. Each is
-made, used, ended and cleaned up on its own, so an abort, an error or a late callback of one cannot
-reach another.
+Each configuration of a group has a generation: what carries it out. It is made, used, ended and cleaned
+up on its own, so an abort, an error or a late callback of one cannot reach another.
 
 The backend is made on a thread of its own: neither an abort nor Ctrl-C ever waits for C++. A
 generation that is aborted while it is being made is left to that thread, which throws away what it
@@ -12,7 +11,6 @@ gets. It knows nothing of any particular backend.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -31,6 +29,7 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
 )
 from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
+from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import NOTHING, ExplainedOperation, Operation, OperationWork
@@ -51,7 +50,6 @@ class Membership:
     rank: int
     world_size: int
     timeout: timedelta
-    quorum_id: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -88,70 +86,15 @@ class Backend(Protocol):
         """Give everything back; may block for a moment."""
 
 
-class AbortSignal:
-    """Set once, by whoever is first; runs the hooks that end what is under way.
-
-    A hook runs on the thread that aborts, must not block, and runs at once if the signal is set
-    already.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._hooks: list[Callable[[], object]] = []
-        self.reason: str | None = None
-
-    def set(self, reason: str) -> bool:
-        """Abort; whether this call was the first."""
-        with self._lock:
-            if self.reason is not None:
-                return False
-            self.reason = reason
-            hooks = list(self._hooks)
-        for hook in hooks:
-            hook()
-        return True
-
-    @contextlib.contextmanager
-    def ends(self, hook: Callable[[], object]) -> Any:
-        """For the time of a block, `hook` is what an abort calls."""
-        self.add(hook)
-        try:
-            yield
-        finally:
-            self.remove(hook)
-
-    def add(self, hook: Callable[[], object]) -> None:
-        """From now on an abort calls `hook`."""
-        with self._lock:
-            self._hooks.append(hook)
-            late = self.reason is not None
-        if late:
-            hook()
-
-    def remove(self, hook: Callable[[], object]) -> None:
-        """An abort calls `hook` no more."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._hooks.remove(hook)
-
-    def check(self) -> None:
-        """Raise if it is set.
-
-        Raises:
-            ProcessGroupAbortedError: it is set.
-        """
-        if self.reason is not None:
-            raise ProcessGroupAbortedError(self.reason)
-
-
 Create = Callable[[Membership, AbortSignal], Backend]
 
 
 @dataclass(eq=False)
 class Generation:
-    """See the module. `abort` may be called from any thread, everything else by the group."""
+    """See the module. `end` may be called from any thread, everything else by the group."""
 
     membership: Membership
-    abort_signal: AbortSignal = field(default_factory=AbortSignal)
+    configuration: Configuration = field(default_factory=Configuration)
     operations: Operations = field(default_factory=Operations)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _settled: threading.Event = field(default_factory=threading.Event)
@@ -170,7 +113,10 @@ class Generation:
             ProcessGroupAbortedError: aborted meanwhile.
             ProcessGroupError: it could not be made; the cause says why.
         """
-        _run_aside(self._make, create)
+        if self.configuration.reason is None:
+            _run_aside(self._make, create)
+        else:
+            self._gone.set()
         try:
             self._settled.wait()
         except BaseException:
@@ -213,7 +159,7 @@ class Generation:
             # The bound method is in no variable: an error that somebody keeps must not keep the backend.
             return methods[name](*args, **kwargs)
         except RuntimeError as error:
-            if self.abort_signal.reason is not None:
+            if self.configuration.reason is not None:
                 raise self._aborted() from error
             raise
 
@@ -235,7 +181,7 @@ class Generation:
         the connections are given up, so that it fails, too. An operation that was refused has not
         reached the backend.
         """
-        if self.abort_signal.reason is not None:
+        if self.configuration.reason is not None:
             return self._aborted()
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
@@ -248,16 +194,20 @@ class Generation:
 
     def error(self) -> Exception | None:
         """What ended the generation, None while it is fine."""
-        if self.abort_signal.reason is not None:
+        if self.configuration.reason is not None:
             return self._aborted()
         return self._failure
 
     def end(self, reason: str) -> None:
         """End what is under way, refuse what comes, clean up aside. From any thread; returns at once."""
-        self.abort_signal.set(reason)
+        self.configuration.set(reason)
         if (backend := self._take_backend()) is not None:
             _run_aside(self._dispose, backend)
         self._settled.set()
+
+    def end_with(self, signal: AbortSignal) -> None:
+        """From now on it ends when `signal` is set, at once if it is; also if its user has dropped it."""
+        self.configuration.end_with(signal, self.end)
 
     def wait_gone(self, seconds: float) -> bool:
         """Until an ended generation has given everything back; whether it has."""
@@ -285,7 +235,7 @@ class Generation:
 
     def _make(self, create: Create) -> None:
         try:
-            backend = create(self.membership, self.abort_signal)
+            backend = create(self.membership, self.configuration)
         except BaseException as error:  # noqa: BLE001 - it is raised where the group is configured
             self._failure = self._failed(error)
             self._gone.set()
@@ -298,7 +248,7 @@ class Generation:
         found = ((c.name, c.find_on(*backend.targets())) for c in COLLECTIVES)
         methods = {name: method for name, method in found if method is not None}
         with self._lock:
-            if self.abort_signal.reason is not None:
+            if self.configuration.reason is not None:
                 return False
             self._backend, self._methods = backend, methods
             return True
@@ -311,7 +261,7 @@ class Generation:
     def _dispose(self, backend: Backend) -> None:
         try:
             try:
-                was_aborted = self.abort_signal.reason is not None
+                was_aborted = self.configuration.reason is not None
                 if was_aborted and not self.operations.give_up(
                     backend.is_still, self._aborted(), backend.rest_s_max
                 ):
@@ -327,7 +277,7 @@ class Generation:
         return self.error() or ProcessGroupNotConfiguredError(f"{self.membership} is being configured")
 
     def _aborted(self) -> ProcessGroupAbortedError:
-        return ProcessGroupAbortedError(f"{self.membership} was aborted: {self.abort_signal.reason}")
+        return ProcessGroupAbortedError(f"{self.membership} was aborted: {self.configuration.reason}")
 
     def _failed(self, error: BaseException) -> Exception:
         failure = ProcessGroupNotConfiguredError(f"configuring {self.membership} failed: {error}")

@@ -27,8 +27,9 @@ from torch.distributed.distributed_c10d import GroupName
 from lighthouse.address import LOOPBACK, local_host_towards
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.exchange import ExchangeStore
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, Membership
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation

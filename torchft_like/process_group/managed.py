@@ -21,6 +21,7 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Call, Collective
+from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.swallowing import SwallowingGroup, skipped
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class ManagedProcessGroup(SwallowingGroup):
         self._manager = manager
 
     supports_reconfigure = False
+    counts_participants = True
 
     def configure(self, *args: Any, **about: Any) -> NoReturn:
         """Not for the user of a managed group.
@@ -104,6 +106,8 @@ class ManagedProcessGroup(SwallowingGroup):
     def errored(self) -> Exception | None:
         """Why the current step is lost, if it is."""
         return self._manager.errored()
+
+    hidden_error = errored
 
     def size(self) -> int:
         """The number of participants in the current step.
@@ -138,11 +142,8 @@ class ManagedProcessGroup(SwallowingGroup):
             return skipped(collective.bind(args, kwargs), self)
         return self._swallow(collective, args, kwargs)
 
-    def _mark(self) -> int:
-        return self.parent.epoch  # type: ignore[no-any-return]
-
-    def _report_marked(self, mark: int, error: Exception) -> None:
-        if self.parent.epoch == mark:
+    def _report_of(self, configuration: Configuration, error: Exception) -> None:
+        if self.configuration is configuration:
             self._manager.report_error(error)
 
     def _allreduce(

@@ -46,8 +46,9 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group import flight_recorder
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, AbortSignal, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, Membership
 from torchft_like.process_group.nccl_work import NcclOperation
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
@@ -85,7 +86,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """
 
-    divides = True  # type: ignore[assignment] # see the base
+    divides = True
 
     def __init__(
         self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
@@ -112,12 +113,12 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             super().configure(store_addr, rank, world_size, **about)
             is_done.set()
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         """See ProcessGroup.abort. TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace before."""
         if flight_recorder.is_wanted_on_abort() and (generation := self._generation) is not None:
             rank = dist.get_rank() if dist.is_initialized() else generation.membership.rank
             flight_recorder.trigger_nccl_fr_trace_through_pipe(rank)
-        super().abort(reason, quorum_id=quorum_id)
+        super().abort(reason)
 
     def errored(self) -> Exception | None:
         """Wait until what was begun is over, then tell what made the group unusable, if anything.
@@ -129,7 +130,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         if (generation := self._generation) is None:
             return None
         for backend in tuple(self._backends):
-            if backend.abort_signal is generation.abort_signal:
+            if backend.abort_signal is generation.configuration:
                 return backend.outcome() or generation.error()
         return generation.error()
 

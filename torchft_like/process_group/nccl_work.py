@@ -17,8 +17,8 @@ from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.patience import growing_pauses
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
-from torchft_like.process_group.generation import AbortSignal
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
 
 
@@ -90,11 +90,11 @@ class NcclOperation(ExplainedOperation):
 
     def _block_thread(self, deadline: float) -> None:
         """Until it is over, or the group is. In short sleeps, which Ctrl-C ends."""
-        started = time.monotonic()
+        limit_s = round(deadline - time.monotonic(), 2)
         pauses = growing_pauses()
         while not self._watched.is_over() and self._abort.reason is None:
-            if (now := time.monotonic()) > deadline:
-                self._abort.set(f"{self._watched.name} was not done within {now - started:.3g} s")
+            if time.monotonic() > deadline:
+                self._abort.set(f"{self._watched.name} was not done within {limit_s:g} s")
                 return
             time.sleep(next(pauses))
 

@@ -27,6 +27,7 @@ from torchft_like.errors import FaultToleranceError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.work import (
     FOREVER,
     Operation,
@@ -48,12 +49,8 @@ _logger = logging.getLogger(__name__)
 class SwallowingGroup(ProcessGroupWrapper):
     """What the groups here have in common; a subclass says what becomes of an error."""
 
-    def _mark(self) -> int:
-        """Which configuration an operation belongs to that is issued now."""
-        raise NotImplementedError
-
-    def _report_marked(self, mark: int, error: Exception) -> None:
-        """An operation failed; no news if it belongs to an earlier configuration."""
+    def _report_of(self, configuration: Configuration, error: Exception) -> None:
+        """An operation of `configuration` failed, which is no news if that is an earlier one."""
         raise NotImplementedError
 
     def _swallow(
@@ -62,17 +59,19 @@ class SwallowingGroup(ProcessGroupWrapper):
         """Run a collective on the inner group; an error is reported, and the outputs are filled in."""
         if len(args) < len(collective.tensor_places):
             collective.bind(args, kwargs)  # which says best what is missing
-        mark = self._mark()
+        configuration = self.configuration
         try:
             work = self.parent._run(collective, args, kwargs)
         except MISTAKES:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
-            self._report_marked(mark, error)
+            self._report_of(configuration, error)
             return skipped(collective.bind(args, kwargs), self.parent)
         if work is None:
             return None
-        return OperationWork(SwallowedOperation(operation_of(work), collective, args, kwargs, self, mark))
+        return OperationWork(
+            SwallowedOperation(operation_of(work), collective, args, kwargs, self, configuration)
+        )
 
 
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
@@ -92,42 +91,47 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
-        self._error: Exception | None = None
-        self._configuration = 0
+        self._failed: tuple[Configuration, Exception] | None = None  # the last that has
+        self._replaced: Configuration | None = None  # by a `configure` that is under way, or was
         self._lock = threading.RLock()  # an abort may complete futures, whose errors come back here
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """See ProcessGroup.configure; forgets the error. What it raises itself is not swallowed."""
-        with self._lock:
-            self._error = None
-            self._configuration += 1
+        with self._lock:  # an error of before would abort what is about to begin
+            self._failed, self._replaced = None, self.configuration
         super().configure(store_addr, rank, world_size, **about)
 
     def error(self) -> Exception | None:
         """The first error since `configure`."""
-        return self._error
+        failed = self._failed
+        return failed[1] if failed is not None and failed[0] is self.configuration else None
+
+    hidden_error = error
 
     def errored(self) -> Exception | None:
         """See ProcessGroup.errored."""
-        return self._error or super().errored()
+        return self.error() or super().errored()
 
     def report_error(self, e: Exception) -> None:
         """Skip collectives from now on because of `e`, and release the peers; the first one counts."""
-        self._report_marked(self._configuration, e)
+        self._report_of(self.configuration, e)
+
+    def make_alike(self) -> ProcessGroup | None:
+        """See ProcessGroup.make_alike."""
+        alike = super().make_alike()
+        return None if alike is None else ErrorSwallowingProcessGroupWrapper(alike)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        if self._error is not None:
+        if self._failed is not None and self.error() is not None:
             return skipped(collective.bind(args, kwargs), self)
         return self._swallow(collective, args, kwargs)
 
-    def _mark(self) -> int:
-        return self._configuration
-
-    def _report_marked(self, mark: int, error: Exception) -> None:
+    def _report_of(self, configuration: Configuration, error: Exception) -> None:
         with self._lock:
-            if mark != self._configuration or self._error is not None:
+            is_present = configuration is self.configuration and configuration is not self._replaced
+            if not is_present or self.error() is not None:
                 return
-            self._error = error
+            self._failed = configuration, error
             _logger.warning("collectives are skipped until the next configure: %r", error)
             self.abort(f"a collective failed: {error!r}")
 
@@ -188,14 +192,14 @@ class SwallowedOperation(Operation):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         group: SwallowingGroup,
-        mark: int,
+        configuration: Configuration,
     ) -> None:
         self._inner = inner
         self._collective = collective
         self._args = args
         self._kwargs = kwargs
         self._group = group
-        self._mark = mark
+        self._configuration = configuration
         self._filling_in = threading.Lock()
 
     @functools.cached_property
@@ -261,7 +265,7 @@ class SwallowedOperation(Operation):
 
     def _fail(self, error: Exception) -> None:
         """What is only an output gets a value; what the call also read from is left as it came to be."""
-        self._group._report_marked(self._mark, error)
+        self._group._report_of(self._configuration, error)
         with self._filling_in:
             if self._has_failed:
                 return

@@ -1,13 +1,14 @@
-"""Groups around groups.
+"""Groups around groups, and groups around what every `configure` makes anew.
 
 `ProcessGroupWrapper` hands everything to another group; classes that change one thing about a
-group derive from it and say only that thing. `ReconfigurableProcessGroup` is the wrapper whose
-inner group is replaced by every `configure`; a backend derives from it and says how one is made.
+group derive from it and say only that thing. `ReconfigurableProcessGroup` runs its collectives on
+what its last `configure` has made; a backend derives from it and says how that is done.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self, Unpack
@@ -19,7 +20,8 @@ from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
-from torchft_like.process_group.generation import AbortSignal, Backend, Generation, Membership
+from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
+from torchft_like.process_group.generation import Backend, Generation, Membership
 from torchft_like.process_group.handles import parse_handle
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
@@ -32,12 +34,15 @@ from torchft_like.process_group.work import Operation
 SHUTDOWN_SECONDS = 10.0
 
 
-class ProcessGroupWrapper(ProcessGroup):
+class _OpenToOthers(type(ProcessGroup), ABCMeta):  # type: ignore[misc] # pybind11's class of classes
+    """Lets a class count as one that it does not derive from."""
+
+
+class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     """Hands every call to `parent`.
 
     Args:
-        timeout: the limit of each operation and of `configure` (seconds or timedelta), where this
-            class makes the inner group; a given one keeps its own.
+        timeout: for subclasses that make the inner group (seconds or timedelta); a given one keeps its own.
         pg: the inner group.
     """
 
@@ -67,9 +72,9 @@ class ProcessGroupWrapper(ProcessGroup):
         if self._pg is not None:
             self._pg.prepare(timeout)
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         """See ProcessGroup.abort."""
-        self.parent.abort(reason, quorum_id=quorum_id)
+        self.parent.abort(reason)
 
     def shutdown(self) -> None:
         """See ProcessGroup.shutdown."""
@@ -79,10 +84,27 @@ class ProcessGroupWrapper(ProcessGroup):
         """See ProcessGroup.errored."""
         return self.parent.errored()  # type: ignore[no-any-return]
 
+    def hidden_error(self) -> Exception | None:
+        """See ProcessGroup.hidden_error."""
+        return None if self._pg is None else self._pg.hidden_error()
+
     @property
-    def epoch(self) -> int:
-        """See ProcessGroup.epoch."""
-        return self.parent.epoch  # type: ignore[no-any-return]
+    def configuration(self) -> Configuration:
+        """See ProcessGroup.configuration."""
+        return self.parent.configuration  # type: ignore[no-any-return]
+
+    @property
+    def store_address(self) -> StoreAddress | None:
+        """See ProcessGroup.store_address."""
+        return None if self._pg is None else self._pg.store_address
+
+    def innermost(self) -> ProcessGroup:
+        """See ProcessGroup.innermost."""
+        return self if self._pg is None else self._pg.innermost()
+
+    def make_alike(self) -> ProcessGroup | None:
+        """See ProcessGroup.make_alike: without the wrapper."""
+        return None if self._pg is None else self._pg.make_alike()
 
     @property
     def timeout(self) -> timedelta:
@@ -93,6 +115,11 @@ class ProcessGroupWrapper(ProcessGroup):
     def divides(self) -> bool:  # type: ignore[override] # which no caller sets
         """See ProcessGroup.divides."""
         return self._pg is not None and self._pg.divides
+
+    @property
+    def counts_participants(self) -> bool:  # type: ignore[override] # nor this
+        """See ProcessGroup.counts_participants."""
+        return self._pg is not None and self._pg.counts_participants
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""
@@ -125,8 +152,8 @@ class ProcessGroupWrapper(ProcessGroup):
         return self.parent._run(collective, args, kwargs)  # type: ignore[no-any-return]
 
 
-class ReconfigurableProcessGroup(ProcessGroupWrapper):
-    """Makes its inner group anew in every `configure`; a subclass defines `_create`.
+class ReconfigurableProcessGroup(ProcessGroup):
+    """Makes its backend anew in every `configure`; a subclass defines `_create`.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
@@ -135,21 +162,19 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
     """
 
-    divides = False  # type: ignore[assignment] # asked before every average
-
     def __init__(
         self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
     ) -> None:
-        super().__init__(timeout)
+        super().__init__()
+        self._timeout = as_timedelta(timeout)
         self._is_checking = is_wanted(check_collectives)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
-        self._epoch = 0
         self._members: Membership | None = None  # of the last generation that was made
         self._store: Store | None = None  # that those share, once somebody has asked for it
 
     def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
-        """Make the inner group; may block, and ends early when `abort` is set.
+        """Make the backend; may block, and ends early when `abort` is set.
 
         Runs on a thread of its own. Whatever was made is closed before an error leaves it.
         """
@@ -174,16 +199,18 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         """See ProcessGroup.configure."""
         store = parse_store_address(store_addr)
         limit = about.get("timeout") or self._timeout
-        members = Membership(store, rank, world_size, limit, about.get("quorum_id"))
+        members = Membership(store, rank, world_size, limit)
         global_ranks = about.get("global_ranks")
         if global_ranks is not None and len(global_ranks) != world_size:
             raise ValueError(f"{len(global_ranks)} global ranks for a world of {world_size}")
-        generation = Generation(members)
         with self._replacing:
+            self._configuration = Configuration(self._configuration.number + 1)
+            generation = Generation(members, self._configuration)
             previous, self._generation = self._generation, generation
-            self._epoch += 1
         if previous is not None:
-            previous.end("the group is being configured anew")
+            previous.end(ANEW)
+        if (signal := about.get("ends_with")) is not None:
+            generation.end_with(signal)
         generation.make(checked(self._create, generation.take) if self._is_checking else self._create)
         if limit != self._timeout:
             generation.set_timeout(self._timeout)
@@ -192,10 +219,9 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         self._global_ranks = global_ranks
         self._refresh_registration()
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         """See ProcessGroup.abort. Before the first `configure` there is nothing to end."""
-        generation = self._generation
-        if generation is not None and quorum_id in (None, generation.membership.quorum_id):
+        if (generation := self._generation) is not None:
             generation.end(reason)
 
     def shutdown(self) -> None:
@@ -207,11 +233,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def errored(self) -> Exception | None:
         """See ProcessGroup.errored."""
         return self._generation.error() if self._generation is not None else None
-
-    @property
-    def epoch(self) -> int:
-        """See ProcessGroup.epoch."""
-        return self._epoch
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See ProcessGroup.set_timeout."""
@@ -254,11 +275,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         """The limit of each operation and of `configure`."""
         return self._timeout
 
-    @property
-    def ending(self) -> AbortSignal | None:
-        """Set when the present configuration is over: by an abort, or by the next `configure`."""
-        return None if self._generation is None else self._generation.abort_signal
-
     def make_alike(self) -> Self:
         """Another group of this class, with its timeout and options, that is not configured."""
         made = type(self)(self._timeout)
@@ -296,6 +312,10 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         if self._members is None:
             raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
         return self._members
+
+
+# In torchft they derive from it. (The method `register` of a group is another one.)
+ABCMeta.register(ProcessGroupWrapper, ReconfigurableProcessGroup)
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:

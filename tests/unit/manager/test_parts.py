@@ -30,7 +30,6 @@ from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
     GroupReduction,
     Reduction,
-    Report,
     is_average,
     options_for,
     summing,
@@ -44,6 +43,7 @@ from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collectiv
 from torchft_like.process_group.work import OperationWork, operation_of
 
 LIMIT_S = 30.0
+ASK = [OperationWork.wait, OperationWork.is_completed, OperationWork.get_future]
 
 
 class TestAttempt:
@@ -121,9 +121,7 @@ class FutureWork(Work):
         return self.future
 
 
-def following(
-    kind: type[Reduction], work: Work, tensor: torch.Tensor, divide_by: int | None, report: Report
-) -> OperationWork:
+def following(kind: type[Reduction], work: Work, tensor: Any, divide_by: Any, report: Any) -> OperationWork:
     """The handle of a reduction of the kind that follows a backend's work."""
     reduction = kind([tensor], divide_by, report)
     reduction.follow(operation_of(work))
@@ -192,9 +190,7 @@ class TestReduction:
         assert result.wait()
         assert tensor.tolist() == [2.0, 2.0, 2.0]
 
-    @pytest.mark.parametrize(
-        "ask", [OperationWork.wait, OperationWork.is_completed, OperationWork.get_future]
-    )
+    @pytest.mark.parametrize("ask", ASK)
     def test_an_error_goes_to_the_manager_and_the_work_succeeds(
         self, ask: Callable[[OperationWork], object]
     ) -> None:

@@ -28,12 +28,8 @@ class Dividing(ProcessGroupDummy):
     def __init__(self, members: int, divides: bool) -> None:
         super().__init__(0, 1)
         self._members = members
-        self._divides = divides
+        self.divides = divides
         self.asked: list[str] = []
-
-    @property
-    def divides(self) -> bool:
-        return self._divides
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
         tensors, options = args

@@ -45,7 +45,7 @@ class Failing(ProcessGroupDummy):
     def rank(self) -> int:
         return 1
 
-    def abort(self, reason: str = "abort() was called", *, quorum_id: int | None = None) -> None:
+    def abort(self, reason: str = "abort() was called") -> None:
         self.aborts.append(reason)
 
     def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
 from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo_device import GlooDevice
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
@@ -111,7 +112,7 @@ def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
     gc.collect()
     other.send([torch.ones(4)], 0, 0).wait()
     work = group.allreduce([torch.ones(4)])
-    of_gloo = work._work  # type: ignore[attr-defined] # torch's own, which the group's handle holds
+    of_gloo = work.operation.work  # type: ignore[attr-defined] # torch's own, which the group's handle holds
     blocked = party.aside(work.wait)
     theirs = other.allreduce([torch.ones(4)])
     with pytest.raises(TimeoutError):
@@ -242,13 +243,44 @@ def test_abort_and_shutdown_may_be_repeated_in_any_order_and_configure_follows(p
     assert allreduced(group, 2.0) == 2.0
 
 
-def test_an_abort_for_another_quorum_is_not_for_this_group(party: Party) -> None:
-    group = party.own(ProcessGroupGloo(30))
-    group.configure(party.prefix(), 0, 1, quorum_id=8)
-    group.abort(quorum_id=7)
-    assert group.errored() is None
-    group.abort(quorum_id=8)
-    assert group.errored() is not None
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_the_callers_signal_ends_a_configuration_whenever_it_is_set(party: Party, when: str) -> None:
+    group, signal = party.own(ProcessGroupGloo(LIMIT_S)), AbortSignal()
+    if when == "after":
+        group.configure(party.prefix(), 0, 1, ends_with=signal)
+        assert group.errored() is None
+        signal.set("the caller has enough")
+    else:
+        late = threading.Timer(0.0 if when == "before" else 0.2, signal.set, ["the caller has enough"])
+        late.start()
+        if when == "before":
+            late.join()
+        with pytest.raises(ProcessGroupAbortedError, match="the caller has enough"):
+            group.configure(party.prefix(), 0, 2, ends_with=signal)  # the other one never comes
+        late.join()
+    assert isinstance(group.errored(), ProcessGroupAbortedError)
+    group.configure(party.prefix(), 0, 1)
+    assert group.errored() is None, "the signal was for the configuration that it was given to"
+
+
+def test_a_signal_keeps_nothing_of_a_configuration_that_is_over(party: Party) -> None:
+    group, signal = party.own(ProcessGroupGloo(LIMIT_S)), AbortSignal()
+    for end in (group.abort, group.shutdown, lambda: party.configure([group])):
+        group.configure(party.prefix(), 0, 1, ends_with=signal)
+        assert len(signal._hooks) == 1
+        end()
+        assert signal._hooks == []
+
+
+def test_a_signal_of_one_part_leaves_the_others_alone(party: Party) -> None:
+    whole, part, other = (party.own(ProcessGroupGloo(LIMIT_S)) for _ in range(3))
+    whole.configure(party.prefix(), 0, 1)
+    for each in (part, other):
+        each.configure(party.prefix(), 0, 1, ends_with=whole.configuration)
+    part.abort()
+    assert (whole.errored(), other.errored()) == (None, None)
+    whole.abort()
+    assert isinstance(other.errored(), ProcessGroupAbortedError)
 
 
 def test_works_that_are_done_keep_their_result_after_an_abort(party: Party) -> None:

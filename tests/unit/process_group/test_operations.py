@@ -199,7 +199,9 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
     inner = begun(operations, ForgottenWork())
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
-    swallowed = SwallowedOperation(inner, BY_NAME["allgather"], (outputs, inputs), {}, group, group._mark())
+    swallowed = SwallowedOperation(
+        inner, BY_NAME["allgather"], (outputs, inputs), {}, group, group.configuration
+    )
     done = swallowed.future()
     operations.give_up(lambda: True, ABORTED)
     done.wait()

@@ -438,18 +438,18 @@ def test_a_group_makes_another_of_its_kind() -> None:
     assert isinstance(made, ProcessGroupGloo)
     assert made.timeout == timedelta(seconds=17)
     assert not made._is_checking
-    assert made.ending is None
+    assert made.configuration.number == 0
 
 
 def test_the_end_of_a_configuration_is_set_by_an_abort_and_by_the_next_one(party: Party) -> None:
     (group,) = party.meet(1)
     assert isinstance(group, ProcessGroupGloo)
-    first = group.ending
-    assert first is not None
+    first = group.configuration
     assert first.reason is None
     party.configure([group])
     assert first.reason == "the group is being configured anew"
-    second = group.ending
-    assert second is not None
+    second = group.configuration
+    assert second is not first
+    assert second.number == first.number + 1
     group.abort("the test says so")
     assert second.reason == "the test says so"

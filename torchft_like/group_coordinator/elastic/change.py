@@ -29,9 +29,9 @@ from torchft_like.group_coordinator.elastic.ballot import STORE_LOST, Ballot
 from torchft_like.group_coordinator.elastic.membership import Membership, Verdict, differing
 from torchft_like.group_coordinator.handle import Handle
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.wrapper import as_timedelta
 
-ABORT_REPEAT_S = 0.02
 GRACE_S = 5.0
 TELLING_S = 1.0
 
@@ -49,11 +49,11 @@ class EpochGroups(NamedTuple):
         """Every group once."""
         return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
 
-    def configure(self, store_address: str, rank: int, world_size: int) -> None:
+    def configure(self, store_address: str, rank: int, world_size: int, ends_with: AbortSignal) -> None:
         """Meet the other members, each group under a prefix of its own."""
         with beside_captures(self.place):
             for number, group in enumerate(self.each()):
-                group.configure(f"{store_address}/{number}", rank, world_size)
+                group.configure(f"{store_address}/{number}", rank, world_size, ends_with=ends_with)
 
     def abort(self, reason: str) -> None:
         """End what is under way, and give everything back aside."""
@@ -105,6 +105,7 @@ class Change:
         self._ballot = Ballot(membership.store, len(membership.members), self._timeout)
         self._groups = make(self._timeout) if self.rank is not None else None
         self._prepared = threading.Event()
+        self._ending = AbortSignal()
         self._failure: Exception | None = None
         self.is_over = False
         threading.Thread(target=self._prepare, name="torchft-change", daemon=True).start()
@@ -189,7 +190,8 @@ class Change:
         self._prepared.set()
 
     def _meet(self, groups: EpochGroups, rank: int) -> None:
-        groups.configure(self.membership.store_address, rank, len(self.membership.members))
+        members = len(self.membership.members)
+        groups.configure(self.membership.store_address, rank, members, self._ending)
         met = self._watched_barrier(groups)  # before `hear`, which a member that dies now would keep waiting
         self._ballot.say(rank, self.membership.digest)
         if (reason := differing(self.membership, self._ballot.hear())) is not None:
@@ -198,14 +200,9 @@ class Change:
 
     def _end_meeting(self, verdict: Future[Verdict]) -> None:
         """It was decided, or the store lost, before the members have met: nobody has to wait for that."""
-
-        def repeat(groups: EpochGroups) -> None:
-            while not self._prepared.wait(ABORT_REPEAT_S):  # an abort may come before `configure` listens
-                groups.abort(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
-
         if self._groups is not None and not self._prepared.is_set():
             self._ballot.close()
-            threading.Thread(target=repeat, args=(self._groups,), name="torchft-change", daemon=True).start()
+            self._ending.set(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
 
     # -------------------------------------------------------------------------- the decision
 

@@ -31,7 +31,8 @@ from torchft_like.process_group.baby.nursery import Child
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
-from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.work import OperationWork
 
 # How much longer than an operation may take its subprocess may say nothing.

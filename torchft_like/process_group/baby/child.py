@@ -36,7 +36,8 @@ from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
 from torchft_like.process_group.baby.lending import Borrower
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
-from torchft_like.process_group.generation import AbortSignal, Backend, Membership
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Backend, Membership
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 

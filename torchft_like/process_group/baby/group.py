@@ -24,7 +24,8 @@ from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.baby.protocol import UNASKED, ToChild
 from torchft_like.process_group.base import About
-from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import OperationWork
@@ -144,7 +145,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """
 
-    divides = True  # type: ignore[assignment] # see the base
+    divides = True
     RECIPE = Recipe(
         group="torchft_like.process_group.nccl:ProcessGroupNCCL",
         borrower="torchft_like.process_group.baby.cuda_borrowing:CudaBorrower",

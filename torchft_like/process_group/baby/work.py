@@ -86,7 +86,7 @@ class RemoteOperation(ExplainedOperation):
         if (error := self._error_of_request()) is None:
             self._set_result(future)
         else:
-            future.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
+            future.set_exception(error)
 
     def _new_future(self) -> Future[Any]:
         return Future()

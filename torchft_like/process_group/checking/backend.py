@@ -44,7 +44,8 @@ from torchft_like.process_group.checking.referee import Problem
 from torchft_like.process_group.checking.rules import PAIRED, Disagreement
 from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedOperation
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
-from torchft_like.process_group.generation import AbortSignal, Backend, Create, Membership
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Backend, Create, Membership
 from torchft_like.process_group.work import Operation, OperationWork
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"

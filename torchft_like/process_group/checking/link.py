@@ -41,7 +41,8 @@ from torchft_like.process_group.checking.messages import (
     take_request,
 )
 from torchft_like.process_group.checking.referee import Call, Problem, Referee, Ruling
-from torchft_like.process_group.generation import AbortSignal, Membership
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.store import StoreAddress
 
 TOKEN_BYTES = 16

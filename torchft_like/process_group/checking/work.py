@@ -133,7 +133,7 @@ class CheckedOperation(ExplainedOperation):
 
     def _complete(self, future: Future[Any]) -> None:
         if self._refused is not None:
-            future.set_exception(self._refusal(self._refused))  # type: ignore[arg-type] # torch declares the error as a result
+            future.set_exception(self._refusal(self._refused))
         else:
             self._inner.future().add_done_callback(lambda done: _hand_on(done, future))
 
@@ -142,6 +142,6 @@ def _hand_on(done: Future[Any], future: Future[Any]) -> None:
     try:
         value = done.value()
     except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
-        future.set_exception(error)  # type: ignore[arg-type] # as above
+        future.set_exception(error)
     else:
         future.set_result(value)

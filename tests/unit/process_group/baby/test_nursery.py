@@ -13,7 +13,7 @@ import pytest
 
 from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group.baby.nursery import Nursery
-from torchft_like.process_group.generation import AbortSignal
+from torchft_like.process_group.configuration import AbortSignal
 
 LIMIT_S = 300.0
 SHORT_S = 0.1

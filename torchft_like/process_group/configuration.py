@@ -1,0 +1,104 @@
+"""Which configuration of a group something belongs to, and what ends it.
+
+A group that is configured a hundred times has a hundred configurations, one after the other. Whatever is
+of one of them (an operation, an error, a part of the group) keeps its `Configuration` and compares it, by
+identity, with the group's present one; nothing else says what belongs to which.
+
+INVARIANTS
+* A signal is set once, by the first caller; later reasons are dropped.
+* A hook that is added runs once, whether the signal was set before it was added or is set after.
+* A configuration is over for ever once it is set; `configure` begins another one.
+* Whatever a configuration was told to end with ends it at any time: before its members have begun to
+  meet, while they do, and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torchft_like.errors import ProcessGroupAbortedError
+
+ANEW = "the group is being configured anew"
+
+
+class AbortSignal:
+    """Set once, by the first caller; runs the hooks that end what is under way.
+
+    A hook runs on the thread that aborts, must not block, and runs at once if the signal is set
+    already.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[], object]] = []
+        self.reason: str | None = None
+
+    def set(self, reason: str) -> bool:
+        """Abort; whether this call was the first."""
+        with self._lock:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+            hooks = list(self._hooks)
+        for hook in hooks:
+            hook()
+        return True
+
+    @contextlib.contextmanager
+    def ends(self, hook: Callable[[], object]) -> Any:
+        """For the time of a block, `hook` is what an abort calls."""
+        self.add(hook)
+        try:
+            yield
+        finally:
+            self.remove(hook)
+
+    def add(self, hook: Callable[[], object]) -> None:
+        """From now on an abort calls `hook`."""
+        with self._lock:
+            late = self.reason is not None
+            if not late:
+                self._hooks.append(hook)
+        if late:
+            hook()
+
+    def remove(self, hook: Callable[[], object]) -> None:
+        """An abort calls `hook` no more."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._hooks.remove(hook)
+
+    def end_with(self, other: AbortSignal, end: Callable[[str], object]) -> None:
+        """From now on `end` is called, with the reason, when `other` is set; at once if it is.
+
+        `other` may live longer than what is ended: it lets go of `end` when this one is set.
+        """
+
+        def hook() -> None:
+            end(str(other.reason))
+
+        other.add(hook)
+        self.add(lambda: other.remove(hook))
+
+    def check(self) -> None:
+        """Raise if it is set.
+
+        Raises:
+            ProcessGroupAbortedError: it is set.
+        """
+        if self.reason is not None:
+            raise ProcessGroupAbortedError(self.reason)
+
+
+class Configuration(AbortSignal):
+    """One configuration of a group: the signal of its end, which is compared by identity.
+
+    Attributes:
+        number: how often the group was configured, this time included; 0 before the first time.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.number = number
