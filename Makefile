@@ -58,7 +58,7 @@ simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core 
 
 slow: $(READY)  ## the tests that are too long for `make test`, but for those below
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \
-		tests/integration tests/interop tests/chaos tests/stress tests/gpu
+		tests/integration tests/interop tests/chaos tests/stress tests/gpu tests/simulation
 
 dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
 	$(BIN)/python -m tests.dropin

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -225,9 +226,13 @@ def _difference(theirs: list[str], ours: Any) -> str:
 
 
 def _look_at_variable(name: str, _: None) -> tuple[str, str]:
+    return ("have", "") if name in _our_variables() else ("not yet", "")
+
+
+@functools.cache
+def _our_variables() -> set[str]:
     files = [path for folder in ("torchft_like", "lighthouse") for path in (ROOT / folder).rglob("*.py")]
-    ours = {each for path in files for each in _variables(ast.parse(path.read_text()))}
-    return ("have", "") if name in ours else ("not yet", "")
+    return {each for path in files for each in _variables(ast.parse(path.read_text()))}
 
 
 def _look_at_command(name: str, _: None) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -44,7 +45,11 @@ def family_of(trainer: RunningProcess) -> list[psutil.Process]:
 
 
 def start_alone(processes: Processes, then: str = THEN_WAIT) -> tuple[RunningProcess, list[psutil.Process]]:
-    trainer = processes.start(sys.executable, "-c", ALONE + then)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(ALONE + then)
+        script.flush()
+        trainer = processes.fork(script.name)
+        trainer.wait_for_output("main module runs")
     trainer.wait_for_output("ready")
     family = family_of(trainer)
     assert len(family) >= 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,28 +47,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def healthy() -> Iterator[str]:
     """The address of a source that serves every test of this module."""
-    starter = Processes()
-    try:
-        _, address = start_source(starter)
-        yield address
-    finally:
-        starter.kill_all()
+    with Processes() as starter:
+        yield start_source(starter)[1]
 
 
 Receiver = HTTPTransport[dict[str, Any]]
 
 
 def start_source(processes: Processes, stop_after_pieces: int = ENTIRE) -> tuple[RunningProcess, str]:
-    source = processes.start(
-        *(
-            sys.executable,
-            "-m",
-            "tests.integration.checkpoint_source",
-            "5",
-            str(MEGABYTES),
-            str(stop_after_pieces),
-        )
-    )
+    arguments = ["5", str(MEGABYTES), str(stop_after_pieces)]
+    source = processes.fork("tests.integration.checkpoint_source", *arguments)
     return source, source.wait_for_output(r"offering at (\S+)\n").group(1)
 
 

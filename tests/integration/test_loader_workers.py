@@ -74,7 +74,7 @@ for batch in loader:
 def test_workers_of_a_killed_trainer_do_not_keep_its_connections(processes: Processes) -> None:
     """The lighthouse probes silent connections once an hour, so only the connection's end shows the death."""
     options = ("--bind", "127.0.0.1:0", "--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
-    lighthouse = processes.start(sys.executable, "-m", "lighthouse", *options)
+    lighthouse = processes.fork("lighthouse", *options)
     url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
     env = {"TORCHFT_LIGHTHOUSE": url}
     killed, survivor = (
@@ -132,7 +132,7 @@ def test_loaders_start_beside_a_manager_whose_peers_come_leave_and_die(
     """Of all start methods, with workers that speak gRPC: none dies, and nothing is said of them."""
     # Where the machine is busy a lighthouse hangs up on who is slow to answer, and gRPC says so.
     patient = ("--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
-    lighthouse = processes.start(sys.executable, "-m", "lighthouse", "--bind", "127.0.0.1:0", *patient)
+    lighthouse = processes.fork("lighthouse", "--bind", "127.0.0.1:0", *patient)
     url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
     # Torch finds that DDP looks for unused parameters, and that there are too few processors for workers.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::UserWarning"}

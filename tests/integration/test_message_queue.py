@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ def port() -> Iterator[int]:
     """Where a process with torch loaded forks for everybody who connects."""
     starter = Processes()
     try:
-        host = starter.start(sys.executable, "-m", "tests.integration.queue_worker")
+        host = starter.fork("tests.integration.queue_worker")
         yield int(host.wait_for_output(r"port (\d+)")[1])
     finally:
         starter.kill_all()

@@ -13,7 +13,7 @@ from tests.simulation.mutants import CAUGHT_BY
 MUTANT = "forgets rounds"
 
 MISSING = compiled.missing_tools()
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=f"nothing can be compiled without {MISSING}")
+has_compiler = pytest.mark.skipif(bool(MISSING), reason=f"nothing can be compiled without {MISSING}")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,8 @@ def _not_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.OPTIMIZATION_ENV, "0")
 
 
-@needs_compiler
+@pytest.mark.slow
+@has_compiler
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "arguments",
@@ -40,7 +41,8 @@ def test_machine_code_has_the_same_histories(arguments: list[str], capfd: pytest
     assert interpreted
 
 
-@needs_compiler
+@pytest.mark.slow
+@has_compiler
 @pytest.mark.timeout(600)
 def test_the_cores_are_machine_code_indeed() -> None:
     folder = compiled.compiled()

@@ -215,6 +215,11 @@ class Processes:
         self.started.append(RunningProcess(command, None, variables, folder=self._folder))
         return self.started[-1]
 
+    def fork(self, *command: str, env: Mapping[str, str] | None = None) -> RunningProcess:
+        """Run a module or a script, here, in a fork that has torch loaded; `env` as for `start`."""
+        self.started.append(ForkedProcess(command, None, {**self._variables, **(env or {})}))
+        return self.started[-1]
+
     def kill_all(self) -> None:
         """End all of them."""
         kill_all(self.started)
