@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lighthouse.address import Address
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
 from torchft_like.checkpointing.state_stream import (
+    Expectation,
     IncomingState,
     dump_state,
-    limits_beside,
     load_state,
     read_header,
 )
@@ -90,7 +90,8 @@ def test_bytes_are_a_state_or_refused(data: bytes) -> None:
     parse_or_refuse(load_state, data, refusals=CheckpointFormatError)
 
 
-LIMITS = limits_beside({"w": torch.zeros(10_000)})
+EXPECTED = Expectation()
+EXPECTED.learn({"w": torch.zeros(10_000)})
 
 
 @fuzz
@@ -103,7 +104,7 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
 
     def heal() -> object:
         source = io.BytesIO(framed(structure))
-        incoming = IncomingState(read_header(source, LIMITS), LIMITS)
+        incoming = IncomingState(read_header(source, EXPECTED.limits), EXPECTED.limits)
         incoming.read_part(source)
         return incoming.state()
 

@@ -13,8 +13,7 @@ from typing import TypeVar, cast
 from lighthouse.address import Address, own_host, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.shards import STATE_SCHEMA
-from torchft_like.checkpointing.state_stream import EncodedState, limits_beside
+from torchft_like.checkpointing.state_stream import EncodedState, Expectation
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
 
@@ -64,8 +63,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._bind_host = bind_host
         self._has_hostname = hostname is not None
         self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
-        self._state_bytes_max = state_bytes_max
-        self._state_limits = STATE_SCHEMA.limits
+        self._expected = Expectation(state_bytes_max)
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -113,7 +111,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor, and expect one of a peer to be like it."""
-        self._state_limits = limits_beside(state_dict, self._state_bytes_max)
+        self._expected.learn(state_dict)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
@@ -139,7 +137,9 @@ class HTTPTransport(CheckpointTransport[T]):
             address = parse_address(metadata, "the metadata of a checkpoint")
         except AddressError as error:
             raise CheckpointError(f"replica {src_rank} does not send over this transport: {error}") from error
-        options = FetchOptions(step, self._parts, timeout.total_seconds(), self._stall_s, self._state_limits)
+        options = FetchOptions(
+            step, self._parts, timeout.total_seconds(), self._stall_s, self._expected.limits
+        )
         fetch = Fetch(address, options)
         with self._lock:
             self._check_open()

@@ -19,8 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lighthouse.events import printable
-from torchft_like.checkpointing.shards import STATE_SCHEMA
-from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, limits_beside, read_header
+from torchft_like.checkpointing.state_stream import EncodedState, Expectation, IncomingState, read_header
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError, CheckpointTimeoutError
 
@@ -60,8 +59,7 @@ class PGTransport(CheckpointTransport[T]):
         self._pg = pg
         self._timeout_s = timeout.total_seconds()
         self._device = torch.device(device)
-        self._state_bytes_max = state_bytes_max
-        self._state_limits = STATE_SCHEMA.limits
+        self._expected = Expectation(state_bytes_max)
         self._is_announced = False  # a transfer that has begun, and may have failed
         if state_dict is not None:
             _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
@@ -91,7 +89,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor, and expect one of a peer to be like it."""
-        self._state_limits = limits_beside(state_dict, self._state_bytes_max)
+        self._expected.learn(state_dict)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.
@@ -112,7 +110,8 @@ class PGTransport(CheckpointTransport[T]):
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
         source = _Arriving(line, src_rank, length, self._device)
-        incoming = IncomingState(read_header(source, self._state_limits), self._state_limits)
+        limits = self._expected.limits
+        incoming = IncomingState(read_header(source, limits), limits)
         incoming.check_length(length - incoming.header_nbytes)
         incoming.read_part(source)
         return cast(T, incoming.state())

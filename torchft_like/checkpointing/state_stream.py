@@ -59,24 +59,36 @@ def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
         raise CheckpointFormatError(str(error)) from error
 
 
-def limits_beside(own: object, leaf_bytes_max: int | None = None) -> Limits:
-    """What a rank whose own state this is takes from a peer.
+class Expectation:
+    """What a rank takes from a peer: a state like its own, once that is known.
 
     Args:
-        leaf_bytes_max: the most bytes of tensors, where the caller knows better.
+        leaf_bytes_max: the most bytes of tensors; None for GROWTH_MAX times those of its own state, and some.
 
-    Raises:
-        CheckpointFormatError: as `flatten_state`.
+    Attributes:
+        limits: of the next state that comes.
     """
-    structure, leaves = flatten_state(own)
-    most = STATE_SCHEMA.limits
-    leaf_bytes = GROWTH_MAX * sum(map(nbytes_of, leaves)) + GROWTH_FROM.leaf_bytes
-    return Limits(
-        structure_bytes=min(GROWTH_MAX * len(structure) + GROWTH_FROM.structure_bytes, most.structure_bytes),
-        values=most.values,
-        leaves=min(GROWTH_MAX * len(leaves) + GROWTH_FROM.leaves, most.leaves),
-        leaf_bytes=leaf_bytes if leaf_bytes_max is None else leaf_bytes_max,
-    )
+
+    def __init__(self, leaf_bytes_max: int | None = None) -> None:
+        most = STATE_SCHEMA.limits
+        self._leaf_bytes_max = leaf_bytes_max
+        self.limits = most if leaf_bytes_max is None else replace(most, leaf_bytes=leaf_bytes_max)
+
+    def learn(self, own: object) -> None:
+        """The rank's own state is this.
+
+        Raises:
+            CheckpointFormatError: as `flatten_state`.
+        """
+        structure, leaves = flatten_state(own)
+        most, floor = STATE_SCHEMA.limits, GROWTH_FROM
+        leaf_bytes = GROWTH_MAX * sum(map(nbytes_of, leaves)) + floor.leaf_bytes
+        self.limits = Limits(
+            structure_bytes=min(GROWTH_MAX * len(structure) + floor.structure_bytes, most.structure_bytes),
+            values=most.values,
+            leaves=min(GROWTH_MAX * len(leaves) + floor.leaves, most.leaves),
+            leaf_bytes=leaf_bytes if self._leaf_bytes_max is None else self._leaf_bytes_max,
+        )
 
 
 class Source(Protocol):

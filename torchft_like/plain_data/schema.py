@@ -157,9 +157,10 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ) = range(28)  # fmt: skip
 
 TAGS = [bytes([tag]) for tag in range(TAGS_END)]
-# Small numbers, and what comes before short texts and bytes: made once.
+# Small numbers, and what comes before short texts, bytes and lists: made once.
 SMALL_INTS = [SHORT.pack(SMALL_INT, value) for value in range(256)]
 SHORT_STRS = [SHORT.pack(SHORT_STR, length) for length in range(256)]
+SHORT_LISTS = [LENGTH.pack(LIST, length) for length in range(256)]
 SHORT_BYTE_STRINGS = [SHORT.pack(SHORT_BYTES, length) for length in range(256)]
 PLAIN_KEYS: frozenset[type] = frozenset({type(None), bool, int, float, str})
 

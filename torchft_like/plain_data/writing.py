@@ -52,7 +52,9 @@ def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
 
 def list_of(encoded: Sequence[bytes]) -> bytes:
     """The bytes of a list whose items are encoded already."""
-    return wire.LENGTH.pack(wire.LIST, len(encoded)) + b"".join(encoded)
+    count = len(encoded)
+    head = wire.SHORT_LISTS[count] if count < 256 else wire.LENGTH.pack(wire.LIST, count)
+    return head + b"".join(encoded)
 
 
 def encoded_bytes(data: bytes) -> bytes:

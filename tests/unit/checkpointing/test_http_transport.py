@@ -142,6 +142,19 @@ class TestTransfer:
         with pytest.raises(CheckpointFormatError, match=r"^a\.b is a set"):
             transports().send_checkpoint([1], 5, {"a": {"b": {1}}}, LIMIT)
 
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_a_state_beyond_what_this_rank_expects_is_refused_before_it_is_fetched(
+        self, transports: Make, parts: int
+    ) -> None:
+        source, receiver = transports(), transports(num_chunks=parts, state_bytes_max=5000)
+        source.send_checkpoint([1], 5, make_state(10_000), LIMIT)
+        for _ in range(2):
+            with pytest.raises(CheckpointFormatError, match=r"has 40056 bytes .* give .* state_bytes_max"):
+                fetch(receiver, source)
+            receiver.check_state(make_state())
+        source.send_checkpoint([1], 5, make_state(1000), LIMIT)
+        assert fetch(receiver, source)["step"] == 3
+
     def test_it_listens_and_advertises_where_it_is_told_to(self, transports: Make) -> None:
         source, receiver = transports(hostname="localhost", bind_host="127.0.0.1"), transports()
         assert source.metadata().startswith("http://localhost:")

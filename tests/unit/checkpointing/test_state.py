@@ -20,9 +20,9 @@ from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (
     EncodedState,
+    Expectation,
     IncomingState,
     flatten_state,
-    limits_beside,
     load_state,
     read_header,
 )
@@ -268,23 +268,28 @@ def test_a_stream_of_another_version_is_refused_and_says_what_to_do() -> None:
     ids=["bytes", "leaves"],
 )
 def test_a_receiver_takes_no_more_than_its_own_state_lets_expect(state: object, message: str) -> None:
-    limits = limits_beside({"w": torch.zeros(10)})
+    expected = Expectation()
+    expected.learn({"w": torch.zeros(10)})
     structure, _ = flatten_state(state)
     IncomingState(structure)
     with pytest.raises(CheckpointFormatError, match=message):
-        IncomingState(structure, limits)
+        IncomingState(structure, expected.limits)
 
 
 def test_a_receiver_reads_no_longer_header_than_its_own_state_lets_expect() -> None:
-    limits = limits_beside({"w": torch.zeros(10)})
+    expected = Expectation()
+    expected.learn({"w": torch.zeros(10)})
     header = next(EncodedState([2**40] * 200_000).part())
     assert read_header(io.BytesIO(header))
     with pytest.raises(CheckpointFormatError, match=r"claims 18000\d\d bytes.* beside this rank's own state"):
-        read_header(io.BytesIO(header[:20]), limits)
+        read_header(io.BytesIO(header[:20]), expected.limits)
 
 
 def test_a_caller_may_know_better_how_large_a_state_may_grow() -> None:
-    assert limits_beside([], leaf_bytes_max=2**40).leaf_bytes == 2**40
+    expected = Expectation(2**40)
+    for _ in range(2):
+        assert expected.limits.leaf_bytes == 2**40
+        expected.learn([])
 
 
 def test_memory_is_made_for_what_has_come() -> None:

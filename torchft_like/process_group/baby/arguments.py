@@ -98,10 +98,10 @@ def encode(value: Any, tensor: EncodeTensor) -> bytes:
     kind = type(value)
     if kind is list or kind is tuple:
         return list_of([encode(item, tensor) for item in value])
+    if kind is Tensor:
+        return encoded_bytes(tensor(value))
     if kind in _PLAIN:
         return encode_plain([value])
-    if isinstance(value, Tensor):
-        return encoded_bytes(tensor(value))
     if (index := _OPTIONS_INDEX.get(kind)) is not None:
         return _encode_options(index, _READ_FIELDS[index](value))
     return _encode_rare(value, tensor)
@@ -145,6 +145,8 @@ def _stand_in(field: Any) -> Any:
 
 
 def _encode_rare(value: Any, tensor: EncodeTensor) -> bytes:
+    if isinstance(value, Tensor):
+        return encoded_bytes(tensor(value))
     if isinstance(value, list | tuple):
         return list_of([encode(item, tensor) for item in value])
     if isinstance(value, timedelta):

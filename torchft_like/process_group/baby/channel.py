@@ -191,9 +191,9 @@ _LONG_BYTES_MAX = _HEAD.size + CALLS.limits.structure_bytes
 def _encoded(message: Message) -> bytes:
     if len(message) == 2:
         return _HEAD.pack(*message, 0)
+    if len(message) == 3 and type(message[2]) is bytes:
+        return _HEAD.pack(message[0], message[1], _ONLY_BYTES) + message[2]
     first, second, *parts = message
-    if len(parts) == 1 and type(parts[0]) is bytes:
-        return _HEAD.pack(first, second, _ONLY_BYTES) + parts[0]
     return _HEAD.pack(first, second, len(parts)) + encode(parts)
 
 
