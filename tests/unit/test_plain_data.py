@@ -100,7 +100,7 @@ REFUSED = [
     (torch.empty([1] * 256), r"has 256 dimensions"),
     (torch.empty(2**41, 0), r"is empty and has the shape \(2199023255552, 0\).*flatten"),
     ([np.empty((2**41, 0))], r"\[0\] is empty and has the shape"),
-    ({_deep(3 * sys.getrecursionlimit()): 1}, r"\[tuple\] is under a key of type tuple"),
+    ({_deep(3 * sys.getrecursionlimit()): 1}, r"\] is under a key of type tuple"),
     ({10**5000: {1}}, r"\[int\] is a set"),
     (["x" * 4095] * (STRUCTURE_BYTES_MAX // 4096), r"takes 6717\d+ bytes beside tensors"),
 ]
