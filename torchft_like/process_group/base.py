@@ -54,6 +54,8 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
 
     # Whether the backend divides for an average as it adds; else that takes a pass over the result.
     divides = False
+    # Whether errors are kept to itself, where `hidden_error` tells them.
+    hides_errors = False
     # Whether an average is of those that take part in a step, whom a manager counts.
     counts_participants = False
 

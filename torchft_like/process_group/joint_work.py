@@ -51,9 +51,14 @@ class _JointOperation(Operation):
         return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
 
     def error(self) -> Any:
-        """The first one; if there is none, what the attempt to finish raised."""
+        """The first one."""
         errors = (work.exception() for work in self._works if work.is_completed())
-        return next((error for error in errors if error is not None), self._finish.error)
+        return next((error for error in errors if error is not None), None)
+
+    def is_success(self) -> bool:
+        """Whether all have succeeded, and the result is there, or nobody has asked for it."""
+        is_finished = self._future is None or self._finish.is_done
+        return is_finished and all(work.is_success() for work in self._works)
 
     def result(self) -> list[Any]:
         return self._finish()
@@ -100,15 +105,12 @@ class _Once:
     def __init__(self, function: Finish) -> None:
         self._function = function
         self._lock = threading.Lock()
-        self._result: list[Any] | None = None
-        self.error: Exception | None = None
+        self._result: list[Any] = []
+        self.is_done = False
 
     def __call__(self) -> list[Any]:
         with self._lock:
-            if self._result is None:
-                try:
-                    self._result = self._function()
-                except Exception as error:
-                    self.error = type(error)(*error.args)  # a copy: frames would keep the tensors
-                    raise
+            if not self.is_done:
+                self._result = self._function()
+                self.is_done = True
             return self._result

@@ -49,6 +49,8 @@ _logger = logging.getLogger(__name__)
 class SwallowingGroup(ProcessGroupWrapper):
     """What the groups here have in common; a subclass says what becomes of an error."""
 
+    hides_errors = True
+
     def _report_of(self, configuration: Configuration, error: Exception) -> None:
         """An operation of `configuration` failed, which is no news if that is an earlier one."""
         raise NotImplementedError

@@ -59,6 +59,10 @@ class Operation:
         """The output tensors, which have their values once it is over."""
         raise NotImplementedError
 
+    def is_success(self) -> bool:
+        """Whether it is over and has not failed."""
+        return self.is_over() and self.error() is None
+
     def future(self) -> Future[Any]:
         """Completes with the result, or the error: here on a thread that waits for the operation."""
         future = empty_future()
@@ -114,7 +118,7 @@ class OperationWork(Work):
 
     def is_success(self) -> bool:
         """Whether the operation is over and has not failed."""
-        return self.operation.is_over() and self.operation.error() is None
+        return self.operation.is_success()
 
     def exception(self) -> Any:
         """The error, once the operation has failed."""
@@ -220,6 +224,10 @@ class BackendOperation(Operation):
     def error(self) -> Any:
         """What the backend's handle says, once it is over."""
         return self.work.exception() if self.work.is_completed() else None
+
+    def is_success(self) -> bool:
+        """What the backend's handle says; older versions of torch cannot give an error to Python."""
+        return self.work.is_completed() and self.work.is_success()
 
     def result(self) -> list[Any]:
         """What the backend's handle says."""

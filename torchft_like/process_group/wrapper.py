@@ -117,6 +117,11 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         return self._pg is not None and self._pg.divides
 
     @property
+    def hides_errors(self) -> bool:  # type: ignore[override] # nor this
+        """See ProcessGroup.hides_errors."""
+        return self._pg is not None and self._pg.hides_errors
+
+    @property
     def counts_participants(self) -> bool:  # type: ignore[override] # nor this
         """See ProcessGroup.counts_participants."""
         return self._pg is not None and self._pg.counts_participants

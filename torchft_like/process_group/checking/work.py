@@ -79,6 +79,10 @@ class CheckedOperation(ExplainedOperation):
         """The refusal, or the backend's error."""
         return self._refused or self._inner.error()
 
+    def is_success(self) -> bool:
+        """Whether it has started, is over, and has not failed."""
+        return self._ruled.is_set() and self._refused is None and self._inner.is_success()
+
     def result(self) -> list[Any]:
         """The output tensors, once it has started."""
         return self._inner.result()
