@@ -16,7 +16,7 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 # A lighthouse notices when a process is slow, so the tests that start one run one by one. These start none.
 SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integration/test_,$(addsuffix .py,\
-	baby_processes gang gloo_abort group_coordinator http_transport message_queue registration swallowed_faults)) \
+	baby_processes fork_of_a_trainer gang gloo_abort group_coordinator grpc_in_forks http_transport message_queue registration swallowed_faults)) \
 	gpu/test_ranks.py)
 
 # The types are checked beside the first tests. The long ones come first, in this order, or a processor has

@@ -234,6 +234,7 @@ def train_freely(trainer: Trainer, options: argparse.Namespace) -> None:
         if options.digest:
             record["digest"] = digest(trainer.model)
         report(event="step", **record)
+        time.sleep(options.pause)
 
 
 def train_in_turns(trainer: Trainer) -> None:
@@ -278,6 +279,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quorum-timeout", type=float, default=60, help="in seconds")
     parser.add_argument("--quorum-retries", type=int, default=0)
     parser.add_argument("--digest", action="store_true", help="add a digest of the parameters to each step")
+    parser.add_argument("--pause", type=float, default=0, help="seconds between two steps, without turns")
     parser.add_argument("--turns", action="store_true", help="take steps as standard input asks for them")
     return parser.parse_args()
 

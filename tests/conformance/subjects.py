@@ -128,7 +128,7 @@ class Subject:
         swallows: its errors are found at its seat.
         moves_nothing: so it accepts what torch's own cannot move.
         forwards: it hands every call on, to a group that another subject shows with every form and fault.
-        describes: though it forwards, what it does depends on the dtypes and shapes of the tensors.
+        looks: what it does depends on the dtypes, shapes and layouts of the tensors.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Subject:
     swallows: bool = False
     moves_nothing: bool = False
     forwards: bool = False
-    describes: bool = False
+    looks: bool = True
 
     @property
     def exists(self) -> bool:
@@ -148,7 +148,7 @@ class Subject:
 
     def kinds(self, kinds: Sequence[Kind]) -> Sequence[Kind]:
         """Those of the kinds of tensors that can make a difference."""
-        return kinds if self.describes or not self.forwards else [PLAIN]
+        return kinds if self.looks else [PLAIN]
 
 
 def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject, ...]:
@@ -165,22 +165,24 @@ SUBJECTS: tuple[Subject, ...] = (
         "ProcessGroupWrapper",
         lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
+        looks=False,
     ),
     Subject(
         "ErrorSwallowing",
         lambda: SwallowingSeat(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(TIMEOUT_S))),
         swallows=True,
+        looks=False,
     ),
     Subject(
         "FaultInjecting",
         lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
+        looks=False,
     ),
     Subject(
         "Checked",
         lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)),
         forwards=True,
-        describes=True,
     ),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -94,7 +95,7 @@ def test_workers_of_a_killed_trainer_do_not_keep_its_connections(processes: Proc
 
 
 PEER = """
-import sys, torch
+import sys, time, torch
 from torch import nn
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
@@ -112,6 +113,7 @@ while together < int(sys.argv[1]):
     optimizer.step()
     together += manager.num_participants() == 2
     print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
+    time.sleep(0.02)
 manager.shutdown()
 """
 ANY_STEPS = str(10**9)
@@ -127,7 +129,7 @@ OF_THE_MANAGER = r"WARNING:torchft_like:\[trainer.*"  # whose peers do die
     ],
 )
 def test_loaders_start_beside_a_manager_whose_peers_come_leave_and_die(
-    processes: Processes, starts: int
+    processes: Processes, tmp_path: Path, starts: int
 ) -> None:
     """Of all start methods, with workers that speak gRPC: none dies, and nothing is said of them."""
     # Where the machine is busy a lighthouse hangs up on who is slow to answer, and gRPC says so.
@@ -140,11 +142,12 @@ def test_loaders_start_beside_a_manager_whose_peers_come_leave_and_die(
     program = ("-m", "tests.integration.loader_trainer", "trainer", str(starts))
     trainer = processes.start(sys.executable, *program, env=env)
     trainer.wait_for_output(r"step \d+ of 1")
-    ends = 0
+    script, ends = tmp_path / "peer.py", 0
+    script.write_text(PEER)
     while trainer.exit_code is None:
         is_killed = ends % 2 == 0
         limit = ANY_STEPS if is_killed else "3"
-        peer = processes.start(sys.executable, "-c", PEER, limit, env=env)
+        peer = processes.fork(str(script), limit, env=env)
         while trainer.exit_code is None and peer.exit_code is None:
             if is_killed and re.search(r"step \d+ of 2", peer.output):
                 os.kill(peer.pid, signal.SIGKILL)

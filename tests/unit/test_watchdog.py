@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from torchft_like.futures import WATCHDOG_TIMEOUT_SEC
+from torchft_like.testing.processes import Processes, RunningProcess
 
 PROGRAM = """
 import threading, time
@@ -26,30 +26,36 @@ with context_timeout(callback, timedelta(seconds=0.01)):
 """
 
 
-def run(then: str, limit: str | None, blocks: bool) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "TORCHFT_WATCHDOG_TIMEOUT_SEC"} | {
-        "PYTHONPATH": str(ROOT)
-    }
-    if limit is not None:
-        env["TORCHFT_WATCHDOG_TIMEOUT_SEC"] = limit
-    program = PROGRAM.format(then=then, blocks=blocks)
-    return subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
+Run = Callable[[str, str | None, bool], RunningProcess]
 
 
-def test_a_callback_that_does_not_return_ends_the_process() -> None:
-    done = run("time.sleep(600)", "0.5", blocks=True)
-    assert done.returncode == 1
-    assert "the callback of a timeout ran for 0.5 s (TORCHFT_WATCHDOG_TIMEOUT_SEC)" in done.stderr
-    assert "in callback" in done.stderr
+@pytest.fixture
+def run(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the program to its end, with a limit or without."""
+    monkeypatch.delenv(WATCHDOG_TIMEOUT_SEC, raising=False)
+    script = tmp_path / "program.py"
+
+    def run(then: str, limit: str | None, blocks: bool) -> RunningProcess:
+        script.write_text(PROGRAM.format(then=then, blocks=blocks))
+        done = processes.fork(str(script), env={} if limit is None else {WATCHDOG_TIMEOUT_SEC: limit})
+        done.wait()
+        return done
+
+    return run
+
+
+def test_a_callback_that_does_not_return_ends_the_process(run: Run) -> None:
+    done = run("time.sleep(600)", "0.5", True)
+    assert done.exit_code == 1
+    assert "the callback of a timeout ran for 0.5 s (TORCHFT_WATCHDOG_TIMEOUT_SEC)" in done.output
+    assert "in callback" in done.output
 
 
 @pytest.mark.parametrize(("limit", "blocks"), [("0.2", False), (None, True), ("", True)])
-def test_others_go_on(limit: str | None, blocks: bool) -> None:
-    assert run("time.sleep(1); print('went on')", limit, blocks).stdout == "went on\n"
+def test_others_go_on(run: Run, limit: str | None, blocks: bool) -> None:
+    assert run("time.sleep(1); print('went on')", limit, blocks).output == "went on\n"
 
 
 @pytest.mark.parametrize("limit", ["soon", "0", "-1", "nan", "inf"])
-def test_a_limit_that_is_none_is_an_error(limit: str) -> None:
-    assert f"TORCHFT_WATCHDOG_TIMEOUT_SEC is '{limit}': it must be" in run("", limit, blocks=False).stderr
+def test_a_limit_that_is_none_is_an_error(run: Run, limit: str) -> None:
+    assert f"TORCHFT_WATCHDOG_TIMEOUT_SEC is '{limit}': it must be" in run("", limit, False).output
