@@ -26,6 +26,20 @@ DTYPES = (
 NAME_OF: Mapping[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 DTYPE_OF: Mapping[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
 
+# In these, and no others, every backend can reduce.
+REDUCIBLE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
 

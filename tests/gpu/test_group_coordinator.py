@@ -118,20 +118,19 @@ def test_a_group_of_one_with_nccl(alone: GroupCoordinator) -> None:
     alone.barrier()
 
 
-def test_nccl_moves_what_the_transport_gives_it(alone: GroupCoordinator) -> None:
+def test_nccl_moves_what_the_communicator_gives_it(alone: GroupCoordinator) -> None:
     """The calls that a larger group makes, with the dtypes and shapes in which it makes them."""
-    transport = alone._current()
+    communicator = alone._current()
     data, target = torch.arange(8, dtype=torch.uint8, device="cuda:0"), ones(8).to(torch.uint8)
-    transport.allreduce(ones(4)).land()
-    transport.broadcast(data, 0).land()
-    transport.allgather(target, data).land()
+    communicator.broadcast(data, 0).wait()
+    communicator.allgather(target, data).wait()
     assert torch.equal(target, data)
     target.zero_()
-    transport.alltoall(target, data, [8], [8]).land()
+    communicator.gather([target], data, 0).wait()
     assert torch.equal(target, data)
-    target.zero_()
-    transport.gather([target], data, 0).land()
-    assert torch.equal(target, data)
+    own, rows = ones(2), ones(2)
+    communicator.channels["cuda"].reduce_scatter(own, 3 * rows, [2]).wait()
+    assert torch.equal(own, 3 * rows)
 
 
 def test_a_graph_is_captured_on_a_stream_of_its_own(alone: GroupCoordinator) -> None:

@@ -18,7 +18,6 @@ from tests.integration.coordinator_mistakes import CASES
 from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER
-from torchft_like.group_coordinator.lane import Lane
 from torchft_like.message_queue import MessageQueue
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
@@ -26,6 +25,7 @@ from torchft_like.process_group import (
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
+from torchft_like.process_group.generation import Generation
 
 Here = SimpleNamespace
 LIMIT_S = 60.0
@@ -210,7 +210,7 @@ def give_up(here: Here, rank: int, how: str) -> None:
     if how == "destroys":
         here.coordinator.destroy()
     else:
-        here.coordinator._transport.break_off("this rank gives up")
+        here.coordinator._communicator.break_off("this rank gives up")
 
 
 def broadcast_object(here: Here, rank: int) -> str:
@@ -240,24 +240,24 @@ def broadcast_a_set(here: Here, rank: int) -> str:
 
 def begin(here: Here, rank: int, name: str) -> None:
     """Call something in another thread; returns when the call has begun a collective."""
-    entered, start = threading.Event(), Lane.start
+    entered, start = threading.Event(), Generation._start
 
-    def announce(lane: Lane, *args: Any) -> Any:
-        flight = start(lane, *args)
+    def announce(generation: Generation, *args: Any) -> Any:
+        work = start(generation, *args)
         entered.set()
-        return flight
+        return work
 
     def call() -> None:
         here.outcome = outcome_of(lambda: CALLS[name](here.coordinator))
         entered.set()
 
-    setattr(Lane, "start", announce)  # noqa: B010 - on purpose
+    setattr(Generation, "_start", announce)  # noqa: B010 - on purpose
     try:
         here.calling = threading.Thread(target=call, daemon=True)
         here.calling.start()
         assert entered.wait(LIMIT_S)
     finally:
-        setattr(Lane, "start", start)  # noqa: B010 - on purpose
+        setattr(Generation, "_start", start)  # noqa: B010 - on purpose
 
 
 def is_blocked(here: Here, rank: int) -> bool:

@@ -17,6 +17,10 @@ from hypothesis import strategies as st
 
 from lighthouse.address import Address
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
+from torchft_like.agreement import statements
+from torchft_like.agreement.referee import Missing
+from torchft_like.agreement.rules import Disagreement
+from torchft_like.agreement.statements import Statement
 from torchft_like.checkpointing.state_stream import (
     Expectation,
     IncomingState,
@@ -38,13 +42,11 @@ from torchft_like.process_group.baby.channel import (
 from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.checking import messages
 from torchft_like.process_group.checking.link import _read_referee
-from torchft_like.process_group.checking.referee import Missing
-from torchft_like.process_group.checking.rules import Description, Disagreement
 from torchft_like.process_group.store import StoreAddress
 
 DEEP = b"[" * 200_000
 STATE = dump_state({"w": torch.arange(6.0), "steps": [1, 2.5, "x", None, (True, b"b")], "d": torch.float16})
-CALL = Description("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
+CALL = Statement("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
 
 
 def framed(structure: bytes, payload: bytes = b"") -> bytes:
@@ -166,7 +168,7 @@ def test_the_answers_of_a_store_are_values_or_refused(question: str, answer: byt
 
 # -- the checking of collectives
 
-REQUESTS = messages.Request(messages.CALL, 7, 1.5, messages.encode_description(CALL)).encode()
+REQUESTS = messages.Request(messages.CALL, 7, 1.5, statements.encode(CALL)).encode()
 
 
 @fuzz
@@ -188,7 +190,7 @@ def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> Non
 @given(
     st.one_of(
         json_values.map(lambda v: json.dumps(v).encode()),
-        damaged(messages.encode_description(CALL)),
+        damaged(statements.encode(CALL)),
         st.binary(),
     )
 )
@@ -196,8 +198,8 @@ def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> Non
 @example(json.dumps(["a", "b", [["s", 10**9]], [], None, None, None, None]).encode())
 @example(json.dumps(["a", "b", [["s", True]], [], None, None, None, None]).encode())
 def test_bytes_describe_a_call_or_are_refused(body: bytes) -> None:
-    call = parse_or_refuse(messages.decode_description, body, refusals=ValueError)
-    assert call is None or isinstance(call, Description)
+    call = parse_or_refuse(statements.decode, body, refusals=ValueError)
+    assert call is None or isinstance(call, Statement)
 
 
 PROBLEM = messages.encode_problem(Disagreement("shape", {0: "a", 1: "b"}))
@@ -215,12 +217,12 @@ def test_bytes_say_what_the_referee_found_or_are_refused(body: bytes) -> None:
     assert found is None or isinstance(found, Disagreement | Missing)
 
 
-def test_long_descriptions_are_not_remembered() -> None:
-    before = messages._remembered.cache_info().currsize
+def test_long_statements_are_not_remembered() -> None:
+    before = statements._remembered.cache_info().currsize
     for number in range(3):
         specs = [[f"{number}/{i} of a list without two alike", 1] for i in range(1000)]
-        messages.decode_description(json.dumps(["a", "b", specs, [], None, None, None, None]).encode())
-    assert messages._remembered.cache_info().currsize == before
+        statements.decode(json.dumps(["a", "b", specs, [], None, None, None, None, [], None]).encode())
+    assert statements._remembered.cache_info().currsize == before
 
 
 # -- the child of a Baby group

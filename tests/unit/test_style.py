@@ -56,8 +56,9 @@ CORES = (
     "torchft_like/manager/assignment.py",
     "torchft_like/divergence/comparison.py",
     "torchft_like/divergence/slices.py",
-    "torchft_like/process_group/checking/rules.py",
-    "torchft_like/process_group/checking/referee.py",
+    "torchft_like/agreement/statements.py",
+    "torchft_like/agreement/rules.py",
+    "torchft_like/agreement/referee.py",
 )
 IMPURE = (
     "asyncio",

@@ -1,4 +1,4 @@
-"""Collectives of a gang over any process group that torch's functions take.
+"""The functions of a gang over any process group that torch's functions take.
 
 What a process group leaves to its caller is done here: arguments are checked, tensors with gaps and
 unusual dtypes made movable, errors put into a gang's words. An error that the group keeps to itself,
@@ -9,21 +9,37 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
-from torchft_like.errors import GangError, NotSupportedError
+from torchft_like.agreement.statements import Terms
+from torchft_like.communicator.channel import Channel
+from torchft_like.communicator.communicator import HARMLESS, Communicator, Place, ToldToAllError
+from torchft_like.communicator.messages import start_broadcast
+from torchft_like.communicator.options import CoordinatorOptions
+from torchft_like.communicator.parts import Part, split
+from torchft_like.dtypes import REDUCIBLE
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    GangError,
+    GroupCoordinatorError,
+    NotSupportedError,
+    PlainDataError,
+)
 from torchft_like.gang.arguments import check_gather, check_gather_list, check_reduction, check_source
 from torchft_like.gang.base import Gang, ReduceOperation
-from torchft_like.gang.objects import ObjectBroadcast
 from torchft_like.gang.tensors import as_moved, check_dense, dense, effective, reducible
+from torchft_like.plain_data.schema import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.collectives import ALLREDUCE
 
+_SUM, _MEAN = ReduceOperation.SUM, ReduceOperation.MEAN  # an enum looks them up in Python
 _REDUCE_OPS = {
     ReduceOperation.SUM: ReduceOp.SUM,
     ReduceOperation.MEAN: ReduceOp.AVG,
@@ -31,16 +47,24 @@ _REDUCE_OPS = {
     ReduceOperation.MIN: ReduceOp.MIN,
     ReduceOperation.MAX: ReduceOp.MAX,
 }
-# The older name is deprecated where there is the newer one.
-_gather_into_one: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_OPTIONS = CoordinatorOptions(check_collectives=False, message_bytes_max=LEAF_BYTES_MAX)
+_NO_LIST = "of no list"
+
+
+class _Members(Communicator):
+    """The members of a gang, each of which is to hear that one has died."""
+
+    asks_first_rank = False
 
 
 class GroupGang(Gang):
-    """The functions of a gang; a subclass says which group carries them out.
+    """The functions of a gang; a subclass says which members carry them out.
 
     Args:
         device: of the tensors that the gang makes itself; "cuda" is the current device.
     """
+
+    _quick: Communicator | None = None  # those of whom nothing has to be asked before a call
 
     def __init__(self, device: torch.device) -> None:
         self._device = _with_index(torch.device(device))
@@ -51,20 +75,23 @@ class GroupGang(Gang):
         return self._device
 
     @abstractmethod
-    def _usable_group(self) -> dist.ProcessGroup:
-        """The group, if it can be used now.
+    def _present(self) -> Communicator:
+        """The members of the present configuration, if they can communicate now.
 
         Raises:
-            GangError: it cannot.
+            GangError: they cannot.
         """
+
+    def _over(self, group: dist.ProcessGroup) -> Communicator:
+        """The members of a group in its present configuration."""
+        channel = Channel(group)
+        channels = {device.type: channel for device in group._device_types}
+        channels.setdefault(self._device.type, channel)
+        return _Members("gang", Place(self.rank, self.size), self._device, channels, _OPTIONS)
 
     def _has_average(self, tensor: Tensor) -> bool:
         """Whether the group has MEAN for tensors like this one; it is a division after a SUM otherwise."""
         return tensor.is_cuda
-
-    def _hidden_error(self) -> Exception | None:
-        """What the group has not raised."""
-        return None
 
     def _explained(self, what: str, error: Exception) -> GangError:
         """The error of a gang for one of its group."""
@@ -72,7 +99,8 @@ class GroupGang(Gang):
 
     def barrier(self) -> None:
         """See Gang.barrier."""
-        with self._communicating("barrier") as group:
+        with self._communicating("barrier") as members:
+            group = members.control.group
             if self._device.type != "cuda":
                 dist.barrier(group=group)
                 return
@@ -81,19 +109,34 @@ class GroupGang(Gang):
             if isinstance(group, ProcessGroup) and (error := group.errored()) is not None:
                 raise error  # of what came before, too: NCCL tells it once the stream is there
 
-    @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
         """See Gang.all_reduce."""
+        members = self._quick
+        if members is None or op is not _SUM or not _is_plain(tensor):
+            self._all_reduce(tensor, op)
+            return
+        channel = members.channels.get(tensor.device.type)
+        if channel is None or channel.configuration is None or channel.configuration.reason is not None:
+            self._all_reduce(tensor, op)
+            return
+        try:
+            channel.issue(ALLREDUCE, [tensor], AllreduceOptions()).wait()
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises
+            self._raise("all_reduce", error)
+
+    @torch.no_grad()
+    def _all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
         check_reduction(tensor, op)
         self._check_place(tensor)
-        divides = op is ReduceOperation.MEAN and not self._has_average(tensor)
-        reduce_op = ReduceOp.SUM if divides else _REDUCE_OPS[effective(op, tensor)]
+        divides = op is _MEAN and not self._has_average(tensor)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.SUM if divides else _REDUCE_OPS[effective(op, tensor)])
         with dense(tensor, writes=True) as without_gaps, reducible(without_gaps, op) as numbers:
-            with self._communicating("all_reduce") as group:
-                size = group.size()
-                dist.all_reduce(numbers, reduce_op, group=group)
+            with self._communicating("all_reduce") as members:
+                channel = members.channels[numbers.device.type]
+                channel.start("allreduce", [numbers], options).wait()
             if divides:
-                numbers.div_(size)
+                numbers.div_(members.world_size)
 
     @torch.no_grad()
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
@@ -103,9 +146,14 @@ class GroupGang(Gang):
         with (
             dense(input_tensor, writes=False) as source,
             dense(output_tensor, writes=True) as output,
-            self._communicating("all_gather") as group,
+            self._communicating("all_gather") as members,
         ):
-            self._gather(group, output, source)
+            flat = source.view(1) if source.dim() == 0 else source
+            is_joined = output.dim() == flat.dim()
+            rows = output.shape[0] if is_joined else output.shape[0] * flat.shape[0]
+            # The concatenated shape, which every backend has.
+            joined = output.view(rows, *flat.shape[1:])
+            members.allgather(as_moved(joined), as_moved(flat)).wait()
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
@@ -126,88 +174,118 @@ class GroupGang(Gang):
         source = check_source(source_rank, self.size)
         self._check_place(tensor)
         is_target = self.rank != source
-        with dense(tensor, writes=is_target) as without_gaps, self._communicating("broadcast") as group:
-            dist.broadcast(as_moved(without_gaps), group=group, group_src=source)
+        with dense(tensor, writes=is_target) as without_gaps, self._communicating("broadcast") as members:
+            members.broadcast(as_moved(without_gaps), source).wait()
 
     @torch.no_grad()
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         """See Gang.broadcast_objects."""
         source = check_source(source_rank, self.size)
-        sending = ObjectBroadcast(self.rank, source, self._device)
-        # Each part ends with the question whether it took place: what was received is not looked at before.
-        with self._communicating("broadcast_objects") as group:
-            size = sending.agree(objects, lambda own: self._gather_checked(group, own))
-        with self._communicating("broadcast_objects") as group, self._to_the_end(group):
-            sending.transfer(objects, size, self._broadcast_checked)
+        is_list = isinstance(objects, list)
 
-    def _exchange(self, group: dist.ProcessGroup, record: bytes) -> list[bytes]:
-        """What every member of `group` has passed, all of the same length."""
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self._device)
-        return [each.cpu().numpy().tobytes() for each in self._gather_checked(group, own)]
+        def length() -> Terms:
+            return (("length", str(len(objects)) if is_list else _NO_LIST),)
 
-    def _gather_checked(self, group: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
-        gathered = own.new_empty((group.size(), *own.shape))
-        self._gather(group, gathered, own)
-        self._raise_hidden("all_gather")
-        return list(gathered)
-
-    def _broadcast_checked(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(as_moved(tensor), group=self._usable_group(), group_src=source)
-        self._raise_hidden("broadcast")
-
-    def _gather(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> None:
-        """Into the concatenated shape, which every backend has."""
-        if source.dim() == 0:
-            source = source.view(1)
-        is_joined = output.dim() == source.dim()
-        rows = output.shape[0] if is_joined else output.shape[0] * source.shape[0]
-        joined = output.view(rows, *source.shape[1:])
-        _gather_into_one(as_moved(joined), as_moved(source), group=group)
+        with self._communicating("broadcast_objects") as members, self._agreeing(objects, source):
+            given = list(objects) if is_list else []
+            try:
+                received = start_broadcast(members, "broadcast_objects", given, source, length).wait()
+                if members.rank != source and is_list:
+                    if not isinstance(received, list) or len(received) != len(objects):
+                        raise GangError(f"rank {source} sent something else than {len(objects)} objects")
+                    objects[:] = received
+            except HARMLESS:
+                raise
+            except BaseException as error:
+                # The others would wait for this member, and take its next call for the rest of this one.
+                members.break_off(f"a member left broadcast_objects half-way: {error!r}")
+                raise
 
     @contextlib.contextmanager
-    def _communicating(self, what: str) -> Iterator[dist.ProcessGroup]:
-        """In the block a group may be used; whatever goes wrong is told in a gang's words."""
-        try:
-            yield self._usable_group()
-        except (GangError, ValueError, TypeError):
-            raise
-        except NotSupportedError:
-            raise
-        except NotImplementedError as error:
-            raise NotSupportedError(f"{self!r} has no {what}: {error}") from error
-        except Exception as error:
-            raise self._explained(what, error) from error
-        self._raise_hidden(what)
-
-    def _raise_hidden(self, what: str) -> None:
-        if (error := self._hidden_error()) is not None:
-            raise self._explained(what, error) from error
-
-    @contextlib.contextmanager
-    def _to_the_end(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """Around several collectives: a member that leaves half-way takes the group down.
-
-        The others would wait for it, and take its next call for the rest of this one. Torch's own groups
-        cannot be ended.
-        """
-        ours = group if isinstance(group, ProcessGroup) else None
-        configuration = None if ours is None else ours.configuration
+    def _agreeing(self, objects: object, source: int) -> Iterator[None]:
+        """Around a broadcast of objects: a disagreement of the members is told in a gang's words."""
+        own: ValueError | None = None
+        if not isinstance(objects, list):
+            own = ValueError(f"objects are given in a list, not in a {type(objects).__name__}")
         try:
             yield
-        except BaseException as error:
-            if ours is not None and ours.configuration is configuration:
-                ours.abort(f"a member left broadcast_objects half-way: {error!r}")
-            raise
+        except CollectiveMismatchError as error:
+            if own is None and error.aspect == "arguments":
+                raise GangError(f"rank {source} cannot send its objects: {error}") from error
+            raise own or ValueError(str(error)) from error
+        if own is not None:
+            raise own
+
+    def _split(self, members: Communicator, partition: Sequence[tuple[int, ...]]) -> Part | None:
+        """The caller's part of `members`.
+
+        Raises:
+            ValueError: the members were given different ranks.
+        """
+        try:
+            return split(members, "create_gang", partition)
+        except CollectiveMismatchError as error:
+            raise ValueError(f"the members were given different ranks for the new gangs: {error}") from error
+
+    @contextlib.contextmanager
+    def _communicating(self, what: str) -> Iterator[Communicator]:
+        """In the block the members may communicate; whatever goes wrong is told in a gang's words."""
+        try:
+            members = self._present()
+            yield members
+            if (error := members.control.hidden_error()) is not None:
+                raise error
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises
+            self._raise(what, error)
+
+    def _raise(self, what: str, error: Exception) -> NoReturn:
+        """Raise the error of a gang for one of its group.
+
+        Raises:
+            Exception: that.
+        """
+        told = self._told(what, error)
+        if told is error:
+            raise error
+        raise told from told.__cause__
+
+    def _told(self, what: str, error: Exception) -> Exception:
+        """The error to raise for one of the group."""
+        if isinstance(error, ToldToAllError):
+            return error.error if isinstance(error.error, GangError) else self._told(what, error.error)
+        if isinstance(error, GroupCoordinatorError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # what a channel found
+        if isinstance(error, GangError | NotSupportedError | PlainDataError):
+            return error
+        if isinstance(error, ValueError | TypeError):
+            return error
+        if isinstance(error, NotImplementedError):
+            told: Exception = NotSupportedError(f"{self!r} has no {what}: {error}")
+        else:
+            told = self._explained(what, error)
+        told.__cause__ = error
+        return told
 
     def _check_place(self, tensor: Tensor) -> None:
         kind = tensor.device.type
         if kind == self._device.type:
             return
-        known = [device.type for device in self._usable_group()._device_types]
+        known = list(self._present().channels)
         if kind not in known:
             raise ValueError(
                 f"the tensor is on {tensor.device}, and {self!r} moves {', '.join(known)} tensors"
             )
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether a backend reduces the tensor as it is, with nothing for autograd to see."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in REDUCIBLE
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
+        and tensor.is_contiguous()
+    )
 
 
 def _with_index(device: torch.device) -> torch.device:

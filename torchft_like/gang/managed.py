@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchft_like.communicator.communicator import Communicator
 from torchft_like.errors import GangError
 from torchft_like.gang.arguments import check_partition
 from torchft_like.gang.base import Gang
 from torchft_like.gang.gangs import Gangs
 from torchft_like.gang.group_gang import GroupGang
-from torchft_like.gang.meeting import Meeting
 from torchft_like.gang.process_group_gang import ProcessGroupGang
 from torchft_like.process_group import ManagedProcessGroup
 from torchft_like.process_group.configuration import Configuration
@@ -109,8 +109,7 @@ class ManagedGang(GroupGang):
         """See Gang.split; the gang is of the current quorum."""
         parts = check_partition(partition, self.size)
         with self._communicating("create_gang"):
-            whole = self._manager.process_group
-            part = Meeting(whole, self._device, parts).hold(lambda record: self._exchange(whole, record))
+            part = self._split(self._over(self._manager.process_group), parts)
         if part is None:
             return None
         return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)
@@ -134,9 +133,9 @@ class ManagedGang(GroupGang):
             return "pass Manager(use_async_quorum=False), or init_sync=False if all replicas start out alike"
         return "they do in the next one, and in every one with Manager(use_async_quorum=False)"
 
-    def _usable_group(self) -> dist.ProcessGroup:
+    def _present(self) -> Communicator:
         self._wait_quorum()
-        return self._group
+        return self._over(self._group)
 
     def _wait_quorum(self) -> None:
         try:
@@ -146,9 +145,6 @@ class ManagedGang(GroupGang):
 
     def _has_average(self, tensor: Tensor) -> bool:
         return True  # of the participants, whom the manager counts
-
-    def _hidden_error(self) -> Exception | None:
-        return self._manager.errored()
 
     def _explained(self, what: str, error: Exception) -> GangError:
         explained = super()._explained(what, error)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.parts import Part
 from torchft_like.errors import (
     GangError,
     InvalidOperationError,
@@ -24,7 +26,6 @@ from torchft_like.errors import (
 )
 from torchft_like.gang.arguments import check_partition
 from torchft_like.gang.group_gang import GroupGang
-from torchft_like.gang.meeting import Meeting, Part
 from torchft_like.process_group import ProcessGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=15)
@@ -51,9 +52,10 @@ class ProcessGroupGang(GroupGang):
         if not isinstance(pg, dist.ProcessGroup):
             raise ValueError(f"{pg!r} is no process group that the caller is a member of")
         self._pg = pg
+        self._members: Communicator | None = None
         self._part: Part | None = None
         self._tell: Callable[[Exception], object] = lambda _: None
-        self._check: Callable[[], object] = lambda: None
+        self._check: Callable[[], object] | None = None
         self._owns_default_group = False
         self._is_closed = False
 
@@ -129,6 +131,7 @@ class ProcessGroupGang(GroupGang):
         if self._is_closed:
             return
         self._is_closed = True
+        self._quick = None
         if (part := self._part) is not None:
             part.group.unregister()
             if part.ending.reason is not None or part.group.errored() is not None:
@@ -149,8 +152,8 @@ class ProcessGroupGang(GroupGang):
     def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
         """See Gang.split."""
         parts = check_partition(partition, self.size)
-        with self._communicating("create_gang") as group:
-            part = Meeting(group, self._device, parts).hold(lambda record: self._exchange(group, record))
+        with self._communicating("create_gang") as members:
+            part = self._split(members, parts)
         return None if part is None else ProcessGroupGang.over(part, self._device, self._tell, self._check)
 
     @classmethod
@@ -159,7 +162,7 @@ class ProcessGroupGang(GroupGang):
         part: Part,
         device: torch.device,
         tell: Callable[[Exception], object],
-        check: Callable[[], object],
+        check: Callable[[], object] | None,
     ) -> Self:
         """The gang of a part that has met.
 
@@ -171,21 +174,24 @@ class ProcessGroupGang(GroupGang):
         gang._part, gang._tell, gang._check = part, tell, check
         return gang
 
-    def _usable_group(self) -> dist.ProcessGroup:
+    def _present(self) -> Communicator:
         if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
             self._tell(stale)
             raise stale
         if self._is_closed:
             raise GangError(f"{self!r} was closed")
-        self._check()
-        return self._pg
+        if self._check is not None:
+            self._check()
+        members = self._members
+        if members is None or not members.control.is_lasting:
+            self._members = members = self._over(self._pg)
+            is_quick = self._check is None and members.control.is_lasting
+            self._quick = members if is_quick else None
+        return members
 
     def _has_average(self, tensor: Tensor) -> bool:
         return tensor.is_cuda or (isinstance(self._pg, ProcessGroup) and self._pg.counts_participants)
-
-    def _hidden_error(self) -> Exception | None:
-        return self._pg.hidden_error() if isinstance(self._pg, ProcessGroup) else None
 
     def _explained(self, what: str, error: Exception) -> GangError:
         if self._part is not None and (reason := self._part.ending.reason) is not None:

@@ -1,5 +1,7 @@
 """One object for all that a group of processes says to each other: tensors, objects, dicts of both."""
 
+from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.elastic.board import MembershipBoard
 from torchft_like.group_coordinator.elastic.change import Change
@@ -7,8 +9,6 @@ from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinato
 from torchft_like.group_coordinator.elastic.managed import ManagedCoordinator
 from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.group_coordinator.graph import GraphCaptureContext
-from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.message_queue import MessageQueue
 
 __all__ = [

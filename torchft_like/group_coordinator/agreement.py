@@ -1,4 +1,6 @@
-"""Whether all ranks of a job ask for the same, before they make it together; in a store that all reach.
+"""Whether all ranks of a job ask for the same, before they have a group in which they could tell each other.
+
+Their records (see `torchft_like.agreement.statements`) stand in a store that all of them reach.
 
 One key is written once, by whoever is first, with the ranks that are missing: with none by the last to
 come, with those that have not come by one whose time is up. What stands there binds everybody, also who
@@ -15,8 +17,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from torchft_like.agreement.statements import Statement, decode, encode_briefly
+from torchft_like.communicator.communicator import check
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
-from torchft_like.group_coordinator.statements import Statement, check, decode, encode
 
 _MISSING = "missing"
 
@@ -64,7 +67,7 @@ class Agreement:
             came = set(range(len(self._keys))) - set(missing)
             waiting = dict.fromkeys(came, (f"{statement.operation}()",))
             raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting)
-        check({rank: decode(answer) for rank, answer in enumerate(said)})
+        check({rank: decode(record) for rank, record in enumerate(said)})
 
     def say(self, statement: Statement) -> None:
         """Without waiting for the others: a refusal.
@@ -73,7 +76,7 @@ class Agreement:
             GroupCoordinatorError: the store failed.
         """
         with _asking():
-            self._store.set(str(self._rank), encode(statement).rstrip(b"\0"))  # type: ignore[arg-type]
+            self._store.set(str(self._rank), encode_briefly(statement).decode())
             if self._store.check(self._keys):
                 self._decide([])
 

@@ -15,14 +15,15 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from torchft_like.communicator.channel import Started
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.handle import Handle
 from torchft_like.errors import (
     CollectiveTimeoutError,
     GroupCoordinatorError,
     StaleEpochError,
     StillUnderWayError,
 )
-from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.transport import Flight, Transport
 from torchft_like.process_group import create_store_client
 from torchft_like.process_group.wrapper import as_timedelta
 
@@ -30,19 +31,19 @@ _logger = logging.getLogger(__name__)
 
 
 class Barriers:
-    """The barriers of the members of one transport.
+    """The barriers of the members of one communicator.
 
     Args:
         store: that all members reach; None takes the one in which the members of the group met.
         name: of the coordinator, the same on all members.
     """
 
-    def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
-        self._transport = transport
+    def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
+        self._communicator = communicator
         self._roll: _Roll | None = None
         self._pending: Handle[None] | None = None
-        if transport.world_size > 1:
-            self._roll = _Roll(transport, store or _store_of(transport), name)
+        if communicator.world_size > 1:
+            self._roll = _Roll(communicator, store or _store_of(communicator), name)
 
     def wait(self, timeout: timedelta | float | None) -> None:
         """Until all members have come; after a CollectiveTimeoutError, to the barrier that it was about.
@@ -56,7 +57,7 @@ class Barriers:
             GroupCoordinatorError: a member died; names those that had not come.
             ValueError: the timeout is not positive.
         """
-        patience = as_timedelta(self._transport.options.timeout if timeout is None else timeout)
+        patience = as_timedelta(self._communicator.options.timeout if timeout is None else timeout)
         if self._roll is None:
             return
         try:
@@ -65,7 +66,7 @@ class Barriers:
         except StillUnderWayError:
             missing = self._roll.missing()
             waiting = {
-                rank: ("barrier",) for rank in range(self._transport.world_size) if rank not in missing
+                rank: ("barrier",) for rank in range(self._communicator.world_size) if rank not in missing
             }
             raise CollectiveTimeoutError(patience.total_seconds(), missing, waiting) from None
         except StaleEpochError:
@@ -82,17 +83,17 @@ class Barriers:
     def _started(self, roll: _Roll, patience: timedelta) -> Handle[None]:
         """The next barrier."""
         roll.come()
-        with self._transport.guard("barrier"):
-            flight = self._transport.barrier(patience + as_timedelta(self._transport.options.timeout))
-        return Handle("barrier", lambda: _land(self._transport, flight), lambda _: None)
+        with self._communicator.guard("barrier"):
+            started = self._communicator.barrier(patience + as_timedelta(self._communicator.options.timeout))
+        return Handle("barrier", lambda: _wait(self._communicator, started), lambda _: None)
 
 
 class _Roll:
     """Who has come to the present barrier, in a store: under each rank the number of its last one."""
 
-    def __init__(self, transport: Transport, store: Store | None, name: str) -> None:
-        self._rank = transport.rank
-        self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+    def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
+        self._rank = communicator.rank
+        self._others = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
         self._number = 0
         self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
 
@@ -128,21 +129,21 @@ class _Roll:
             return None
 
 
-def _land(transport: Transport, flight: Flight) -> None:
-    with transport.guard("barrier"):
-        flight.land()
+def _wait(communicator: Communicator, started: Started) -> None:
+    with communicator.guard("barrier"):
+        started.wait()
 
 
 def _absent(missing: list[int]) -> str:
     return f"not there yet: {', '.join(f'rank {rank}' for rank in missing)}" if missing else "all had come"
 
 
-def _store_of(transport: Transport) -> Store | None:
+def _store_of(communicator: Communicator) -> Store | None:
     """The store in which the members met, if they met in one."""
-    if (address := transport.cpu.store_address()) is None:
-        return c10d._world.pg_map.get(transport.cpu.group, (None, None))[1]
+    if (address := communicator.control.store_address()) is None:
+        return c10d._world.pg_map.get(communicator.control.group, (None, None))[1]
     try:
-        return create_store_client(str(address), as_timedelta(transport.options.timeout))
+        return create_store_client(str(address), as_timedelta(communicator.options.timeout))
     except (RuntimeError, ValueError) as error:
-        _logger.warning("the barriers of %s cannot name who is missing: %s", transport, error)
+        _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, error)
         return None

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchft_like.communicator.sizes import checked_dim, with_rows
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.membership import coordinator_named
-from torchft_like.group_coordinator.plans import checked_dim, with_rows
 
 
 @torch.library.custom_op("torchft_like::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, coordinator: str) -> Tensor:
     """See GroupCoordinator.all_reduce."""
-    return coordinator_named(coordinator)._all_reduce_out_place(tensor)  # type: ignore[no-any-return]
+    return _named(coordinator)._all_reduce_out_place(tensor)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("torchft_like::all_gather", mutates_args=())
@@ -54,15 +53,21 @@ def _(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
     return tensor.new_empty(with_rows(tensor.shape, at, rows))
 
 
+def _named(unique_name: str) -> Any:
+    from torchft_like.group_coordinator.coordinator import coordinator_named  # noqa: PLC0415 - it imports this
+
+    return coordinator_named(unique_name)
+
+
 def _with_members(coordinator: str, world_size: int) -> Any:
     """The coordinator, if it has as many members as the graph was compiled for.
 
     Raises:
         GroupCoordinatorError: they have changed since the graph was entered, as a Manager's quorum may.
     """
-    found = coordinator_named(coordinator)
-    transport = found._current()
-    if transport.world_size != world_size:
-        with transport.guard("a compiled graph"):  # others may have entered theirs with the new members
+    found = _named(coordinator)
+    communicator = found._current()
+    if communicator.world_size != world_size:
+        with communicator.guard("a compiled graph"):  # others may have entered theirs with the new members
             raise GroupCoordinatorError(f"it was entered with {world_size} members: enter it again")
     return found

@@ -1,29 +1,92 @@
 """The public `GroupCoordinator`: all that the processes of a group do together, in one object.
 
-It says which operation is which. How tensors, objects and dicts travel is said in the modules beside this
-one, and over which process group in `transport`.
+It has vLLM's names and arguments. How tensors, objects and dicts travel is for `torchft_like.communicator`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NamedTuple, Self, overload
 
+import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 
-from torchft_like.group_coordinator import expert_parallel, point_to_point
+from torchft_like.agreement.statements import Statement, Terms, specification
+from torchft_like.communicator import collectives, messages
+from torchft_like.communicator.channel import Group, ranks_in_job
+from torchft_like.communicator.collectives import Sizes
+from torchft_like.communicator.communicator import Communicator, Epoch
+from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.options import CoordinatorOptions
+from torchft_like.communicator.sizes import checked_rank
+from torchft_like.communicator.tensors import checked_tensor, specifications
+from torchft_like.errors import GroupCoordinatorError
+from torchft_like.group_coordinator import compiled, queues
 from torchft_like.group_coordinator import tensor_dict as dicts
-from torchft_like.group_coordinator.communicating import Communicating
-from torchft_like.group_coordinator.creation import ANONYMOUS, Wish
+from torchft_like.group_coordinator.barrier import Barriers
+from torchft_like.group_coordinator.creation import (
+    ANONYMOUS,
+    Wish,
+    destroy_group,
+    make_groups,
+    unique_name,
+)
 from torchft_like.group_coordinator.graph import GraphCaptureContext, capturing
-from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.options import CoordinatorOptions
 from torchft_like.group_coordinator.tensor_dict import TensorDict
-from torchft_like.group_coordinator.transport import Group, Transport
+from torchft_like.message_queue import MessageQueue
+
+Tensors = Tensor | list[Tensor]
+TENSOR = "tensor"
+_by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 
 
-class GroupCoordinator(Communicating):
+def coordinator_named(unique_name: str) -> GroupCoordinator:
+    """The coordinator of this process with that `unique_name`.
+
+    Raises:
+        GroupCoordinatorError: there is none, or it was given up.
+    """
+    if (found := _by_name.get(unique_name)) is None:
+        raise GroupCoordinatorError(f"there is no coordinator named {unique_name!r} any more")
+    return found
+
+
+class Place(NamedTuple):
+    """The caller among the members, and the groups that join them.
+
+    Attributes:
+        ranks: of the members in the whole job, in the order of their ranks in the group.
+    """
+
+    name: str
+    rank_in_group: int
+    ranks: list[int]
+    device: torch.device
+    cpu_group: Group
+    device_group: Group | None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What `combine` must know of the dispatch before it.
+
+    Attributes:
+        sizes: the tokens of each rank.
+        is_sequence_parallel: as it was passed.
+        epoch: of the members that have the tokens.
+    """
+
+    sizes: Sizes
+    is_sequence_parallel: bool
+    epoch: Epoch | None
+
+
+class GroupCoordinator:
     """The communication of a group of processes, on the CPU and on their devices.
 
     All ranks of torch's default group make it together, each with the ranks of all groups, and get the
@@ -42,6 +105,20 @@ class GroupCoordinator(Communicating):
         group_name: for messages; need not be unique.
         options: the same on every rank.
 
+    Attributes:
+        group_name: as it was given; the same on all members.
+        unique_name: of the coordinator in this process.
+        ranks: of the members in the whole job, in the order of their ranks in the group.
+        rank: the caller's in the whole job.
+        rank_in_group: its place among `ranks`.
+        world_size: how many members there are.
+        local_rank: the number of its device on its host.
+        device: where tensors that are received are put.
+        cpu_group: the process group for tensors on the CPU.
+        device_group: the process group for tensors on `device`.
+        mq_broadcaster: through which rank 0 broadcasts objects, if there is one.
+        options: as they were given.
+
     Raises:
         ValueError: the groups are not those of the default group's ranks, or there is no such device.
         CollectiveMismatchError: the ranks pass different arguments.
@@ -49,7 +126,25 @@ class GroupCoordinator(Communicating):
         GroupCoordinatorError: a group could not be made.
     """
 
-    _dispatched: expert_parallel.Dispatched | None = None
+    group_name: str
+    unique_name: str
+    ranks: list[int]
+    rank: int
+    rank_in_group: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    cpu_group: Group
+    device_group: Group
+    options: CoordinatorOptions
+
+    mq_broadcaster: MessageQueue | None = None
+    _queues: list[MessageQueue]
+    _communicator: Communicator | None = None
+    _barriers: Barriers | None = None
+    _store: Store | None = None
+    _owns_groups = False
+    _dispatched: Dispatched | None = None
 
     def __init__(
         self,
@@ -71,13 +166,281 @@ class GroupCoordinator(Communicating):
             group_name or ANONYMOUS,
             options or CoordinatorOptions(),
         )
-        self._make(wish)
+        made = make_groups(wish)
+        self._owns_groups = True
+        self.group_name = wish.group_name
+        self.local_rank = local_rank
+        rank = made.cpu_group.rank()
+        place = Place(made.name, rank, made.ranks, made.device, made.cpu_group, made.device_group)
+        self._adopt(place, wish.options)
         if use_message_queue_broadcaster and self.world_size > 1:
             try:
                 self.mq_broadcaster = self.create_mq_broadcaster()
             except BaseException:
                 self.destroy()
                 raise
+
+    @classmethod
+    def from_groups(
+        cls,
+        cpu_group: Group,
+        device_group: Group | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        group_name: str | None = None,
+        ranks: Sequence[int] | None = None,
+        store: Store | None = None,
+        options: CoordinatorOptions | None = None,
+    ) -> Self:
+        """A coordinator over process groups that exist: torch's own or any of ours, registered or not.
+
+        They stay their owner's: `destroy` leaves them alone. Configured anew, they have other members, and
+        the coordinator refuses to go on.
+
+        Args:
+            cpu_group: takes CPU tensors.
+            device_group: takes tensors on `device`; the CPU group does, if that is a CPU.
+            ranks: of the members in the whole job; where left out those that the group, or torch, knows, or
+                else 0, 1, 2...
+            store: that all members reach, for barriers to name who is missing; several coordinators in one
+                store need names that differ. Groups of ours that were configured, and groups that torch
+                made, bring one.
+
+        Raises:
+            ValueError: the groups do not fit each other, or `ranks`.
+        """
+        if device_group is not None and (cpu_group.rank(), cpu_group.size()) != (
+            device_group.rank(),
+            device_group.size(),
+        ):
+            raise ValueError(f"the caller's place differs in the two groups: {cpu_group} and {device_group}")
+        known = ranks_in_job(cpu_group) if ranks is None else list(ranks)
+        if len(known) != cpu_group.size():
+            raise ValueError(f"{len(known)} ranks for a group of {cpu_group.size()}")
+        made = cls.__new__(cls)
+        made._store = store
+        made.group_name = group_name or ANONYMOUS
+        place = torch.device(device)
+        made.local_rank = place.index or 0
+        name = unique_name(made.group_name)
+        made._adopt(Place(name, cpu_group.rank(), known, place, cpu_group, device_group), options)
+        return made
+
+    @property
+    def first_rank(self) -> int:
+        """The rank in the whole job of the first member."""
+        return self._member(0)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank in the whole job of the last member."""
+        return self._member(-1)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether the caller is the first member."""
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether the caller is the last member."""
+        return 0 <= self.rank_in_group == self.world_size - 1
+
+    @property
+    def next_rank(self) -> int:
+        """The rank in the whole job of the member after the caller; of the first, after the last."""
+        return self._member(self.rank_in_group + 1)
+
+    @property
+    def prev_rank(self) -> int:
+        """The rank in the whole job of the member before the caller; of the last, before the first."""
+        return self._member(self.rank_in_group - 1)
+
+    def _member(self, place: int) -> int:
+        """The rank in the whole job of the member at a place, counted round."""
+        if not self.ranks:
+            raise GroupCoordinatorError(f"{self!r} has no members now")
+        return self.ranks[place % len(self.ranks)]
+
+    # ------------------------------------------------------------------------- tensors
+
+    def all_reduce(self, input_: Tensor) -> Tensor:
+        """The sum over all ranks, in a new tensor; `input_` stays as it is."""
+        if torch.compiler.is_compiling():
+            return compiled.all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
+        return self._all_reduce_out_place(input_)
+
+    def _all_reduce_out_place(self, input_: Tensor) -> Tensor:
+        return collectives.all_reduce(self._current(), input_)
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """The tensors of all ranks, which have one shape, joined along `dim`."""
+        if torch.compiler.is_compiling():
+            return compiled.all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
+        return self._all_gather_out_place(input_, dim)
+
+    def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
+        return collectives.all_gather(self._current(), input_, dim)
+
+    @overload
+    def all_gatherv(self, input_: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor: ...
+    @overload
+    def all_gatherv(
+        self, input_: list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]: ...
+    def all_gatherv(self, input_: Tensors, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensors:
+        """The tensors of all ranks, which differ in their rows along `dim`, joined along it.
+
+        Args:
+            input_: a tensor, or a list of tensors with the same number of rows.
+            sizes: the rows of each rank; None has the ranks say so.
+        """
+        joined, _ = collectives.all_gatherv(self._current(), lambda: _listed(input_), dim, sizes)
+        return joined if isinstance(input_, list) else joined[0]
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part of the sum over all ranks, which is split evenly along `dim`."""
+        if torch.compiler.is_compiling():
+            return compiled.reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
+        return self._reduce_scatter_out_place(input_, dim)
+
+    def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:
+        return collectives.reduce_scatter(self._current(), input_, dim)
+
+    @overload
+    def reduce_scatterv(
+        self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatterv(
+        self, input_: list[Tensor], dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]: ...
+    def reduce_scatterv(self, input_: Tensors, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensors:
+        """This rank's rows along `dim` of the sum over all ranks.
+
+        Args:
+            input_: a tensor, or a list of tensors with the same number of rows; the same shapes everywhere.
+            sizes: the rows that each rank gets; None shares them out as evenly as it goes, the first
+                ranks getting one more.
+        """
+        parts = collectives.reduce_scatterv(self._current(), _listed(input_), dim, lambda: sizes)
+        return parts if isinstance(input_, list) else parts[0]
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """The tensors of all ranks, of one shape, joined along `dim` on rank `dst`; None elsewhere."""
+        return collectives.gather(self._current(), input_, dst, dim)
+
+    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
+        """Overwrite `input_` with that of rank `src`, and return it."""
+        return collectives.broadcast(self._current(), input_, src)
+
+    def send(self, tensor: Tensor, dst: int | None = None) -> None:
+        """To one rank, the next if left out; returns when the tensor may be changed.
+
+        In a group of one it goes nowhere.
+        """
+        communicator, to = self._with_peer(dst, +1, "dst")
+        if to is None:
+            messages.disassembled(communicator, tensor)
+            return
+
+        def prepare() -> tuple[Statement, object]:
+            return Statement(TENSOR, inputs=specifications([checked_tensor(tensor)])), tensor
+
+        with communicator.guard("send"):
+            messages.start_sending(communicator, to, TENSOR, prepare).wait()
+
+    def recv(self, size: Sequence[int] | int, dtype: torch.dtype, src: int | None = None) -> Tensor:
+        """From one rank, the previous if left out: a tensor of that shape on `device`.
+
+        In a group of one: zeros.
+
+        Args:
+            size: the shape; a number is that of a tensor with one dimension.
+
+        Raises:
+            CollectiveMismatchError: another shape or dtype came, or no tensor.
+        """
+        communicator, source = self._with_peer(src, -1, "src")
+        shape = torch.Size([size] if isinstance(size, int) else size)
+        if source is None:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        expected = Statement(TENSOR, inputs=(specification(dtype, shape),))
+        with communicator.guard("recv"):
+            tag = communicator.tag("from", source)
+            tensor: Tensor = messages.start_receiving(communicator, source, tag, TENSOR, expected).wait()
+            return tensor.to(communicator.device)
+
+    # ------------------------------------------------------------------------- objects
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """The object of rank `src`, which alone need pass it, on every rank.
+
+        Raises:
+            PlainDataError: it holds something that does not travel; every rank gets an error.
+        """
+        communicator = self._current()  # first: it is what ends the epoch of an earlier queue
+        if self.mq_broadcaster is not None and src == 0:
+            return queues.broadcast_object(communicator, self.mq_broadcaster, obj)
+        return messages.broadcast_object(communicator, obj, src)
+
+    def broadcast_object_list(
+        self, obj_list: list[Any], src: int = 0, group: Group | None = None
+    ) -> list[Any]:
+        """Overwrite the objects in the list with those of rank `src`, and return it.
+
+        Args:
+            obj_list: of the same length on every rank.
+            group: another process group of the same members.
+        """
+        return messages.broadcast_object_list(self._over(group, None), obj_list, src)
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """To one rank."""
+        communicator, to = self._with_peer(dst, +1, "dst")
+        if to is None:
+            messages.disassembled(communicator, obj)
+        else:
+            messages.send_object(communicator, obj, to)
+
+    def recv_object(self, src: int) -> Any:
+        """From one rank; None in a group of one."""
+        communicator, source = self._with_peer(src, -1, "src")
+        return None if source is None else messages.recv_object(communicator, source)
+
+    # -------------------------------------------------------------------------- queues
+
+    def create_mq_broadcaster(
+        self,
+        writer_rank: int = 0,
+        external_writer_handle: MessageQueue | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """The caller's end of a queue that one member writes and all others read.
+
+        Args:
+            external_writer_handle: on the writer, a queue that it has made already for these readers. It
+                stays the caller's: a refusal and `destroy` leave it alone. It ends with the groups, as who
+                reads it would wait in vain.
+            blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
+        """
+        queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
+        if queue is not external_writer_handle:
+            self._keep(queue)
+        return queue
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue | None, list[MessageQueue]]:
+        """A queue from each of the other members to one of them.
+
+        Returns:
+            The caller's queue to write, None on the reader; and on the reader those to read, in the order of
+            ranks, with nothing for itself.
+        """
+        made, read = queues.create_single_reader(self._current(), reader_rank_in_group, blocking)
+        self._keep(*(read if made is None else [made]))
+        return made, read
 
     # -------------------------------------------------------------------- tensor dicts
 
@@ -97,9 +460,9 @@ class GroupCoordinator(Communicating):
         Raises:
             PlainDataError: it holds something that does not travel; every rank gets an error.
         """
-        transport = self._over(group, metadata_group)
-        with transport.guard("broadcast_tensor_dict"):
-            return dicts.start_broadcasting(transport, tensor_dict, src).land()  # type: ignore[no-any-return]
+        communicator = self._over(group, metadata_group)
+        with communicator.guard("broadcast_tensor_dict"):
+            return dicts.start_broadcasting(communicator, tensor_dict, src).wait()  # type: ignore[no-any-return]
 
     def ibroadcast_tensor_dict(
         self,
@@ -109,10 +472,10 @@ class GroupCoordinator(Communicating):
         metadata_group: Group | None = None,
     ) -> Handle[TensorDict]:
         """As `broadcast_tensor_dict`, but returns once every rank knows what will come."""
-        transport = self._over(group, metadata_group)
-        with transport.guard("broadcast_tensor_dict"):
-            begun = dicts.start_broadcasting(transport, tensor_dict, src)
-        return dicts.handle(transport, "broadcast_tensor_dict", begun)
+        communicator = self._over(group, metadata_group)
+        with communicator.guard("broadcast_tensor_dict"):
+            begun = dicts.start_broadcasting(communicator, tensor_dict, src)
+        return dicts.handle(communicator, "broadcast_tensor_dict", begun)
 
     def send_tensor_dict(
         self,
@@ -129,13 +492,13 @@ class GroupCoordinator(Communicating):
             all_gather_tensors: True under the names of these tensors. If one of them is not the same on all
                 those ranks, the receivers get an error. What is not named is sent whole.
         """
-        transport, to = self._with_peer(dst, +1, "dst")
+        communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
-            return point_to_point.check_alone(transport, dicts.checked_dict(tensor_dict))
+            messages.disassembled(communicator, dicts.checked_dict(tensor_dict))
+            return
         sliced = _slicing(all_gather_group, all_gather_tensors)
-        with transport.guard("send_tensor_dict"):
-            dicts.start_sending_dict(transport, tensor_dict, to, sliced).land()
-        return None
+        with communicator.guard("send_tensor_dict"):
+            dicts.start_sending_dict(communicator, tensor_dict, to, sliced).wait()
 
     def isend_tensor_dict(
         self,
@@ -145,14 +508,14 @@ class GroupCoordinator(Communicating):
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Handle[None]:
         """As `send_tensor_dict`, but returns at once; the tensors must stay as they are until it is done."""
-        transport, to = self._with_peer(dst, +1, "dst")
+        communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
-            point_to_point.check_alone(transport, dicts.checked_dict(tensor_dict))
-            return transport.bound(Handle("send_tensor_dict", lambda: None, lambda _: None))
+            messages.disassembled(communicator, dicts.checked_dict(tensor_dict))
+            return Handle("send_tensor_dict", lambda: None, lambda _: None, None, communicator.epoch)
         sliced = _slicing(all_gather_group, all_gather_tensors)
-        with transport.guard("send_tensor_dict"):
-            begun = dicts.start_sending_dict(transport, tensor_dict, to, sliced)
-        return dicts.handle(transport, "send_tensor_dict", begun)
+        with communicator.guard("send_tensor_dict"):
+            begun = dicts.start_sending_dict(communicator, tensor_dict, to, sliced)
+        return dicts.handle(communicator, "send_tensor_dict", begun)
 
     def recv_tensor_dict(
         self,
@@ -169,10 +532,10 @@ class GroupCoordinator(Communicating):
         Raises:
             CollectiveMismatchError: something else came, or slices of tensors that differ.
         """
-        transport, source = self._with_peer(src, -1, "src")
+        communicator, source = self._with_peer(src, -1, "src")
         if source is None:
             return None
-        return dicts.received(transport, source, _transport_of(all_gather_group))
+        return dicts.received(communicator, source, _communicator_of(all_gather_group))
 
     def irecv_tensor_dict(
         self,
@@ -185,11 +548,11 @@ class GroupCoordinator(Communicating):
         Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it, and who
         has its slices waits there for the others until the timeout of that group, not that of the `wait`.
         """
-        transport, source = self._with_peer(src, -1, "src")
-        gathering = _transport_of(all_gather_group)
+        communicator, source = self._with_peer(src, -1, "src")
+        gathering = _communicator_of(all_gather_group)
         if source is None:
-            return transport.bound(Handle("recv_tensor_dict", lambda: None, lambda _: None))
-        return dicts.receiving(transport, source, gathering)
+            return Handle("recv_tensor_dict", lambda: None, lambda _: None, None, communicator.epoch)
+        return dicts.receiving(communicator, source, gathering)
 
     # ------------------------------------------------------------------------ the rest
 
@@ -224,8 +587,17 @@ class GroupCoordinator(Communicating):
         Returns:
             Both tensors with the rows of all ranks, and the extra ones, if there are any, as a list.
         """
-        given = (hidden_states, router_logits, extra_tensors)
-        gathered, self._dispatched = expert_parallel.dispatch(self._current(), *given, is_sequence_parallel)
+        communicator = self._current()
+
+        def tensors() -> Sequence[Tensor]:
+            if not (extra_tensors is None or isinstance(extra_tensors, list | tuple)):
+                raise TypeError(f"extra_tensors is a list of tensors, not a {type(extra_tensors).__name__}")
+            return [hidden_states, router_logits, *(extra_tensors or ())]
+
+        gathered, sizes = collectives.all_gatherv(
+            communicator, tensors, 0, None, "dispatch", lambda: _experts_terms(is_sequence_parallel)
+        )
+        self._dispatched = Dispatched(sizes, bool(is_sequence_parallel), communicator.epoch)
         hidden, logits, *extra = gathered
         return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
 
@@ -235,10 +607,25 @@ class GroupCoordinator(Communicating):
         Experts that return their input give `world_size` times the input: each rank adds what its own
         experts make of a token, and zero where the token is none of theirs.
         """
-        transport = self._current()  # first: it is what ends the epoch of an earlier quorum
-        if self._dispatched is not None:
-            self._dispatched.among.require_present("dispatch")
-        return expert_parallel.combine(transport, hidden_states, self._dispatched, is_sequence_parallel)
+        communicator = self._current()  # first: it is what ends the epoch of an earlier quorum
+        dispatched = self._dispatched
+        if dispatched is not None and dispatched.epoch is not None:
+            dispatched.epoch.check("dispatch")
+
+        def sizes() -> Sizes:
+            if dispatched is None:
+                raise ValueError("combine comes after dispatch: there was none")
+            if dispatched.is_sequence_parallel != bool(is_sequence_parallel):
+                raise ValueError(
+                    f"is_sequence_parallel is {is_sequence_parallel}: it was "
+                    f"{dispatched.is_sequence_parallel} in dispatch"
+                )
+            return dispatched.sizes
+
+        (combined,) = collectives.reduce_scatterv(
+            communicator, [hidden_states], 0, sizes, "combine", lambda: _experts_terms(is_sequence_parallel)
+        )
+        return combined
 
     @contextlib.contextmanager
     def graph_capture(
@@ -263,6 +650,79 @@ class GroupCoordinator(Communicating):
         if not isinstance(model, nn.Module):
             raise TypeError(f"a torch.nn.Module was expected, not {type(model).__name__}")
 
+    def destroy(self) -> None:
+        """Give back the groups and queues that the coordinator made. Once more does nothing."""
+        communicator, self._communicator, self._barriers = self._communicator, None, None
+        with contextlib.ExitStack() as undo:  # the last first, and all of it, whatever interrupts a farewell
+            if communicator is not None and self._owns_groups:
+                for group in {id(group): group for group in (self.cpu_group, self.device_group)}.values():
+                    if group is not None:
+                        undo.callback(destroy_group, group)
+            for queue in self._queues:
+                undo.callback(queue.shutdown)
+        self._queues.clear()
+
+    # ------------------------------------------------------------------ which ranks a call is between
+
+    def _over(self, group: Group | None, metadata_group: Group | None) -> Communicator:
+        """The communicator of a call that may name other groups of the same members."""
+        if group is None and metadata_group is None:
+            return self._current()
+        return self._current().among(metadata_group or group, group)
+
+    def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Communicator, int | None]:
+        """The communicator of a call to one rank, and that rank; None in a group of one, which has no other.
+
+        Raises:
+            ValueError: no rank of the group, or the caller itself.
+        """
+        communicator = self._current()  # which may have other members than the last call
+        size = communicator.world_size
+        found = checked_rank((communicator.rank + step) % size if rank is None else rank, size, name)
+        if size == 1:
+            return communicator, None
+        if found == communicator.rank:
+            raise ValueError(f"{name} {found} is the caller itself: a rank does not send to itself")
+        return communicator, found
+
+    def _keep(self, *queues: MessageQueue) -> None:
+        """Those that the coordinator made end with it."""
+        self._queues = [*(known for known in self._queues if not known.is_closed), *queues]
+
+    def _adopt(self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None) -> None:
+        """From now on these are the members."""
+        self.options = options or CoordinatorOptions()
+        self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
+        self.device_group = self.cpu_group if device_group is None else device_group
+        self._queues = []
+        self.world_size, self.rank = len(self.ranks), self.ranks[self.rank_in_group]
+        self._communicator = Communicator.over(
+            self.unique_name, self.device, (self.cpu_group, device_group), self.options, epoch
+        )
+        _by_name[self.unique_name] = self
+
+    def _current(self) -> Communicator:
+        """What carries the next call.
+
+        Raises:
+            GroupCoordinatorError: the coordinator was destroyed.
+        """
+        if self._communicator is None:
+            raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
+        return self._communicator
+
+    def _all_barriers(self) -> Barriers:
+        communicator = self._current()
+        if self._barriers is None:
+            self._barriers = Barriers(communicator, self._store, self.group_name)
+        return self._barriers
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self._communicator is None else f"on {self.device}"
+        return (
+            f"<{type(self).__name__} {self.unique_name}: rank {self.rank_in_group} of {self.ranks}, {state}>"
+        )
+
 
 def _slicing(
     all_gather_group: GroupCoordinator | None, all_gather_tensors: Mapping[str, bool] | None
@@ -270,12 +730,20 @@ def _slicing(
     """Chosen where the receiver can be told of wrong arguments; raises if the group is not usable."""
     if isinstance(all_gather_group, GroupCoordinator):
         all_gather_group._current()
-    return lambda: dicts.slicing(_transport_of(all_gather_group), all_gather_tensors)
+    return lambda: dicts.slicing(_communicator_of(all_gather_group), all_gather_tensors)
 
 
-def _transport_of(coordinator: GroupCoordinator | None) -> Transport | None:
+def _communicator_of(coordinator: GroupCoordinator | None) -> Communicator | None:
     if coordinator is None:
         return None
     if not isinstance(coordinator, GroupCoordinator):
         raise TypeError(f"all_gather_group is a GroupCoordinator, not {type(coordinator).__name__}")
     return coordinator._current()
+
+
+def _experts_terms(is_sequence_parallel: bool) -> Terms:
+    return (("is_sequence_parallel", str(bool(is_sequence_parallel))),)
+
+
+def _listed(tensors: Tensors) -> list[Tensor]:
+    return tensors if isinstance(tensors, list) else [tensors]

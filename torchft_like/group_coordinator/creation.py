@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torchft_like.agreement.statements import Statement
 from torchft_like.backends import BACKENDS
+from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement, part_of_next
-from torchft_like.group_coordinator.options import CoordinatorOptions
-from torchft_like.group_coordinator.statements import Statement
-from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.wrapper import as_timedelta
 
@@ -89,7 +88,7 @@ def make_groups(wish: Wish) -> Made:
         name = unique_name(wish.group_name)
         groups = checked_groups(wish.group_ranks, world_size)
         device = device_of(backend, wish.local_rank)
-        statement = Statement("GroupCoordinator", _terms(wish, groups, backend))
+        statement = Statement("GroupCoordinator", terms=_terms(wish, groups, backend))
     except (ValueError, TypeError) as error:
         agreement.say(Statement("GroupCoordinator").refused(error))
         raise
@@ -160,16 +159,6 @@ def unique_name(name: str) -> str:
     number = _numbers[name]
     _numbers[name] += 1
     return f"{name}:{number}"
-
-
-def ranks_of(group: Any) -> list[int]:
-    """The ranks in the whole job of a group's members, as far as the group, or torch, knows them."""
-    known: Sequence[int] = ()
-    if isinstance(group, ProcessGroup):
-        known = group._member_ranks()
-    elif group in c10d._world.pg_group_ranks:
-        known = dist.get_process_group_ranks(group)
-    return list(known if len(known) == group.size() else range(group.size()))
 
 
 def destroy_group(group: Any) -> None:

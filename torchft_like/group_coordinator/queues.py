@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.address import LOOPBACK, local_host_towards
+from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
+from torchft_like.communicator.communicator import HARMLESS, Communicator
+from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.messages import start_broadcast
+from torchft_like.communicator.sizes import checked_rank
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
@@ -25,11 +30,6 @@ from torchft_like.errors import (
     QueueError,
     QueueTimeoutError,
 )
-from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.messages import start_broadcast
-from torchft_like.group_coordinator.plans import checked_rank
-from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import HARMLESS, Transport
 from torchft_like.message_queue import MessageQueue
 from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
@@ -38,7 +38,7 @@ _LOOK_S = 0.01
 
 
 def create_broadcaster(
-    transport: Transport, writer_rank: int, external: MessageQueue | None, blocking: bool
+    group: Communicator, writer_rank: int, external: MessageQueue | None, blocking: bool
 ) -> MessageQueue:
     """The caller's end of a queue that one member writes and all others read."""
     operation = "create_mq_broadcaster"
@@ -46,44 +46,46 @@ def create_broadcaster(
 
     def handle() -> object:
         nonlocal queue
-        readers = [rank for rank in range(transport.world_size) if rank != writer_rank]
-        made = _queue_for(transport, readers, writer_rank, places) if external is None else external
+        readers = [rank for rank in range(group.world_size) if rank != writer_rank]
+        made = _queue_for(group, readers, writer_rank, places) if external is None else external
         queue = _written_end(made)
         return queue.export_handle()
 
-    with transport.guard(operation):
-        places = _places(transport, operation, "writer", writer_rank)
-        known = start_broadcast(transport, operation, handle, writer_rank, lambda: ()).land()
+    with group.guard(operation):
+        places = _places(group, operation, "writer", writer_rank)
+        known = start_broadcast(group, operation, None, writer_rank, make=handle).wait()
         handles = [known] if queue is None else []
-        read = _met(transport, operation, queue, handles, blocking, is_own=external is None)
+        read = _met(group, operation, queue, handles, blocking, is_own=external is None)
     return read[0] if queue is None else queue
 
 
 def create_single_reader(
-    transport: Transport, reader_rank: int, blocking: bool
+    group: Communicator, reader_rank: int, blocking: bool
 ) -> tuple[MessageQueue | None, list[MessageQueue]]:
     """A queue from each other member to one: the caller's to write, and those to read."""
     operation = "create_single_reader_mq_broadcasters"
     made: MessageQueue | None = None
 
-    def prepare() -> tuple[Statement, None]:
+    def prepare() -> tuple[Statement, int, bytes, None]:
         nonlocal made
-        statement = Statement(operation)
-        if transport.rank == reader_rank:
-            return statement, None
-        made = _queue_for(transport, [reader_rank], transport.rank, places)
-        return statement.announcing(disassemble(made.export_handle()).structure), None
+        handle = b""
+        if group.rank != reader_rank:
+            made = _queue_for(group, [reader_rank], group.rank, places)
+            handle = disassemble(made.export_handle()).structure
+            if len(handle) > PAYLOAD_BYTES_MAX:
+                raise ValueError(f"the handle of a queue has {len(handle)} bytes")
+        return Statement(operation), 0, handle, None
 
-    with transport.guard(operation):
-        places = _places(transport, operation, "reader", reader_rank)
-        said, _ = transport.agree(prepare, operation)
-        writers = [rank for rank in range(transport.world_size) if rank != reader_rank]
+    with group.guard(operation):
+        places = _places(group, operation, "reader", reader_rank)
+        said, _ = group.agree(operation, prepare)
+        writers = [rank for rank in range(group.world_size) if rank != reader_rank]
         handles = [assemble(said[rank].payload, []) for rank in writers] if made is None else []
-        return made, _met(transport, operation, made, handles, blocking)
+        return made, _met(group, operation, made, handles, blocking)
 
 
 def _met(
-    transport: Transport,
+    group: Communicator,
     operation: str,
     written: MessageQueue | None,
     handles: list[object],
@@ -98,19 +100,19 @@ def _met(
     read: list[MessageQueue] = []
     nobody_knocks = threading.Event()
 
-    def prepare() -> tuple[Statement, None]:
-        read.extend(MessageQueue.create_from_handle(handle, transport.rank) for handle in handles)
+    def prepare() -> tuple[Statement, int, bytes, None]:
+        read.extend(MessageQueue.create_from_handle(handle, group.rank) for handle in handles)
         for end in read if blocking else ():
-            end.wait_until_ready(_patience_s(transport))
-        return Statement(operation), None
+            end.wait_until_ready(_patience_s(group))
+        return Statement(operation), 0, b"", None
 
     def let_in() -> None:
         if written is not None and blocking:
-            _let_in(written, _patience_s(transport), nobody_knocks)
+            _let_in(written, _patience_s(group), nobody_knocks)
 
     try:
         letting_in = Handle(operation, let_in, lambda _: None)
-        transport.agree(prepare, operation)
+        group.agree(operation, prepare)
         letting_in.wait()
     except BaseException as error:
         if isinstance(error, HARMLESS):  # all have said their part
@@ -119,7 +121,7 @@ def _met(
             end.shutdown(timeout=0)
         raise
     for end in read if written is None else [*read, written]:
-        transport.when_broken_off(end)
+        group.when_broken_off(end)
     return read
 
 
@@ -137,7 +139,7 @@ def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event)
                 raise
 
 
-def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> Any:
+def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> Any:
     """The writer's object, on every rank.
 
     Raises:
@@ -145,53 +147,53 @@ def broadcast_object(transport: Transport, queue: MessageQueue, obj: object) -> 
         QueueMemoryError, QueueDescriptorsError: the writer has no memory for it, or no file; so do they.
         GroupCoordinatorError: a member is gone, or this reader has no memory for it.
     """
-    with transport.guard("broadcast_object"):
+    with group.guard("broadcast_object"):
         if queue.is_writer:
-            return _written(transport, queue, obj)
-        is_object, value = _read(transport, queue)
+            return _written(group, queue, obj)
+        is_object, value = _read(group, queue)
         if not is_object:
-            raise CollectiveMismatchError("arguments", {0: str(value), transport.rank: "broadcast_object"})
+            raise CollectiveMismatchError("arguments", {0: str(value), group.rank: "broadcast_object"})
         return value
 
 
-def _written(transport: Transport, queue: MessageQueue, obj: object) -> object:
+def _written(group: Communicator, queue: MessageQueue, obj: object) -> object:
     left = queue.left_readers  # who leaves later may have read what is written now
     try:
-        _enqueue(transport, queue, obj)
+        _enqueue(group, queue, obj)
     except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
-        _refuse(transport, queue, error)
+        _refuse(group, queue, error)
         raise
     if gone := left + queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
 
 
-def _read(transport: Transport, queue: MessageQueue) -> Any:
+def _read(group: Communicator, queue: MessageQueue) -> Any:
     try:
-        return queue.dequeue(_patience_s(transport))
+        return queue.dequeue(_patience_s(group))
     except HARMLESS as error:  # the others go on: this rank would take the object for the next one
         raise GroupCoordinatorError(f"the object that came could not be read: {error}") from error
 
 
-def _enqueue(transport: Transport, queue: MessageQueue, obj: object) -> None:
+def _enqueue(group: Communicator, queue: MessageQueue, obj: object) -> None:
     try:
-        queue.enqueue((True, obj), _patience_s(transport))
+        queue.enqueue((True, obj), _patience_s(group))
     except PlainDataError:
         dissect(obj)  # names the place in the object, where the error names that in the message
         raise
 
 
-def _refuse(transport: Transport, queue: MessageQueue, error: Exception) -> None:
+def _refuse(group: Communicator, queue: MessageQueue, error: Exception) -> None:
     try:
-        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(transport))
+        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(group))
     except QueueError as unsaid:
         raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
 
 
-def _queue_for(transport: Transport, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
+def _queue_for(group: Communicator, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
     near = [rank for rank in readers if places[rank] == places[writer]]
     elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
-    host = _host_towards(elsewhere, transport)
+    host = _host_towards(elsewhere, group)
     return MessageQueue(len(readers), len(near), local_reader_ranks=near, connect_ip=host)
 
 
@@ -206,15 +208,15 @@ def _written_end(value: object) -> MessageQueue:
     return value
 
 
-def _places(transport: Transport, operation: str, end: str, rank: int) -> list[bytes]:
+def _places(group: Communicator, operation: str, end: str, rank: int) -> list[bytes]:
     """Where the members are: the same bytes where they can share memory."""
 
-    def prepare() -> tuple[Statement, None]:
-        term = end, str(checked_rank(rank, transport.world_size, f"the {end}'s rank"))
-        return Statement(operation, (term,), payload=_place()), None
+    def prepare() -> tuple[Statement, int, bytes, None]:
+        term = end, str(checked_rank(rank, group.world_size, f"the {end}'s rank"))
+        return Statement(operation, terms=(term,)), 0, _place(), None
 
-    said, _ = transport.agree(prepare, operation)
-    return [statement.payload for statement in said]
+    said, _ = group.agree(operation, prepare)
+    return [record.payload for record in said]
 
 
 @functools.cache
@@ -229,13 +231,13 @@ def _machine(place: bytes) -> bytes:
     return place.rpartition(b"/")[0]
 
 
-def _host_towards(elsewhere: list[int], transport: Transport) -> str:
+def _host_towards(elsewhere: list[int], group: Communicator) -> str:
     """The address of this machine at which the others reach it: that from which it reaches their store.
 
     Raises:
         NotSupportedError: some are elsewhere, and the group has no store that says how they are reached.
     """
-    if (store := transport.cpu.store_address()) is not None:
+    if (store := group.control.store_address()) is not None:
         return local_host_towards(store.server.host, store.server.port)
     if elsewhere:
         raise NotSupportedError(
@@ -246,5 +248,5 @@ def _host_towards(elsewhere: list[int], transport: Transport) -> str:
     return LOOPBACK
 
 
-def _patience_s(transport: Transport) -> float:
-    return as_timedelta(transport.options.timeout).total_seconds()
+def _patience_s(group: Communicator) -> float:
+    return as_timedelta(group.options.timeout).total_seconds()

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchft_like.agreement.statements import Statement, Terms
+from torchft_like.communicator.collectives import start_joining
+from torchft_like.communicator.communicator import HARMLESS, Communicator
+from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.messages import Begun, start_broadcast, start_receiving, start_sending
+from torchft_like.communicator.sizes import even_sizes
+from torchft_like.communicator.tensors import as_bytes, checked_tensor
 from torchft_like.divergence.words import word_sum
-from torchft_like.group_coordinator.arguments import Terms, checked_tensor
-from torchft_like.group_coordinator.handle import Handle
-from torchft_like.group_coordinator.messages import Begun, start_broadcast, start_receiving, start_sending
-from torchft_like.group_coordinator.plans import checked_rank, even_sizes
-from torchft_like.group_coordinator.statements import Statement
-from torchft_like.group_coordinator.transport import HARMLESS, Transport, as_bytes
-from torchft_like.group_coordinator.variable import Gathering
 
 TENSOR_DICT = "tensor dict"
 TensorDict = dict[str, Any]
@@ -33,7 +33,7 @@ TensorDict = dict[str, Any]
 class Slicing(NamedTuple):
     """Which tensors of a dict the ranks of a group send slices of, because each of them has the whole."""
 
-    transport: Transport
+    group: Communicator
     declared: frozenset[str]
 
 
@@ -43,14 +43,14 @@ Slices = dict[str, tuple[int, int, list[int], int]]
 Received = Callable[[], tuple[TensorDict, Slices]]
 
 
-def slicing(transport: Transport | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
+def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
     """What the arguments of a call ask for; None where that is nothing."""
     if not isinstance(all_gather_tensors, Mapping | None):
         raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(all_gather_tensors).__name__}")
     declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
-    if transport is None or transport.world_size == 1 or not declared:
+    if group is None or group.world_size == 1 or not declared:
         return None
-    return Slicing(transport, declared)
+    return Slicing(group, declared)
 
 
 def checked_dict(value: object) -> TensorDict:
@@ -64,76 +64,78 @@ def checked_dict(value: object) -> TensorDict:
     return value
 
 
-def start_broadcasting(transport: Transport, tensor_dict: TensorDict | None, src: int) -> Begun:
+def start_broadcasting(group: Communicator, tensor_dict: TensorDict | None, src: int) -> Begun:
     """Begin to bring the dict of rank `src` to all; returns when all ranks know what will come."""
 
-    def terms() -> Terms:
-        checked_rank(src, transport.world_size, "src")
-        if transport.rank == src:
+    def check() -> Terms:
+        if group.rank == src:
             checked_dict(tensor_dict)
-        return (("src", str(src)),)
+        return ()
 
-    return start_broadcast(transport, "broadcast_tensor_dict", lambda: tensor_dict, src, terms)
+    return start_broadcast(group, "broadcast_tensor_dict", tensor_dict, src, check)
 
 
 def start_sending_dict(
-    transport: Transport, tensor_dict: TensorDict, dst: int, choose_slicing: Callable[[], Slicing | None]
+    group: Communicator,
+    tensor_dict: TensorDict,
+    dst: int,
+    choose_slicing: Callable[[], Slicing | None],
 ) -> Begun:
-    """Begin to send; the tensors must stay as they are until it has landed.
+    """Begin to send; the tensors must stay as they are until it is over.
 
     Args:
         choose_slicing: gives what is sent in slices; may refuse.
     """
 
-    def prepare() -> tuple[Terms, object]:
+    def prepare() -> tuple[Statement, object]:
         checked_dict(tensor_dict)
         sliced = choose_slicing()
-        return (), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
+        return Statement(TENSOR_DICT), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
 
-    return start_sending(transport, dst, TENSOR_DICT, prepare)
+    return start_sending(group, dst, TENSOR_DICT, prepare)
 
 
-def receiving(transport: Transport, src: int, gathered_by: Transport | None) -> Handle[TensorDict | None]:
+def receiving(group: Communicator, src: int, gathered_by: Communicator | None) -> Handle[TensorDict | None]:
     """Begin to receive. On a CPU nothing is waited for: the sender may begin when it likes."""
-    tag = transport.tag("from", src)
+    tag = group.tag("from", src)
 
     def settle(received: Any) -> TensorDict | None:
         return joined(received, gathered_by)
 
-    text = f"recv_tensor_dict over {transport}"
-    if not transport.waits_on_streams:
-        return transport.bound(Handle(text, lambda: _received(transport, src, tag), settle))
+    text = f"recv_tensor_dict over {group}"
+    if not group.waits_on_streams:
+        return Handle(text, lambda: _received(group, src, tag), settle, None, group.epoch)
 
-    with _missed_by(gathered_by), transport.guard("recv_tensor_dict"):
-        begun = start_receiving(transport, src, tag, TENSOR_DICT)
-    finish = _landing(transport, "recv_tensor_dict", begun)
-    return transport.bound(Handle(text, lambda: _outcome(finish), settle, begun.is_over))
+    with _missed_by(gathered_by), group.guard("recv_tensor_dict"):
+        begun = start_receiving(group, src, tag, TENSOR_DICT)
+    finish = _waiting(group, "recv_tensor_dict", begun)
+    return Handle(text, lambda: _outcome(finish), settle, begun.is_over, group.epoch)
 
 
-def received(transport: Transport, src: int, gathered_by: Transport | None) -> TensorDict:
+def received(group: Communicator, src: int, gathered_by: Communicator | None) -> TensorDict:
     """What `src` sends next."""
-    return joined(_received(transport, src, transport.tag("from", src)), gathered_by)
+    return joined(_received(group, src, group.tag("from", src)), gathered_by)
 
 
-def handle(transport: Transport, operation: str, begun: Begun) -> Handle[Any]:
+def handle(group: Communicator, operation: str, begun: Begun) -> Handle[Any]:
     """A handle of a message that is under way to all, or from here to one."""
-    watched = begun.is_over if transport.waits_on_streams else None
-    finish = _landing(transport, operation, begun)
-    return transport.bound(Handle(f"{operation} over {transport}", finish, lambda landed: landed, watched))
+    watched = begun.is_over if group.waits_on_streams else None
+    finish = _waiting(group, operation, begun)
+    return Handle(f"{operation} over {group}", finish, lambda value: value, watched, group.epoch)
 
 
-def _landing(transport: Transport, operation: str, begun: Begun) -> Callable[[], Any]:
-    def land() -> object:
-        with transport.guard(operation):
-            return begun.land()
+def _waiting(group: Communicator, operation: str, begun: Begun) -> Callable[[], Any]:
+    def wait() -> object:
+        with group.guard(operation):
+            return begun.wait()
 
-    return land
+    return wait
 
 
-def _received(transport: Transport, src: int, tag: int) -> Received:
+def _received(group: Communicator, src: int, tag: int) -> Received:
     def receive() -> Any:
-        with transport.guard("recv_tensor_dict"):
-            return start_receiving(transport, src, tag, TENSOR_DICT).land()
+        with group.guard("recv_tensor_dict"):
+            return start_receiving(group, src, tag, TENSOR_DICT).wait()
 
     return _outcome(receive)
 
@@ -148,7 +150,7 @@ def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
 
 
 @contextlib.contextmanager
-def _missed_by(gathered_by: Transport | None) -> Iterator[None]:
+def _missed_by(gathered_by: Communicator | None) -> Iterator[None]:
     """Around what a dict should come from: if none comes, the counterparts do not wait for its slices."""
     try:
         yield
@@ -160,7 +162,7 @@ def _missed_by(gathered_by: Transport | None) -> Iterator[None]:
         raise
 
 
-def joined(received: Received, transport: Transport | None) -> TensorDict:
+def joined(received: Received, group: Communicator | None) -> TensorDict:
     """A dict as it came, with whole tensors for the slices that the ranks of an all-gather group hold.
 
     Raises:
@@ -168,29 +170,30 @@ def joined(received: Received, transport: Transport | None) -> TensorDict:
         CollectiveMismatchError: the slices are not of the same tensors: they were not replicated. Or a
             sender has refused to send, on all ranks of the group.
     """
-    if transport is None:
+    if group is None:
         return _unsliced(*received())
-    with _missed_by(transport), contextlib.suppress(*HARMLESS):
+    with _missed_by(group), contextlib.suppress(*HARMLESS):
         received()
 
-    def prepare() -> tuple[Statement, tuple[TensorDict, Slices]]:
+    def prepare() -> tuple[Statement, int, bytes, tuple[TensorDict, Slices]]:
         tensor_dict, slices = received()
         for name, (part, parts, _, _) in slices.items():
-            if (part, parts) != (transport.rank, transport.world_size):
+            if (part, parts) != (group.rank, group.world_size):
                 raise ValueError(
-                    f"slice {part} of {parts} of {name!r} came to rank {transport.rank} of "
-                    f"{transport.world_size} of the all_gather_group"
+                    f"slice {part} of {parts} of {name!r} came to rank {group.rank} of "
+                    f"{group.world_size} of the all_gather_group"
                 )
         wholes = tuple((name, _whole_text(tensor_dict[name], slices[name])) for name in sorted(slices))
-        return Statement("recv_tensor_dict", wholes), (tensor_dict, slices)
+        return Statement("recv_tensor_dict", terms=wholes), 0, b"", (tensor_dict, slices)
 
-    with transport.guard("recv_tensor_dict"):
-        _, (tensor_dict, slices) = transport.agree(prepare, "recv_tensor_dict")
-        gathered = {
-            name: _start_joining(transport, tensor_dict[name], slices[name][2]) for name in sorted(slices)
+    with group.guard("recv_tensor_dict"):
+        _, (tensor_dict, slices) = group.agree("recv_tensor_dict", prepare)
+        joining = {
+            name: start_joining(group, tensor_dict[name], 0, _part_sizes(slices[name][2], group))
+            for name in sorted(slices)
         }
-        for name, gathering in gathered.items():
-            tensor_dict[name] = gathering.land().view(slices[name][2])
+        for name, finish in joining.items():
+            tensor_dict[name] = finish().view(slices[name][2])
     return tensor_dict
 
 
@@ -202,7 +205,7 @@ def _unsliced(tensor_dict: TensorDict, slices: Slices) -> TensorDict:
 
 def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
     """The dict with slices for the tensors that are declared, and what the receiver must know of them."""
-    part, parts = sliced.transport.rank, sliced.transport.world_size
+    part, parts = sliced.group.rank, sliced.group.world_size
     cut, slices = dict(tensor_dict), Slices()
     for name in sorted(sliced.declared):
         if name not in tensor_dict:
@@ -218,5 +221,5 @@ def _whole_text(part: Tensor, known: tuple[int, int, list[int], int]) -> str:
     return f"{part.dtype} {shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _start_joining(transport: Transport, part: Tensor, shape: list[int]) -> Gathering:
-    return Gathering(transport, part, 0, even_sizes(math.prod(shape), transport.world_size))
+def _part_sizes(shape: list[int], group: Communicator) -> tuple[int, ...]:
+    return even_sizes(math.prod(shape), group.world_size)

@@ -24,10 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
-from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
-from torchft_like.process_group import alone
-from torchft_like.process_group.alone import Tensors, tensors_of
-from torchft_like.process_group.checking.rules import (
+from torchft_like.agreement.statements import (
     EXCHANGED,
     GATHERED,
     PAIRED,
@@ -35,6 +32,9 @@ from torchft_like.process_group.checking.rules import (
     SCATTERED,
     SHARED_OUT,
 )
+from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
+from torchft_like.process_group import alone
+from torchft_like.process_group.alone import Tensors, tensors_of
 from torchft_like.writing import share_memory, writing_to
 
 
@@ -172,7 +172,7 @@ class Collective:
         blocking: it returns None after it is done, not a Work.
         everyone: its result makes sense only if every member takes part, because tensors are shared
             out by rank or the reduction counts the members.
-        agreement: what the members' arguments must have in common, see `checking.rules`.
+        agreement: what the members' arguments must have in common, see `agreement.rules`.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Collectives that torch's Gloo has only in part, made of those that it has.
 
-* Its reduce-scatters copy the result in `wait`: they have no future, never say that they are
-  completed, and do not tell a failure from a wait that is not over.
+* Its reduce-scatters are allreduces that copy the result in `wait`: they have no future, never say that
+  they are completed, and do not tell a failure from a wait that is not over. Here the ranks exchange their
+  parts and each adds up its own, in the order of ranks: half the bytes of an allreduce.
 * Its gathers into one tensor do not take the stacked shape, which NCCL takes.
 * Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
   writes into what lies between the elements: without an error. Such a tensor is copied here.
@@ -9,7 +10,6 @@
 * Of a view that negates, it moves what is negated, and it refuses one that conjugates when its peers
   are under way. Such a view is copied, too.
 
-The bytes that come out are those that Gloo's own would give: its reduce-scatter is an allreduce, too.
 It knows nothing of the group around it.
 """
 
@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Work
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import ReduceOp
+from torch.futures import Future
 
+from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import (
@@ -35,7 +38,8 @@ from torchft_like.process_group.collectives import (
     Collective,
     refuse_overlap,
 )
-from torchft_like.process_group.joint_work import joint_work
+from torchft_like.process_group.joint_work import Finish, joint_work
+from torchft_like.process_group.work import FOREVER, BackendOperation, OperationWork, left_until
 from torchft_like.writing import divide, share_memory, writing_to
 
 # Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
@@ -50,6 +54,7 @@ COPIED_LATER = frozenset(
         "gather",
     }
 )
+_SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the operations
 
 
 class GlooGaps:
@@ -141,45 +146,93 @@ class GlooGaps:
             raise ProcessGroupError(f"reduce_scatter got {len(parts)} inputs for {self._world_size} ranks")
         for place, part in enumerate(parts):
             _check(output, part, output.shape if place == self._rank else part.shape)
-        start = sum(part.numel() for part in parts[: self._rank])
         joined = torch.cat([part.reshape(-1) for part in parts])
-        return self._reduce_scatter(call, [output], [joined], [start])
+        sizes = [part.numel() for part in parts]
+        return _finished(output, *self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout))
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
+        if len(args) == 3 and type(args[2]) is ReduceScatterOptions:  # as torch and the library call it
+            output, source, options = args
+            if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
+                sizes = [output.numel()] * self._world_size
+                started = self._reduce_parts(output, source, sizes, options.reduceOp, options.timeout)
+                return _Completed(*started).handle() if output.is_cpu else _finished(output, *started)
         call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
-        return self._reduce_scatter_tensors(call, [call.outputs], [call.inputs])
+        return _finished(call.outputs, *self._reduce_tensor(call, call.outputs, call.inputs))
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
         """Several tensors, each the concatenation or the stack of all ranks' parts."""
         call = BY_NAME["reduce_scatter_tensor_coalesced"].bind(args, kwargs)
-        return self._reduce_scatter_tensors(call, call.outputs, call.inputs)
+        if len(call.outputs) != len(call.inputs):
+            raise ProcessGroupError(f"{len(call.outputs)} outputs for {len(call.inputs)} inputs")
+        for output, source in zip(call.outputs, call.inputs, strict=True):
+            _check(output, source, *self._shapes_of_all(output))  # all of them, before any is under way
+        started = [self._reduce_tensor(call, *pair) for pair in zip(call.outputs, call.inputs, strict=True)]
 
-    def _reduce_scatter_tensors(self, call: Call, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
-        if len(outputs) != len(inputs):
-            raise ProcessGroupError(f"{len(outputs)} outputs for {len(inputs)} inputs")
-        for output, source in zip(outputs, inputs, strict=True):
-            _check(output, source, *self._shapes_of_all(output))
-        starts = [self._rank * output.numel() for output in outputs]
-        return self._reduce_scatter(call, outputs, [source.clone().reshape(-1) for source in inputs], starts)
+        def finish() -> list[Any]:
+            for _, finish_one in started:  # in their order, as two outputs may be the same tensor
+                finish_one()
+            return list(call.outputs)
 
-    def _reduce_scatter(
-        self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor], starts: Sequence[int]
-    ) -> Work:
-        """Reduce the flat `sources` over all ranks, then take the caller's part of each, from `starts` on."""
+        return joint_work([work for work, _ in started], finish)
+
+    def _reduce_tensor(self, call: Call, output: Tensor, source: Tensor) -> tuple[Work, Finish]:
+        _check(output, source, *self._shapes_of_all(output))
+        sizes = [output.numel()] * self._world_size
+        return self._reduce_parts(output, source, sizes, call.reduce_op, call.timeout)
+
+    def _reduce_parts(
+        self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOp, timeout: timedelta | None
+    ) -> tuple[Work, Finish]:
+        """Begin to reduce the flat parts of `source`, of `sizes` elements, each into its rank's `output`.
+
+        Gives what moves the parts, and what is left to do then.
+
+        No rank shall receive more than an allreduce would have it: the ranks exchange their parts unless one
+        of them gets more than twice an even part.
+        """
+        if source.dtype != output.dtype:
+            raise ProcessGroupError(f"the input is {source.dtype}, the output {output.dtype}")
+        number, ranks = hash(op), self._world_size
+        # What Gloo does not reduce it is asked for nevertheless, so that it says so.
+        is_sum = number == _SUM or (number == _AVERAGE and output.is_floating_point())
+        total = source.numel()
+        if not (is_sum and total and max(sizes) * ranks <= 2 * total and output.dtype in REDUCIBLE):
+            return self._reduce_whole(output, source, sum(sizes[: self._rank]), op, timeout)
+        if not (output.is_cpu and source.is_cpu):
+            return self._reduce_whole(output, source, sum(sizes[: self._rank]), op, timeout)
+        own = output.numel()
+        parts = torch.empty(ranks * own, dtype=output.dtype, device="cpu")
+        flat = source.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        options = AllToAllOptions()
+        options.timeout = timeout or options.timeout
+        exchange = self._gloo.alltoall_base  # type: ignore[attr-defined] # the stub lacks it
+
+        def add_up() -> list[Any]:
+            with writing_to(output):
+                output.copy_(torch.sum(parts.view(ranks, *output.shape), 0, dtype=output.dtype))
+                if number == _AVERAGE:
+                    output.div_(ranks)
+            return [output]
+
+        return exchange(parts, flat, [own] * ranks, sizes, options), add_up
+
+    def _reduce_whole(
+        self, output: Tensor, source: Tensor, start: int, op: ReduceOp, timeout: timedelta | None
+    ) -> tuple[Work, Finish]:
+        """As `_reduce_parts`: all ranks get all parts; the caller's begins at `start`."""
         options = AllreduceOptions()
-        options.reduceOp = call.reduce_op
-        for given in call.options:
-            options.timeout = getattr(given, "timeout", options.timeout)
+        options.reduceOp = op
+        options.timeout = timeout or options.timeout
+        whole = source.detach().clone().reshape(-1)
         reduce = self._gloo.allreduce  # type: ignore[attr-defined] # the stub lacks it
-        works: list[Work] = [reduce([source], options) for source in sources]
 
         def take() -> list[Any]:
-            for output, source, start in zip(outputs, sources, starts, strict=True):
-                with writing_to(output):
-                    output.copy_(source.narrow(0, start, output.numel()).view(output.shape))
-            return list(outputs)
+            with writing_to(output):
+                output.copy_(whole.narrow(0, start, output.numel()).view(output.shape))
+            return [output]
 
-        return joint_work(works, take)
+        return reduce([whole], options), take
 
     def _joined(self, output: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """The output as the concatenation of all ranks' tensors, which is what Gloo takes."""
@@ -196,11 +249,59 @@ class GlooGaps:
         return (self._world_size * part.shape[0], *part.shape[1:]), stacked
 
 
+class _Completed(BackendOperation):
+    """An operation of the backend with something left to do, which its thread does before it is over.
+
+    Args:
+        finish: gives the result, once `work` has succeeded.
+    """
+
+    def __init__(self, work: Work, finish: Finish) -> None:
+        self.work = work
+        self._future: Future[list[Any]] = work.get_future().then(lambda done: _after(done, finish))
+
+    def handle(self) -> OperationWork:
+        """What the caller gets."""
+        handle = OperationWork(self)
+        handle.is_completed = self._future.done  # type: ignore[method-assign] # it is polled, and this is C's
+        return handle
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        """Block until the result is there."""
+        if deadline == FOREVER:
+            self.work.wait()
+        else:
+            self.work.wait(left_until(deadline))
+        self._future.wait()
+
+    def is_over(self) -> bool:
+        """Whether the result is there, or will not come."""
+        return self._future.done()
+
+    def result(self) -> list[Any]:
+        """The result."""
+        return self._future.value()
+
+    def future(self) -> Future[Any]:
+        """Completes with the result."""
+        return self._future
+
+
+def _finished(output: Tensor, work: Work, finish: Finish) -> Work:
+    """The handle of an operation that is over when `work` is, and `finish` after it."""
+    return _Completed(work, finish).handle() if output.is_cpu else joint_work([work], finish)
+
+
+def _after(done: Future[Any], finish: Finish) -> list[Any]:
+    done.value()  # which raises the error of one that has failed
+    return finish()
+
+
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
     """Run a call, on copies of those tensors that have gaps or are not what lies in memory."""
     try:
         if not kwargs and _are_simple(row, args):
-            return run(*args) if row.name not in COPIED_LATER else _started(row, run, args, {})
+            return run(*args)
         call = row.bind(args, kwargs)
         refuse_overlap(call)
         _refuse_device(call)
@@ -245,19 +346,24 @@ def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
 
 
 def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
-    """Whether no tensor argument needs a copy. Loops, because every operation pays for it."""
+    """Whether no tensor argument needs a copy, or a mode. Loops, because every operation pays for it."""
     if len(args) < len(row.tensor_places):
         return False  # one is missing, which `bind` says best
+    is_copied = row.name in COPIED_LATER
     for place in row.tensor_places:
         nested = args[place]
         if type(nested) is list and len(nested) > 1 and row.name in JOINING:
             return False  # they may share memory
-        for item in nested if type(nested) is list else (nested,):
-            is_plain = (
-                type(item) is Tensor and item.is_cpu and item.is_contiguous() and not item.requires_grad
-            )
-            if not (is_plain and not item.is_neg() and not item.is_conj()) and not _is_simple(item):
-                return False
+        for items in nested if type(nested) is list else (nested,):
+            for item in items if type(items) is list else (items,):
+                is_plain = (
+                    type(item) is Tensor and item.is_cpu and item.is_contiguous() and not item.requires_grad
+                )
+                if not (is_plain and not item.is_neg() and not item.is_conj()):
+                    if is_copied or not _is_simple(item):
+                        return False
+                elif is_copied and item.is_inference():
+                    return False  # see `_started`
     return True
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from torchft_like.agreement.statements import Statement
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement
-from torchft_like.group_coordinator.statements import Statement
 
 PATIENT = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.05)
@@ -34,7 +34,7 @@ class Interrupted:
 
 
 def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> None:
-    Agreement(store, rank, of, timeout).reach(Statement("making", (("name", "é" * 5000),)))
+    Agreement(store, rank, of, timeout).reach(Statement("making", terms=(("name", "é" * 5000),)))
 
 
 def test_ranks_that_ask_for_the_same_go_on() -> None:

@@ -9,18 +9,18 @@ import torch
 
 from tests.unit.group_coordinator.test_coordinator import errors, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.communicator.tensors import device_terms
 from torchft_like.errors import CollectiveMismatchError
 from torchft_like.group_coordinator import GroupCoordinator
-from torchft_like.group_coordinator.arguments import lane_terms
 
 __all__ = ["party", "store"]
 HERE, THERE = torch.ones(2), torch.ones(2, device="meta")
 
 
 def test_where_tensors_move_is_told_if_there_is_a_choice() -> None:
-    assert lane_terms([HERE, THERE], {"cpu", "meta"}) == (("device", "cpu, meta"),)
-    assert lane_terms([HERE, THERE], {"cpu", "cuda"}) == (("device", "cpu, cpu"),)
-    assert lane_terms([HERE, THERE], {"cpu"}) == ()
+    assert device_terms([HERE, THERE], {"cpu", "meta"}) == (("device", "cpu, meta"),)
+    assert device_terms([HERE, THERE], {"cpu", "cuda"}) == (("device", "cpu, cpu"),)
+    assert device_terms([HERE, THERE], {"cpu"}) == ()
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_where_tensors_move_is_told_if_there_is_a_choice() -> None:
 def test_ranks_that_would_wait_in_different_groups_are_told(
     party: Party, monkeypatch: pytest.MonkeyPatch, act: Callable[[GroupCoordinator, torch.Tensor], object]
 ) -> None:
-    monkeypatch.setattr("torchft_like.group_coordinator.arguments.is_dense", lambda _: True)
+    monkeypatch.setattr("torchft_like.communicator.tensors.is_dense", lambda _: True)
     coordinators = over(party.meet(2, gloo), check_collectives=True)
     for coordinator in coordinators:
-        transport = coordinator._current()
-        transport._lanes["meta"] = transport.cpu  # stands for a device that has a group
+        communicator = coordinator._current()
+        communicator.channels["meta"] = communicator.control  # type: ignore[index] # stands for a device that has a group
     found = errors(party, coordinators, lambda rank, c: act(c, THERE if rank else HERE))
     assert [(type(error), error.aspect) for error in found] == [(CollectiveMismatchError, "device")] * 2  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.agreement.statements import RECORD_BYTES
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -24,9 +25,8 @@ from torchft_like.errors import (
     StillUnderWayError,
 )
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle
+from torchft_like.group_coordinator.coordinator import coordinator_named
 from torchft_like.group_coordinator.creation import device_of, unique_name
-from torchft_like.group_coordinator.membership import coordinator_named
-from torchft_like.group_coordinator.statements import STATEMENT_BYTES
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
@@ -268,7 +268,7 @@ def test_a_call_that_is_left_half_way_releases_the_others(
     def no_memory(*_: object) -> object:
         raise MemoryError("no memory for what comes")
 
-    monkeypatch.setattr(coordinators[1]._transport, "empty", no_memory)
+    monkeypatch.setattr(coordinators[1]._communicator, "empty", no_memory)
     value = {"x": torch.ones(1 << 22)}
     found = errors(party, coordinators, lambda _, c: c.broadcast_tensor_dict(value))
     assert isinstance(found[1].__cause__, MemoryError)
@@ -297,7 +297,7 @@ def test_calls_beside_the_coordinators_on_its_group_are_told_from_statements(par
     def foreign(rank: int, c: GroupCoordinator) -> object:
         if rank == 0:
             return c.broadcast_object(1)
-        noise = torch.full((STATEMENT_BYTES,), 255, dtype=torch.uint8)
+        noise = torch.full((RECORD_BYTES,), 255, dtype=torch.uint8)
         return groups[1].gather([], [noise]).wait()
 
     with pytest.raises(GroupCoordinatorError, match="no statement"):

@@ -459,8 +459,8 @@ def test_messages_of_two_epochs_have_no_tag_in_common(crew: Crew) -> None:
     tags = []
     for _ in range(2):
         crew.change("ab")
-        transport = crew["a"]._current()
-        tags.append({transport.tag("to", 1) for _ in range(100)})
+        communicator = crew["a"]._current()
+        tags.append({communicator.tag("to", 1) for _ in range(100)})
     assert len(tags[0] | tags[1]) == 200
 
 

@@ -11,7 +11,8 @@ from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
 from tests.unit.group_coordinator.test_coordinator import gloo, over
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.errors import GroupCoordinatorError, QueueClosedError
-from torchft_like.group_coordinator import GroupCoordinator, membership
+from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.group_coordinator import coordinator as coordinator_module
 from torchft_like.message_queue import MessageQueue
 
 __all__ = ["party", "store"]
@@ -46,7 +47,7 @@ def test_groups_are_given_back_although_a_farewell_is_interrupted(
     [coordinator] = over(party.meet(1, gloo))
     coordinator.create_mq_broadcaster()
     coordinator._owns_groups = True
-    monkeypatch.setattr(membership, "destroy_group", given_back.append)
+    monkeypatch.setattr(coordinator_module, "destroy_group", given_back.append)
     with monkeypatch.context() as patched:
         patched.setattr(MessageQueue, "shutdown", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -95,8 +96,8 @@ def test_queues_that_were_shut_down_are_let_go_of(party: Party) -> None:
             queue.shutdown()
     for coordinator in coordinators:
         assert len(coordinator._queues) == 1
-        assert coordinator._transport is not None
-        assert len(coordinator._transport._ending) == 1
+        assert coordinator._communicator is not None
+        assert len(coordinator._communicator._ending) == 1
 
 
 def test_who_has_left_counts_nobody(crew: Crew) -> None:

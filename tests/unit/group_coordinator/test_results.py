@@ -52,3 +52,32 @@ def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_dev
 
     for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):  # type: ignore[arg-type]
         assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
+
+
+def test_a_number_is_the_size_of_one_dimension(party: Party) -> None:
+    def pass_on(rank: int, c: GroupCoordinator) -> list[int]:
+        if rank == 0:
+            c.send(torch.arange(3))
+            return []
+        return c.recv(3, torch.int64).tolist()
+
+    assert party.together(over(party.meet(2, gloo)), pass_on) == [[], [0, 1, 2]]  # type: ignore[arg-type]
+
+
+def test_the_device_group_is_one_of_the_members_where_there_is_no_other_for_the_device(party: Party) -> None:
+    """torch takes a group of None for the whole job, and adds up what others have."""
+    groups = party.meet(2, gloo)
+    for device in ("cpu", "meta"):
+        coordinators = [GroupCoordinator.from_groups(group, device=device) for group in groups]
+        assert [c.device_group for c in coordinators] == groups
+
+
+def test_a_reduce_scatter_of_several_tensors_gives_each_rank_its_rows(party: Party) -> None:
+    def share_out(rank: int, c: GroupCoordinator) -> list[list[float]]:
+        rows = torch.arange(8.0) + rank
+        parts = c.reduce_scatterv([rows, 10 * rows], 0, [1, 7])
+        return [part.tolist() for part in parts]
+
+    sums = (2 * torch.arange(8.0) + 1).tolist()
+    found = party.together(over(party.meet(2, gloo)), share_out)  # type: ignore[arg-type]
+    assert found == [[sums[:1], [10 * n for n in sums[:1]]], [sums[1:], [10 * n for n in sums[1:]]]]

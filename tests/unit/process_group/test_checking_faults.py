@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchft_like.agreement.referee import Missing
+from torchft_like.agreement.statements import Statement, encode
 from torchft_like.errors import (
     CollectiveTimeoutError,
     PeerLostError,
@@ -31,10 +33,7 @@ from torchft_like.process_group.checking.messages import (
     RULING,
     Request,
     decode_problem,
-    encode_description,
 )
-from torchft_like.process_group.checking.referee import Missing
-from torchft_like.process_group.checking.rules import Description
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party
@@ -250,7 +249,7 @@ def test_a_rank_that_sends_nonsense_is_lost(party: Party, pair: list[ProcessGrou
 def test_what_came_before_the_nonsense_is_judged(party: Party, pair: list[ProcessGroup]) -> None:
     waiting = pair[0].allreduce([torch.ones(1)])
     backend = pair[1]._generation._backend  # type: ignore[attr-defined]
-    good = encode_description(Description("allreduce", inputs=("float32[2]",), reduce_op="SUM"))
+    good = encode(Statement("allreduce", inputs=("float32[2]",), reduce_op="SUM"))
     nonsense = REQUEST.pack(77, 0, 0.0, 0)
     backend._link._socket.sendall(Request(CALL, 10**6, 30.0, good).encode() + nonsense)
     assert "rank 1: allreduce #1 float32[2]" in str(error_of(waiting.wait))
@@ -258,7 +257,7 @@ def test_what_came_before_the_nonsense_is_judged(party: Party, pair: list[Proces
 
 def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> None:
     """All comes at once. If the backend began, Gloo might forget the one that writes to who is gone."""
-    call = Request(CALL, 5, 30.0, encode_description(Description("barrier"))).encode()
+    call = Request(CALL, 5, 30.0, encode(Statement("barrier"))).encode()
     pairs = [socket.socketpair() for _ in range(3)]
     for ours, _ in pairs:
         ours.sendall(call)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._C._distributed_c10d import ReduceScatterOptions
 from torch.distributed import P2POp, ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -498,3 +499,45 @@ def test_results_are_bit_identical_on_all_ranks(party: Party) -> None:
                         return bytes(tensor.view(torch.uint8).numpy())
 
                     assert len(set(party.together(members, act))) == 1, (world_size, dtype, count)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [0, 5, 1], [1, 0, 9]], ids=str)
+@pytest.mark.parametrize("operation", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_reduce_scatter_gives_each_rank_its_part_of_an_allreduce(
+    party: Party, dtype: torch.dtype, operation: Any, sizes: list[int]
+) -> None:
+    """Whatever moves less: an exchange of the parts, or the allreduce, where one rank wants nearly all."""
+    if operation == ReduceOp.AVG and dtype is torch.int8:
+        pytest.skip("an average of whole numbers is none")
+
+    def act(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+        whole = (torch.arange(sum(sizes)) % 7 + 3 * rank).to(dtype)
+        parts, output = list(torch.split(whole.clone(), sizes)), torch.empty(sizes[rank], dtype=dtype)
+        options = ReduceScatterOptions()
+        options.reduceOp = ReduceOp(operation)
+        work = group.reduce_scatter([output], [parts], options)
+        assert torch.equal(work.get_future().wait()[0], output)
+        assert work.wait()
+        assert work.is_completed()
+        if len(set(sizes)) == 1:
+            again = torch.empty_like(output)
+            group._reduce_scatter_base(again, whole, options).wait()
+            assert torch.equal(again, output)
+        group.allreduce(whole, operation).wait()
+        return output, torch.split(whole, sizes)[rank]
+
+    for output, expected in party.together(party.meet(3), act):
+        assert torch.allclose(output, expected)
+
+
+def test_a_reduce_scatter_over_a_part_of_its_own_input(party: Party) -> None:
+    """As FSDP passes it: the output is where the caller's part of the input lies."""
+
+    def act(rank: int, group: Any) -> list[float]:
+        whole = torch.arange(6.0) + rank
+        output = whole[2 * rank : 2 * rank + 2]
+        group._reduce_scatter_base(output, whole).wait()
+        return output.tolist()
+
+    assert party.together(party.meet(3), act) == [[3.0, 6.0], [9.0, 12.0], [15.0, 18.0]]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import Work
 
+from torchft_like.communicator.handle import Handle
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     ChangeInDoubtError,
@@ -27,7 +28,6 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator.elastic.ballot import STORE_LOST, Ballot
 from torchft_like.group_coordinator.elastic.membership import Membership, Verdict, differing
-from torchft_like.group_coordinator.handle import Handle
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.wrapper import as_timedelta

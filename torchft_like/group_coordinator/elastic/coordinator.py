@@ -16,21 +16,20 @@ from datetime import timedelta
 
 import torch
 
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
     GroupCoordinatorError,
     StaleEpochError,
 )
-from torchft_like.group_coordinator.coordinator import GroupCoordinator
+from torchft_like.group_coordinator.coordinator import GroupCoordinator, Place
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
 from torchft_like.group_coordinator.elastic.board import MembershipBoard
 from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Settling, retire
-from torchft_like.group_coordinator.elastic.epoch import Epoch, EpochTransport
+from torchft_like.group_coordinator.elastic.epoch import Epoch
 from torchft_like.group_coordinator.elastic.membership import Membership
-from torchft_like.group_coordinator.membership import Place
-from torchft_like.group_coordinator.options import CoordinatorOptions
-from torchft_like.group_coordinator.transport import Transport
 from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
@@ -73,10 +72,7 @@ class EpochCoordinator(GroupCoordinator):
 
     def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
         """From now on these are the members; those before have ended theirs."""
-        self._adopt(place, self.options)
-        groups = place.cpu_group, place.device_group
-        if self._transport is not None:
-            self._transport = EpochTransport.of(self._transport, groups, epoch)
+        self._adopt(place, self.options, epoch)
         self._present, self.epoch = epoch, epoch.number
 
 
@@ -212,11 +208,11 @@ class ElasticCoordinator(EpochCoordinator):
         self._end_epoch("it was destroyed")
         super().destroy()
 
-    def _current(self) -> Transport:
-        if self._transport is None:
+    def _current(self) -> Communicator:
+        if self._communicator is None:
             error = StaleEpochError if self.epoch else GroupCoordinatorError
             raise error(f"{self!r} cannot communicate: {self._why_none}")
-        return self._transport
+        return self._communicator
 
     def _give_up_change(self, reason: str) -> None:
         """The others need not wait for this member in the change that it has begun."""
@@ -257,7 +253,7 @@ class ElasticCoordinator(EpochCoordinator):
         finally:  # whatever interrupts a farewell
             if self._groups is not None:
                 self._groups.abort(reason)
-            self._transport = self._groups = self.membership = None
+            self._communicator = self._groups = self.membership = None
             self._count_nobody()
             self._why_none = reason
 

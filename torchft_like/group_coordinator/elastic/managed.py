@@ -8,18 +8,16 @@ for the other members have refused it, too. A wait whose time is up raises, and 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import GroupCoordinatorError, StillUnderWayError
+from torchft_like.group_coordinator.coordinator import Place
 from torchft_like.group_coordinator.elastic.coordinator import EpochCoordinator
 from torchft_like.group_coordinator.elastic.epoch import Epoch
-from torchft_like.group_coordinator.membership import Place
-from torchft_like.group_coordinator.options import CoordinatorOptions
-from torchft_like.group_coordinator.transport import Transport
 from torchft_like.process_group import ProcessGroup
 
 
@@ -86,7 +84,7 @@ class ManagedCoordinator(EpochCoordinator):
         self._end_present("the coordinator was destroyed")
         super().destroy()
 
-    def _current(self) -> Transport:
+    def _current(self) -> Communicator:
         if self._is_destroyed:
             raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
         try:
@@ -96,11 +94,11 @@ class ManagedCoordinator(EpochCoordinator):
         if (lost := self._manager.errored()) is not None:
             raise GroupCoordinatorError(f"the step is lost already: {lost}") from lost
         group = self._manager.process_group
-        if self._transport is None or self.epoch != group.epoch:
+        if self._communicator is None or self.epoch != group.epoch:
             self._follow(group)
-        if self._transport is None:
+        if self._communicator is None:
             raise GroupCoordinatorError(f"{self.unique_name} has no members")
-        return self._transport
+        return self._communicator
 
     def _follow(self, group: ProcessGroup) -> None:
         """Have the members that the group is configured for."""
@@ -121,21 +119,22 @@ class _ManagedEpoch(Epoch):
         self._group = group
         self._manager = manager
 
-    @contextlib.contextmanager
-    def telling(self, what: str) -> Iterator[None]:
-        """See Epoch.telling; an error loses the step of this quorum, not that of a later one."""
+    def check(self, what: str) -> None:
+        """See Epoch.check."""
         self._look()
-        try:
-            with super().telling(what):
-                yield
-        except StillUnderWayError:  # it goes on
-            raise
-        except Exception as error:
-            self._look()
-            if self.ended is not None:
-                raise self.stale(what) from error
-            self._manager.report_error(error)
-            raise
+        super().check(what)
+
+    def explained(self, what: str, error: BaseException) -> BaseException:
+        """See Epoch.explained; an error loses the step of this quorum, not that of a later one."""
+        if isinstance(error, StillUnderWayError) or not isinstance(error, Exception):  # it goes on
+            return error
+        self._look()
+        if self.ended is not None:
+            stale = self.stale(what)
+            stale.__cause__ = error
+            return stale
+        self._manager.report_error(error)
+        return error
 
     def _look(self) -> None:
         if self._group.epoch != self.number:

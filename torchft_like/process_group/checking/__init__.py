@@ -16,9 +16,8 @@ torch has a check of its own (`TORCH_DISTRIBUTED_DEBUG=DETAIL`). Ours exists bec
 * tells each rank another story, about itself and one other;
 * knows no abort: it runs on a group of its own, whose waits only end with their timeout.
 
-`rules` says what must agree, `referee` who waits for whom (both pure); `messages` and `link` are how the
-ranks reach the referee; `backend` puts it in front of any backend. Which rule a collective follows is a
-field of its row in the table. The user's view is docs/checking-collectives.md.
-
-Nothing is imported here: the table, which everybody imports, needs `rules` only.
+`torchft_like.agreement` says what must agree and who waits for whom, and is pure. Here `messages` and `link`
+are how the ranks reach the referee, `descriptions` makes statements of calls, and `backend` puts the check
+in front of any backend. Which rule a collective follows is a field of its row. The user's view is
+docs/checking-collectives.md.
 """

@@ -4,7 +4,7 @@ Threads: the caller describes its call, sends that and returns. The link's threa
 starts the call on the real backend, in the order of rulings, which is the same on every rank. So
 calls stay as asynchronous as they were.
 
-INVARIANT: every call is in `_pending` from before its description is sent until its ruling, or the end
+INVARIANT: every call is in `_pending` from before its statement is sent until its ruling, or the end
 of the link, settles its operation: exactly one of the two takes it out.
 """
 
@@ -27,6 +27,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
 
+from torchft_like.agreement.referee import Problem
+from torchft_like.agreement.rules import Disagreement
+from torchft_like.agreement.statements import PAIRED, encode
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -39,9 +42,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.checking.descriptions import describe
 from torchft_like.process_group.checking.link import End, Link, join
-from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request, encode_description
-from torchft_like.process_group.checking.referee import Problem
-from torchft_like.process_group.checking.rules import PAIRED, Disagreement
+from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request
 from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedOperation
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.configuration import AbortSignal
@@ -187,22 +188,22 @@ class CheckedBackend:
         return None
 
     def _submit(self, call: Call) -> CheckedOperation:
-        description = describe(call, self._world_size)
+        statement = describe(call, self._world_size)
         timeout = call.timeout or self._timeout
         seconds = timeout.total_seconds()
         with self._lock:
             ticket = next(self._tickets)
-            overdue = partial(self._say_overdue, ticket) if description.rule == PAIRED else None
+            overdue = partial(self._say_overdue, ticket) if statement.rule == PAIRED else None
             streams = _streams_of(call)
             devices = [stream.device for stream in streams]
-            operation = CheckedOperation(description, timeout, overdue, devices)
+            operation = CheckedOperation(statement, timeout, overdue, devices)
             if self._ended is not None:
                 operation.refuse(self._error_at(self._ended, operation))
                 return operation
             deadline_s = math.inf if overdue else time.monotonic() + seconds
             self._pending[ticket] = _Pending(operation, call, deadline_s, streams)
             with contextlib.suppress(OSError):  # then the link's thread settles what is pending
-                self._link.send(Request(CALL, ticket, seconds, encode_description(description)))
+                self._link.send(Request(CALL, ticket, seconds, encode(statement)))
         return operation
 
     def _start(self, pending: _Pending) -> None:

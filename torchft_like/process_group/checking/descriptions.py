@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from torchft_like.agreement.statements import EXCHANGED, PAIRED, Statement
 from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.checking.rules import EXCHANGED, PAIRED, Description
 from torchft_like.process_group.collectives import Call
 
 # torch takes rank 0 where a call of these names no root.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
-def describe(call: Call, world_size: int) -> Description:
+def describe(call: Call, world_size: int) -> Statement:
     """The description of a call that was made in a group of `world_size`."""
     row = call.collective
     if row.agreement == PAIRED:
@@ -29,15 +29,15 @@ def describe(call: Call, world_size: int) -> Description:
         output_sizes, input_sizes = call.split_sizes
         inputs = _parts(call.inputs, input_sizes, world_size)
         outputs = _parts(call.outputs, output_sizes, world_size)
-    return Description(row.name, row.agreement, inputs, outputs, _root(call), _reduce_op(call))
+    return Statement(row.name, row.agreement, inputs, outputs, _root(call), _reduce_op(call))
 
 
-def _describe_pair(call: Call) -> Description:
+def _describe_pair(call: Call) -> Statement:
     row = call.collective
     takes_any = row.name == "recv_anysource"
     tag = _number(call, 1 if takes_any else 2, "tag")
     peer = None if takes_any else _number(call, 1, "dst_rank", "dstRank", "src_rank", "srcRank")
-    return Description(
+    return Statement(
         row.name,
         row.agreement,
         tuple(map(_specification, tensors_of(call.inputs))),

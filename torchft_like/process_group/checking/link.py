@@ -26,6 +26,8 @@ from enum import Enum
 from typing import Protocol
 
 from lighthouse.address import Address, local_host_towards, parse_address
+from torchft_like.agreement.referee import Call, Problem, Referee, Ruling
+from torchft_like.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.messages import (
@@ -34,13 +36,11 @@ from torchft_like.process_group.checking.messages import (
     OVERDUE,
     RULING,
     Request,
-    decode_description,
     decode_problem,
     encode_problem,
     encode_ruling,
     take_request,
 )
-from torchft_like.process_group.checking.referee import Call, Problem, Referee, Ruling
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.store import StoreAddress
@@ -270,8 +270,8 @@ class Hub:
         now_s = time.monotonic()
         if request.kind == OVERDUE:
             return self._referee.overdue(rank, request.ticket, now_s)
-        description = decode_description(request.body)
-        return self._referee.hear(Call(rank, request.ticket, description, now_s, now_s + request.timeout_s))
+        statement = decode(request.body)
+        return self._referee.hear(Call(rank, request.ticket, statement, now_s, now_s + request.timeout_s))
 
     def _lose(self, rank: int) -> list[Ruling]:
         if rank not in self._open:

@@ -1,27 +1,22 @@
 """What the ranks and the referee say to each other, as bytes.
 
-A header of fixed size, then JSON of bounded length. Nothing that arrives is trusted: what does not read
-as one of these messages raises ValueError, and whoever sent it is treated as lost.
+A header of fixed size, then JSON of bounded length: a statement, or what is wrong with a call. Nothing that
+arrives is trusted: what does not read as one of these messages raises ValueError, and the rank that sent it
+is treated as lost.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torchft_like.process_group.checking.referee import Missing, Problem
-from torchft_like.process_group.checking.rules import Description, Disagreement
+from torchft_like.agreement.referee import Missing, Problem
+from torchft_like.agreement.rules import Disagreement
 
 CALL, OVERDUE = 1, 2
 BODY_BYTES_MAX = 4 * 1024 * 1024
-TENSORS_MAX = 1_000_000
-REMEMBERED_BYTES_MAX = 16 * 1024
 REQUEST = struct.Struct("<BQdI")  # what, ticket, timeout (seconds), length of the body
 MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
 RULING = struct.Struct("<QI")  # ticket, length of the body; none means that the call may run
@@ -64,39 +59,6 @@ def encode_ruling(ticket: int, body: bytes) -> bytes:
     return RULING.pack(ticket, len(body)) + body
 
 
-def encode_description(call: Description) -> bytes:
-    """The body of a call."""
-    tensors = _shortened(call.inputs), _shortened(call.outputs)
-    fields = [call.operation, call.rule, *tensors, call.root, call.reduce_op, call.peer, call.tag]
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def decode_description(body: bytes) -> Description:
-    """Equal bodies of usual length give the same object: most calls are repeated, and by all ranks.
-
-    Raises:
-        ValueError: the body describes no call.
-    """
-    return _remembered(body) if len(body) <= REMEMBERED_BYTES_MAX else _decoded(body)
-
-
-@functools.lru_cache(maxsize=256)
-def _remembered(body: bytes) -> Description:
-    return _decoded(body)
-
-
-def _decoded(body: bytes) -> Description:
-    fields = _from_json(body)
-    if not isinstance(fields, list) or len(fields) != 8:
-        raise ValueError("a call has eight fields")
-    operation, rule, inputs, outputs, root, reduce_op, peer, tag = fields
-    for text in (operation, rule, *([reduce_op] if reduce_op is not None else [])):
-        _check(isinstance(text, str))
-    for number in (root, peer, tag):
-        _check(number is None or isinstance(number, int))
-    return Description(operation, rule, _lengthened(inputs), _lengthened(outputs), root, reduce_op, peer, tag)
-
-
 def encode_problem(problem: Problem | None) -> bytes:
     """The body of a ruling."""
     if problem is None:
@@ -116,41 +78,12 @@ def decode_problem(body: bytes) -> Problem | None:
     if not body:
         return None
     try:
-        match _from_json(body):
+        match json.loads(body):
             case ["disagreement", str(aspect), dict(calls)]:
                 return Disagreement(aspect, {int(rank): str(text) for rank, text in calls.items()})
             case ["missing", list(ranks), dict(waiting), bool(lost), float(seconds) | int(seconds)]:
                 texts = {int(rank): tuple(map(str, of_rank)) for rank, of_rank in waiting.items()}
                 return Missing(tuple(map(int, ranks)), texts, lost, seconds)
-    except (TypeError, OverflowError) as error:
-        raise ValueError("a field of a problem has another type") from error
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError("a field of a problem has another type, or it is nested too deeply") from error
     raise ValueError("this is no problem")
-
-
-def _from_json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _shortened(specs: Sequence[str]) -> list[Any]:
-    """Runs of the same specification as [specification, count]: most lists are one run."""
-    return [[spec, sum(1 for _ in run)] for spec, run in itertools.groupby(specs)]
-
-
-def _lengthened(runs: Any) -> tuple[str, ...]:
-    _check(isinstance(runs, list))
-    specs: list[str] = []
-    for run in runs:
-        match run:
-            case [str(spec), int(count)] if 0 < count <= TENSORS_MAX - len(specs):
-                specs += [spec] * count
-            case _:
-                raise ValueError("this is no list of tensors")
-    return tuple(specs)
-
-
-def _check(is_so: bool) -> None:
-    if not is_so:
-        raise ValueError("a field of a call has another type")

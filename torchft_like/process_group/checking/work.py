@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from torchft_like.agreement.statements import Statement
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.checking.rules import Description
 from torchft_like.process_group.work import FOREVER, NOTHING, ExplainedOperation, Operation
 
 SILENCE_S_MAX = 5.0  # by how much the referee may miss a deadline before it counts as gone
@@ -22,7 +22,7 @@ class CheckedOperation(ExplainedOperation):
     """One that may not have started yet; then it is what the backend's operation is.
 
     Args:
-        description: what it is.
+        statement: what it is.
         timeout: of a wait that has no deadline.
         overdue: what to do when a thread has waited that long before it has started; a ruling follows.
         devices: other than the CPU, where its tensors live.
@@ -30,12 +30,12 @@ class CheckedOperation(ExplainedOperation):
 
     def __init__(
         self,
-        description: Description,
+        statement: Statement,
         timeout: timedelta,
         overdue: Callable[[], None] | None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        self._description = description
+        self._statement = statement
         self._timeout = timeout
         self._overdue = overdue
         self._devices: list[int | str | torch.device] = [*devices]
@@ -46,7 +46,7 @@ class CheckedOperation(ExplainedOperation):
         self._futures: list[Future[Any]] = []
 
     def __str__(self) -> str:
-        return self._description.text()
+        return self._statement.text()
 
     def follow(self, operation: Operation | None) -> None:
         """It has started, and is now what `operation` is; None where it is over."""

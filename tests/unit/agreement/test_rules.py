@@ -9,42 +9,41 @@ from dataclasses import replace
 
 import pytest
 
+from torchft_like.agreement.referee import Call, Missing, Referee, Ruling
+from torchft_like.agreement.rules import Disagreement, disagreement
+from torchft_like.agreement.statements import (
+    EXCHANGED,
+    GATHERED,
+    PAIRED,
+    SCATTERED,
+    SHARED_OUT,
+    Statement,
+    decode,
+    encode,
+)
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from torchft_like.process_group.checking.messages import (
     BODY_BYTES_MAX,
     CALL,
     REQUEST,
     Request,
-    decode_description,
     decode_problem,
-    encode_description,
     encode_problem,
     take_request,
 )
-from torchft_like.process_group.checking.referee import Call, Missing, Referee, Ruling
-from torchft_like.process_group.checking.rules import (
-    EXCHANGED,
-    GATHERED,
-    PAIRED,
-    SCATTERED,
-    SHARED_OUT,
-    Description,
-    Disagreement,
-    disagreement,
-)
 
 FOUR, EIGHT, INTS = "float32[4]", "float32[8]", "int32[4]"
-SUM = Description("allreduce", inputs=(FOUR,), reduce_op="SUM")
-GATHER = Description("gather", GATHERED, (FOUR,), (), root=0)
+SUM = Statement("allreduce", inputs=(FOUR,), reduce_op="SUM")
+GATHER = Statement("gather", GATHERED, (FOUR,), (), root=0)
 GATHER_ROOT = replace(GATHER, outputs=(FOUR, FOUR))
-SCATTER = Description("scatter", SCATTERED, (), (FOUR,), root=0)
+SCATTER = Statement("scatter", SCATTERED, (), (FOUR,), root=0)
 SCATTER_ROOT = replace(SCATTER, inputs=(FOUR, FOUR))
-SHARE = Description("reduce_scatter", SHARED_OUT, (FOUR, EIGHT), (FOUR,), reduce_op="SUM")
-EXCHANGE = Description("alltoall", EXCHANGED, (FOUR, EIGHT), (FOUR, EIGHT))
+SHARE = Statement("reduce_scatter", SHARED_OUT, (FOUR, EIGHT), (FOUR,), reduce_op="SUM")
+EXCHANGE = Statement("alltoall", EXCHANGED, (FOUR, EIGHT), (FOUR, EIGHT))
 
 FITTING = [
     ("the same", [SUM, SUM, SUM]),
-    ("no tensors", [Description("barrier")] * 2),
+    ("no tensors", [Statement("barrier")] * 2),
     ("a list on the root", [GATHER_ROOT, GATHER]),
     ("a scattered list on the root", [SCATTER_ROOT, SCATTER]),
     ("uneven shares", [SHARE, replace(SHARE, outputs=(EIGHT,))]),
@@ -57,7 +56,7 @@ FITTING = [
 ]
 
 MISFITS = [
-    ("operation", [SUM, Description("broadcast", inputs=(FOUR,), root=0)]),
+    ("operation", [SUM, Statement("broadcast", inputs=(FOUR,), root=0)]),
     ("shape", [SUM, replace(SUM, inputs=(EIGHT,))]),
     ("shape", [SUM, replace(SUM, inputs=("float32[2, 2]",))]),
     ("dtype", [SUM, replace(SUM, inputs=(INTS,))]),
@@ -80,12 +79,12 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("name", "calls"), FITTING)
-def test_these_calls_fit(name: str, calls: list[Description]) -> None:
+def test_these_calls_fit(name: str, calls: list[Statement]) -> None:
     assert disagreement(calls, 1) is None
 
 
 @pytest.mark.parametrize(("aspect", "calls"), MISFITS)
-def test_these_calls_differ_in(aspect: str, calls: list[Description]) -> None:
+def test_these_calls_differ_in(aspect: str, calls: list[Statement]) -> None:
     found = disagreement(calls, 7)
     assert found is not None
     assert found.aspect == aspect
@@ -106,8 +105,8 @@ def test_a_text_says_what_was_passed() -> None:
     assert SUM.text(7) == "allreduce #7 float32[4]"
     assert replace(SUM, reduce_op="MAX").text(7) == "allreduce #7 float32[4] by MAX"
     assert GATHER_ROOT.text(2) == "gather #2 root 0 float32[4] into float32[4] x2"
-    assert Description("send", PAIRED, (FOUR,), peer=1, tag=5).text() == "send to rank 1, tag 5, float32[4]"
-    received = Description("recv_anysource", PAIRED, (), (FOUR,), tag=5)
+    assert Statement("send", PAIRED, (FOUR,), peer=1, tag=5).text() == "send to rank 1, tag 5, float32[4]"
+    received = Statement("recv_anysource", PAIRED, (), (FOUR,), tag=5)
     assert received.text() == "recv_anysource from any rank, tag 5, float32[4]"
 
 
@@ -132,11 +131,9 @@ class Game:
         self._tickets = 0
         self.rulings: dict[int, Ruling] = {}
 
-    def call(
-        self, rank: int, description: Description, deadline_s: float = math.inf, now_s: float = 0
-    ) -> int:
+    def call(self, rank: int, statement: Statement, deadline_s: float = math.inf, now_s: float = 0) -> int:
         self._tickets += 1
-        call = Call(rank, self._tickets, description, now_s, deadline_s)
+        call = Call(rank, self._tickets, statement, now_s, deadline_s)
         self.take(self.referee.hear(call))
         return self._tickets
 
@@ -155,12 +152,12 @@ class Game:
         return self.rulings[ticket].problem
 
 
-def send(to: int, tag: int = 0, spec: str = FOUR) -> Description:
-    return Description("send", PAIRED, (spec,), (), peer=to, tag=tag)
+def send(to: int, tag: int = 0, spec: str = FOUR) -> Statement:
+    return Statement("send", PAIRED, (spec,), (), peer=to, tag=tag)
 
 
-def receive(source: int | None, tag: int = 0, spec: str = FOUR) -> Description:
-    return Description("recv", PAIRED, (), (spec,), peer=source, tag=tag)
+def receive(source: int | None, tag: int = 0, spec: str = FOUR) -> Statement:
+    return Statement("recv", PAIRED, (), (spec,), peer=source, tag=tag)
 
 
 def test_a_collective_runs_when_the_last_rank_has_called() -> None:
@@ -173,7 +170,7 @@ def test_a_collective_runs_when_the_last_rank_has_called() -> None:
 
 def test_calls_of_a_rank_that_is_ahead_are_compared_in_their_order() -> None:
     game = Game(2)
-    barrier = Description("barrier")
+    barrier = Statement("barrier")
     ahead = [game.call(0, each) for each in (SUM, barrier, SUM)]
     assert game.may_run(game.call(1, SUM))
     assert game.may_run(ahead[0])
@@ -304,10 +301,10 @@ def test_every_interleaving_of_a_right_program_runs_to_its_end(seed: int) -> Non
     """Each rank's calls in its own order, the ranks in any: all may run, whatever stands open meanwhile."""
     dice = random.Random(seed)
     world_size = dice.randint(2, 5)
-    programs: list[list[Description]] = [[] for _ in range(world_size)]
+    programs: list[list[Statement]] = [[] for _ in range(world_size)]
     for _ in range(dice.randint(1, 30)):
         if dice.random() < 0.5:
-            call = dice.choice([SUM, replace(SUM, inputs=(EIGHT,)), Description("barrier")])
+            call = dice.choice([SUM, replace(SUM, inputs=(EIGHT,)), Statement("barrier")])
             for program in programs:
                 program.append(call)
         else:
@@ -345,22 +342,22 @@ def test_after_a_loss_a_collective_runs_on_all_ranks_or_is_refused_on_those_that
         assert not any(game.waits(tickets[rank][-1]) for rank in left)
 
 
-def _insert(dice: random.Random, program: list[Description], call: Description) -> None:
+def _insert(dice: random.Random, program: list[Statement], call: Statement) -> None:
     program.insert(dice.randint(0, len(program)), call)
 
 
 # Messages.
 
-DESCRIPTIONS = [SUM, GATHER_ROOT, SCATTER, SHARE, EXCHANGE, send(1, 7), receive(None), Description("barrier")]
+STATEMENTS = [SUM, GATHER_ROOT, SCATTER, SHARE, EXCHANGE, send(1, 7), receive(None), Statement("barrier")]
 
 
-@pytest.mark.parametrize("description", DESCRIPTIONS, ids=lambda one: one.text())
-def test_a_description_survives_the_wire(description: Description) -> None:
-    assert decode_description(encode_description(description)) == description
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda one: one.text())
+def test_a_statement_survives_the_wire(statement: Statement) -> None:
+    assert decode(encode(statement)) == statement
 
 
 def test_a_list_of_equal_tensors_is_short_on_the_wire() -> None:
-    assert len(encode_description(replace(SUM, inputs=(FOUR,) * 10_000))) < 100
+    assert len(encode(replace(SUM, inputs=(FOUR,) * 10_000))) < 100
 
 
 @pytest.mark.parametrize(
@@ -383,17 +380,17 @@ def test_a_problem_survives_the_wire(problem: Missing | Disagreement | None) -> 
         b"{",
         b"[]",
         b'["allreduce","same",[],[],null,null,null]',
-        b'[1,"same",[],[],null,null,null,null]',
-        b'["allreduce","same",["float32[4]"],[],null,null,null,null]',
-        b'["allreduce","same",[["float32[4]",1000000000000]],[],null,null,null,null]',
-        b'["allreduce","same",[["float32[4]",-1]],[],null,null,null,null]',
-        b'["allreduce","same",[],[],"0",null,null,null]',
+        b'[1,"same",[],[],null,null,null,null,[],null]',
+        b'["allreduce","same",["float32[4]"],[],null,null,null,null,[],null]',
+        b'["allreduce","same",[["float32[4]",1000000000000]],[],null,null,null,null,[],null]',
+        b'["allreduce","same",[["float32[4]",-1]],[],null,null,null,null,[],null]',
+        b'["allreduce","same",[],[],"0",null,null,null,[],null]',
         b"\xff\xfe",
     ],
 )
-def test_what_is_no_description_is_a_value_error(body: bytes) -> None:
+def test_what_is_no_statement_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match=r".*"):
-        decode_description(body)
+        decode(body)
 
 
 def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:

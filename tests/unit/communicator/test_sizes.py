@@ -9,16 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.group_coordinator.plans import (
-    PARCEL_BYTES_MAX,
+from torchft_like.communicator.sizes import (
+    BUCKET_BYTES_MAX,
     SMALL_BYTES_MAX,
+    buckets,
     checked_dim,
     checked_rank,
     checked_sizes,
     elements_of_row,
     even_sizes,
-    parcels,
-    shape_text,
     with_rows,
 )
 
@@ -63,23 +62,21 @@ def test_shapes_are_seen_along_a_dim() -> None:
     assert elements_of_row((3, 4, 5), 1) == 15
     assert elements_of_row((0,), 0) == 1
     assert with_rows((3, 4, 5), 1, 9) == (3, 9, 5)
-    assert shape_text((3, 4)) == "[3, 4]"
-    assert shape_text((3, 4), 0) == "[*, 4]"
 
 
 def test_large_tensors_travel_alone_and_small_ones_together() -> None:
     large, small = SMALL_BYTES_MAX + 1, 100
     sizes = [small, large, 0, small, small, large]
-    assert parcels(sizes, ["cpu"] * 6) == [(1,), (5,), (0, 3, 4)]
+    assert buckets(sizes, ["cpu"] * 6) == [(1,), (5,), (0, 3, 4)]
 
 
-def test_a_parcel_is_of_one_place() -> None:
-    assert parcels([1, 2, 3, 4], ["cpu", "cuda", "cpu", "cuda"]) == [(0, 2), (1, 3)]
+def test_a_bucket_is_of_one_device() -> None:
+    assert buckets([1, 2, 3, 4], ["cpu", "cuda", "cpu", "cuda"]) == [(0, 2), (1, 3)]
 
 
 @given(st.lists(st.integers(0, 3 * SMALL_BYTES_MAX), max_size=300))
-def test_every_tensor_that_has_bytes_travels_once_in_a_bounded_parcel(sizes: list[int]) -> None:
-    planned = parcels(sizes, ["cpu"] * len(sizes))
-    travelling = sorted(index for parcel in planned for index in parcel)
+def test_every_tensor_that_has_bytes_travels_once_in_a_bounded_bucket(sizes: list[int]) -> None:
+    planned = buckets(sizes, ["cpu"] * len(sizes))
+    travelling = sorted(index for bucket in planned for index in bucket)
     assert travelling == [index for index, size in enumerate(sizes) if size]
-    assert all(sum(sizes[i] for i in parcel) <= PARCEL_BYTES_MAX for parcel in planned if len(parcel) > 1)
+    assert all(sum(sizes[i] for i in bucket) <= BUCKET_BYTES_MAX for bucket in planned if len(bucket) > 1)

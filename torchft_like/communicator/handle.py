@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 
+from torchft_like.communicator.communicator import Epoch
 from torchft_like.errors import StillUnderWayError
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class Handle(Generic[T]):
         settle: makes the result, in the thread of the first that waits: what has to be called in the same
             order on all ranks must be done there.
         is_over: for an operation for which streams wait: whether it is done. Then no thread waits.
+        epoch: of the members; the handle is good for as long as it lasts.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Handle(Generic[T]):
         finish: Callable[[], object],
         settle: Callable[[object], T],
         is_over: Callable[[], bool] | None = None,
+        epoch: Epoch | None = None,
     ) -> None:
         self._text = text
+        self._epoch = epoch
         self._finish = finish
         self._settle = settle
         self._is_over = is_over
@@ -56,7 +60,22 @@ class Handle(Generic[T]):
         Raises:
             StillUnderWayError: it takes longer than `timeout`. It goes on; wait again.
             GroupCoordinatorError: it failed.
+            StaleEpochError: the members have changed since, whether the operation was done before or not.
         """
+        if self._epoch is None:
+            return self._wait(timeout)
+        self._epoch.check(self._text)
+        try:
+            result = self._wait(timeout)
+        except Exception as error:
+            told = self._epoch.explained(self._text, error)
+            if told is error:
+                raise
+            raise told from error
+        self._epoch.check(self._text)
+        return result
+
+    def _wait(self, timeout: float | None) -> T:
         if self._is_over is not None:
             self._run_once()
         try:
@@ -68,10 +87,14 @@ class Handle(Generic[T]):
         return self._settled_once(outcome)
 
     def is_done(self) -> bool:
-        """Whether everything was sent, or has come, or the operation has failed."""
+        """Whether everything was sent, or has come, or the operation has failed or is of the past."""
+        if self._epoch is not None and self._epoch.ended is not None:
+            return True
         return self._outcome.done() or (self._is_over is not None and self._is_over())
 
     def __repr__(self) -> str:
+        if self._epoch is not None and self._epoch.ended is not None:
+            return f"<stale, of epoch {self._epoch.number}>"
         return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
 
     def _settled_once(self, outcome: object) -> T:

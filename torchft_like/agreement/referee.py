@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from torchft_like.process_group.checking.rules import (
+from torchft_like.agreement.rules import (
     PAIRED,
-    Description,
     Disagreement,
     disagreement,
     pair_disagreement,
 )
+from torchft_like.agreement.statements import Statement
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Call:
 
     rank: int
     ticket: int
-    description: Description
+    statement: Statement
     since_s: float
     deadline_s: float
     number: int | None = None
 
     def text(self) -> str:
-        """For people."""
-        return self.description.text(self.number)
+        """The call in a line, for the other ranks' errors."""
+        return self.statement.text(self.number)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Referee:
         """A rank has called."""
         if self._verdict is not None:
             return [Ruling(call.rank, call.ticket, self._verdict)]
-        if call.description.rule == PAIRED:
+        if call.statement.rule == PAIRED:
             return self._pair(call)
         self._called[call.rank] += 1
         waiting = self._collectives[call.rank]
@@ -144,14 +144,14 @@ class Referee:
     def _compare(self) -> list[Ruling]:
         calls = [waiting.popleft() for waiting in self._collectives]
         self._count_present()
-        problem = disagreement([call.description for call in calls], calls[0].number or 0)
+        problem = disagreement([call.statement for call in calls], calls[0].number or 0)
         return [Ruling(call.rank, call.ticket, problem) for call in calls]
 
     def _count_present(self) -> None:
         self._present = sum(map(bool, self._collectives))
 
     def _pair(self, call: Call) -> list[Ruling]:
-        peer, is_send = call.description.peer, call.description.operation == "send"
+        peer, is_send = call.statement.peer, call.statement.operation == "send"
         if peer is not None and (peer == call.rank or not 0 <= peer < self.world_size):
             return [Ruling(call.rank, call.ticket)]  # no such peer: the backend says so
         own, others = (self._sends, self._receives) if is_send else (self._receives, self._sends)
@@ -161,7 +161,7 @@ class Referee:
             return self._give_up_lost() if self._lost else []
         others.remove(match)
         sent, received = (call, match) if is_send else (match, call)
-        problem = pair_disagreement(sent.rank, sent.description, received.rank, received.description)
+        problem = pair_disagreement(sent.rank, sent.statement, received.rank, received.statement)
         return [Ruling(one.rank, one.ticket, problem) for one in (sent, received)]
 
     def _refuse_all(self, late: Call, now_s: float) -> list[Ruling]:
@@ -188,14 +188,14 @@ class Referee:
     def _is_vain(self, call: Call) -> bool:
         if call.number is not None:
             return bool(self._lost)
-        if (peer := call.description.peer) is not None:
+        if (peer := call.statement.peer) is not None:
             return peer in self._lost
         return len(self._lost) == self.world_size - 1
 
     def _missing_for(self, call: Call) -> tuple[int, ...]:
         if call.number is not None:
             return tuple(rank for rank, calls in enumerate(self._collectives) if not calls)
-        if (peer := call.description.peer) is not None:
+        if (peer := call.statement.peer) is not None:
             return (peer,)
         return tuple(rank for rank in range(self.world_size) if rank != call.rank)
 
@@ -209,7 +209,7 @@ class Referee:
 def _belong_together(one: Call, other: Call) -> bool:
     """Whether a send and a receive name each other, and the same tag."""
     return (
-        one.description.tag == other.description.tag
-        and one.description.peer in (None, other.rank)
-        and other.description.peer in (None, one.rank)
+        one.statement.tag == other.statement.tag
+        and one.statement.peer in (None, other.rank)
+        and other.statement.peer in (None, one.rank)
     )

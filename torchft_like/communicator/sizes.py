@@ -1,7 +1,4 @@
-"""Which part of what goes where: sizes, slices and the order of things, as plain numbers.
-
-Pure: it knows shapes and ranks, and neither tensors nor groups.
-"""
+"""Which part of a tensor goes to which rank, and which tensors travel together: plain numbers. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 SMALL_BYTES_MAX = 64 * 1024
-PARCEL_BYTES_MAX = 4 * 1024 * 1024
+BUCKET_BYTES_MAX = 4 * 1024 * 1024
 
 
 def checked_dim(dim: int, dimensions: int) -> int:
@@ -59,7 +56,7 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def elements_of_row(shape: Sequence[int], dim: int) -> int:
-    """How many elements have one and the same place along `dim`."""
+    """How many elements have one and the same device_type along `dim`."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
@@ -68,30 +65,25 @@ def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     return (*shape[:dim], rows, *shape[dim + 1 :])
 
 
-def shape_text(shape: Sequence[int], open_dim: int | None = None) -> str:
-    """`[4, *, 8]`, where the star stands for what each rank may have of its own."""
-    return f"[{', '.join('*' if at == open_dim else str(size) for at, size in enumerate(shape))}]"
-
-
-def parcels(nbytes: Sequence[int], places: Sequence[str]) -> list[tuple[int, ...]]:
-    """Which tensors of a message travel together: each large one alone, small ones of one place joined.
+def buckets(nbytes: Sequence[int], device_types: Sequence[str]) -> list[tuple[int, ...]]:
+    """Which tensors of a message travel together: each large one alone, small ones of one device joined.
 
     Args:
         nbytes: of each tensor; those without any do not travel.
-        places: where each of them is; a parcel is of one place.
+        device_types: where each tensor is; a bucket has tensors of one type of device.
 
     Returns:
-        The indices of each parcel; the same on every rank, for it depends on nothing else.
+        The indices of each bucket; the same on every rank, for it depends on nothing else.
     """
     made: list[tuple[int, ...]] = []
-    open_parcels: dict[str, tuple[list[int], int]] = {}
-    for index, (size, place) in enumerate(zip(nbytes, places, strict=True)):
+    open_buckets: dict[str, tuple[list[int], int]] = {}
+    for index, (size, device_type) in enumerate(zip(nbytes, device_types, strict=True)):
         if size > SMALL_BYTES_MAX:
             made.append((index,))
         elif size > 0:
-            members, filled = open_parcels.get(place, ([], 0))
-            if filled + size > PARCEL_BYTES_MAX:
+            members, filled = open_buckets.get(device_type, ([], 0))
+            if filled + size > BUCKET_BYTES_MAX:
                 made.append(tuple(members))
                 members, filled = [], 0
-            open_parcels[place] = ([*members, index], filled + size)
-    return [*made, *(tuple(members) for members, _ in open_parcels.values())]
+            open_buckets[device_type] = ([*members, index], filled + size)
+    return [*made, *(tuple(members) for members, _ in open_buckets.values())]

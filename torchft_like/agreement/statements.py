@@ -1,0 +1,298 @@
+"""What one rank says about a call before data moves, as a value and as bytes.
+
+A statement has what must fit the other ranks' statements (operation, tensors, root, terms), and may say
+instead why the rank cannot take part: the other ranks hear that, and none of them waits for its data.
+
+Two forms of bytes: `encode` gives all of a statement, in any length. A *record* has a fixed length, so that
+ranks can exchange records without telling each other sizes: in it a statement that is too long is cut, and
+a digest of the whole stands for the rest. Whether it is cut depends on the statement alone, so the records
+of ranks that state the same begin with the same bytes. Behind the statement a record has a number and
+a payload of the rank's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import string
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+# The rules that the tensors of a call follow; `rules` says what they mean.
+SAME = "same"  # every argument is the same on every rank
+GATHERED = "gathered"  # output i, of each rank that has outputs, takes the input of rank i
+SCATTERED = "scattered"  # input i, of each rank that has inputs, goes to the output of rank i
+SHARED_OUT = "shared out"  # the inputs are the same on every rank; input i goes to the output of rank i
+EXCHANGED = "exchanged"  # input d of rank s goes to output s of rank d
+PAIRED = "paired"  # a send and a receive
+
+Terms = tuple[tuple[str, str], ...]
+
+TEXT_SPECS_MAX = 6
+USUAL_REDUCE_OP = "SUM"  # goes without saying
+TENSORS_MAX = 1_000_000
+REMEMBERED_BYTES_MAX = 16 * 1024
+RECORD_BYTES = 2048
+PAYLOAD_BYTES_MAX = 1024
+NUMBER_MAX = 2**62
+_HEAD = struct.Struct("<HHQ?")  # bytes of the statement, bytes of the payload, the number, whether it refuses
+CALL_BYTES_MAX = RECORD_BYTES - PAYLOAD_BYTES_MAX - _HEAD.size
+_VALUE_CHARACTERS_MAX = 80
+_REASON_CHARACTERS_MAX = 240
+_PLAIN = frozenset(string.printable) - frozenset("\t\n\r\x0b\x0c")
+
+
+class RecordError(ValueError):
+    """Bytes are no statement, or no record of one."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One rank's part in one call.
+
+    Attributes:
+        operation: the name of a row in the table of collectives, or of a method.
+        rule: which rule `inputs` and `outputs` follow.
+        inputs, outputs: specifications of tensors, as `specification` makes them; where there is a tensor
+            for each rank, in the order of ranks.
+        root: the rank that a rooted collective begins or ends at.
+        reduce_op: how values are combined.
+        peer, tag: of a send or a receive; a peer of None is any rank.
+        terms: name and value of each further argument that must be the same on every rank.
+        refusal: why the rank cannot take part; None if it does.
+    """
+
+    operation: str
+    rule: str = SAME
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    root: int | None = None
+    reduce_op: str | None = None
+    peer: int | None = None
+    tag: int | None = None
+    terms: Terms = ()
+    refusal: str | None = None
+
+    def refused(self, error: Exception) -> Statement:
+        """The same call, which this rank cannot make because of `error`."""
+        return replace(self, refusal=f"{type(error).__name__}: {error}")
+
+    def text(self, number: int | None = None, tensor: int | None = None) -> str:
+        """The call in a line, `allreduce #7 float32[4, 2]`, where 7 counts the group's collectives.
+
+        Long lists are cut short; `tensor` is one of the inputs that the line names nevertheless.
+        """
+        words = [self.operation, *([f"#{number}"] if number is not None else []), *self._where()]
+        if self.refusal is not None:
+            return f"{' '.join(words)}: {self.refusal}"
+        if self.inputs:
+            words.append(_listed(self.inputs, tensor))
+        if self.outputs:
+            words.append(f"into {_listed(self.outputs)}" if self.inputs else _listed(self.outputs))
+        if self.reduce_op not in (None, USUAL_REDUCE_OP):
+            words.append(f"by {self.reduce_op}")
+        return " ".join([*words, *(f"{name} {value}" for name, value in self.terms)])
+
+    def _where(self) -> Iterator[str]:
+        if self.root is not None:
+            yield f"root {self.root}"
+        if self.rule == PAIRED:
+            other = "any rank" if self.peer is None else f"rank {self.peer}"
+            yield f"{'to' if self.operation == 'send' else 'from'} {other}, tag {self.tag},"
+
+
+def specification(dtype: object, shape: Sequence[int], open_dim: int | None = None) -> str:
+    """`float32[4, *]`, where the star stands for a size that each rank chooses for itself."""
+    sizes = ", ".join("*" if at == open_dim else str(size) for at, size in enumerate(shape))
+    return f"{str(dtype).removeprefix('torch.')}[{sizes}]"
+
+
+# ---------------------------------------------------------------------------- any length
+
+
+def encode(statement: Statement) -> bytes:
+    """All of a statement."""
+    tensors = _as_runs(statement.inputs), _as_runs(statement.outputs)
+    who = statement.root, statement.reduce_op, statement.peer, statement.tag
+    fields = [statement.operation, statement.rule, *tensors, *who, statement.terms, statement.refusal]
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode(body: bytes) -> Statement:
+    """What `encode` made bytes of; equal bytes of usual length give the same object, as most calls repeat.
+
+    Raises:
+        RecordError: the bytes are no statement.
+    """
+    return _remembered(body) if len(body) <= REMEMBERED_BYTES_MAX else _decoded(body)
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(body: bytes) -> Statement:
+    return _decoded(body)
+
+
+def _decoded(body: bytes) -> Statement:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(str(error)) from error
+    if not isinstance(fields, list) or len(fields) != 10:
+        raise RecordError("a statement has ten fields")
+    operation, rule, inputs, outputs, root, reduce_op, peer, tag, terms, refusal = fields
+    for text in (operation, rule):
+        _check(isinstance(text, str))
+    for text in (reduce_op, refusal):
+        _check(text is None or isinstance(text, str))
+    for number in (root, peer, tag):
+        _check(number is None or isinstance(number, int))
+    tensors = _from_runs(inputs), _from_runs(outputs)
+    return Statement(operation, rule, *tensors, root, reduce_op, peer, tag, _as_terms(terms), refusal)
+
+
+def _as_runs(specs: Sequence[str]) -> list[Any]:
+    """Runs of the same specification as [specification, count]: most lists are one run."""
+    return [[spec, sum(1 for _ in run)] for spec, run in itertools.groupby(specs)]
+
+
+def _from_runs(runs: Any) -> tuple[str, ...]:
+    _check(isinstance(runs, list))
+    specs: list[str] = []
+    for run in runs:
+        match run:
+            case [str(spec), int(count)] if 0 < count <= TENSORS_MAX - len(specs):
+                specs += [spec] * count
+            case _:
+                raise RecordError("this is no list of tensors")
+    return tuple(specs)
+
+
+def _as_terms(terms: Any) -> Terms:
+    _check(isinstance(terms, list))
+    for term in terms:
+        _check(isinstance(term, list) and len(term) == 2 and all(isinstance(text, str) for text in term))
+    return tuple((name, value) for name, value in terms)
+
+
+def _check(is_so: bool) -> None:
+    if not is_so:
+        raise RecordError("a field of a statement has another type")
+
+
+# ----------------------------------------------------------------------------- records
+
+
+class Record(NamedTuple):
+    """What `pack` made bytes of.
+
+    Attributes:
+        call: the statement, as bytes; the same bytes on every rank that states the same.
+        number, payload: of the rank's own.
+        refuses: whether the statement is a refusal.
+    """
+
+    call: bytes
+    number: int
+    payload: bytes
+    refuses: bool
+
+
+def pack(call: bytes, number: int = 0, payload: bytes = b"", refuses: bool = False) -> bytes:
+    """A record of `RECORD_BYTES` bytes.
+
+    Args:
+        call: what `encode_briefly` gives.
+        number: not negative, below `NUMBER_MAX`.
+        payload: at most `PAYLOAD_BYTES_MAX` bytes.
+    """
+    if len(call) > CALL_BYTES_MAX or len(payload) > PAYLOAD_BYTES_MAX or not 0 <= number < NUMBER_MAX:
+        raise ValueError(f"too much for a record: {len(call)} and {len(payload)} bytes, number {number}")
+    head = _HEAD.pack(len(call), len(payload), number, refuses)
+    return (head + call + payload).ljust(RECORD_BYTES, b"\0")
+
+
+def unpack(data: bytes) -> Record:
+    """The parts of a record.
+
+    Raises:
+        RecordError: the bytes are no record.
+    """
+    if len(data) != RECORD_BYTES:
+        raise RecordError(f"{len(data)} bytes are no record")
+    return unpack_all(data)[0]
+
+
+def unpack_all(data: bytes) -> list[Record]:
+    """The parts of records that lie one after the other.
+
+    Raises:
+        RecordError: some of the bytes are no record.
+    """
+    records: list[Record] = []
+    for at in range(0, len(data), RECORD_BYTES):
+        call_length, payload_length, number, refuses = _HEAD.unpack_from(data, at)
+        if call_length > CALL_BYTES_MAX or payload_length > PAYLOAD_BYTES_MAX or number >= NUMBER_MAX:
+            raise RecordError("a length goes beyond the end, or a number beyond its limit")
+        start = at + _HEAD.size
+        end = start + call_length
+        fields = data[start:end], number, data[end : end + payload_length], refuses
+        records.append(tuple.__new__(Record, fields))  # its own constructor is made in Python
+    return records
+
+
+def pack_statement(statement: Statement, number: int = 0, payload: bytes = b"") -> bytes:
+    """A record of a statement, cut if it is long."""
+    return pack(encode_briefly(statement), number, payload, statement.refusal is not None)
+
+
+def encode_briefly(statement: Statement) -> bytes:
+    """At most `CALL_BYTES_MAX` bytes that `decode` takes: long values are cut, or all of them are as one."""
+    brief = statement
+    if brief.refusal is not None:  # then nothing has to be the same on other ranks
+        brief = replace(brief, terms=(), inputs=(), refusal=_cut(brief.refusal, _REASON_CHARACTERS_MAX))
+    for shorten in (_as_it_is, _with_short_values, _with_one_term):
+        if len(data := encode(shorten(brief))) <= CALL_BYTES_MAX:
+            return data
+    raise ValueError(f"the name of an operation is too long: {statement.operation:.100}")
+
+
+def _as_it_is(statement: Statement) -> Statement:
+    return statement
+
+
+def _with_short_values(statement: Statement) -> Statement:
+    terms = tuple((name, _fitting(value)) for name, value in statement.terms)
+    return replace(statement, terms=terms)
+
+
+def _with_one_term(statement: Statement) -> Statement:
+    named = (f"{name} {value}" for name, value in statement.terms)
+    whole = ", ".join([*statement.inputs, *statement.outputs, *named])
+    return Statement(statement.operation, terms=(("arguments", _fitting(whole)),))
+
+
+def _fitting(value: str) -> str:
+    if len(value) <= _VALUE_CHARACTERS_MAX and _PLAIN.issuperset(value):
+        return value
+    digest = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{_cut(value, _VALUE_CHARACTERS_MAX)} #{digest}"
+
+
+def _cut(text: str, characters_max: int) -> str:
+    """Plain characters only: in JSON others are longer than they look."""
+    plain = "".join(character if character in _PLAIN else "?" for character in text[: 2 * characters_max])
+    return plain if len(plain) <= characters_max else f"{plain[: characters_max - 3]}..."
+
+
+def _listed(specs: Sequence[str], tensor: int | None = None) -> str:
+    """`float32[2] x3, float32[5]`, and how many more."""
+    runs = [(spec, count) for spec, count in _as_runs(specs)]
+    shown = [spec if count == 1 else f"{spec} x{count}" for spec, count in runs[:TEXT_SPECS_MAX]]
+    if len(runs) > TEXT_SPECS_MAX:
+        asked = "" if tensor is None else f", number {tensor} is {specs[tensor]}"
+        shown.append(f"... ({len(specs)} tensors{asked})")
+    return ", ".join(shown)

@@ -1,0 +1,167 @@
+"""One process group, torch's own or any of ours, registered with torch or not, as bytes move through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceScatterOptions,
+    Work,
+)
+
+from torchft_like.errors import (
+    FaultToleranceError,
+    GroupCoordinatorError,
+    ProcessGroupNotConfiguredError,
+)
+from torchft_like.process_group import ProcessGroup, ProcessGroupWrapper
+from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.configuration import Configuration
+from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.swallowing import SwallowingGroup
+from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+
+# Any object that has torch's collectives as methods.
+Group = Any
+
+
+class Channel:
+    """One process group, in the configuration that it has now.
+
+    Attributes:
+        configuration: the present one, which is set when it is over; None for a group that does not tell.
+        hides_errors: whether the group keeps its errors to itself.
+        issue: begins a collective, and gives what can be waited for.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._own = group if isinstance(group, ProcessGroup) else None
+        self.configuration = None if self._own is None else _configuration_of(self._own)
+        self.hides_errors = self._own is not None and _hides_errors(self._own)
+        # What is waited for at once needs no handle; but with TORCH_DIST_NAN_CHECK numbers are looked at.
+        is_plain = self._own is not None and not self._own._checks_nan
+        self.issue: Callable[..., Any] = group.issue if is_plain else self._call
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the group still has the members that it had, and would say if it had others."""
+        return not self.hides_errors and self.configuration is not None and self.configuration.reason is None
+
+    def check(self) -> None:
+        """Raise if the group cannot be used, or does not say that it cannot.
+
+        Raises:
+            GroupCoordinatorError: the group has failed, or its members are others by now.
+        """
+        if (error := self.hidden_error()) is not None:
+            raise GroupCoordinatorError(f"its process group has failed: {error}") from error
+        if self._own is not None and _configuration_of(self._own) is not self.configuration:
+            raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
+
+    def hidden_error(self) -> Exception | None:
+        """What the group has not raised."""
+        return None if self._own is None else self._own.hidden_error()
+
+    def break_off(self, reason: str) -> None:
+        """Have no peer wait for what this rank will not do any more. Torch's own groups cannot be ended."""
+        if self._own is not None and _configuration_of(self._own) is self.configuration:
+            self._own.abort(reason)
+
+    def store_address(self) -> StoreAddress | None:
+        """Where the members met, if the group is one of ours."""
+        return None if self._own is None else self._own.store_address
+
+    def _call(self, collective: Collective, *args: Any) -> Any:
+        return getattr(self.group, collective.name)(*args)
+
+    def start(self, method: str, *args: Any) -> Started:
+        """Begin one collective."""
+        return Started(getattr(self.group, method)(*args), self)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Started:
+        """From `src` to all, in place."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        return self.start("broadcast", [tensor], options)
+
+    def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
+        """The tensors of all ranks, in the outputs, which `dst` alone has."""
+        options = GatherOptions()
+        options.rootRank = dst
+        return self.start("gather", [outputs] if outputs else [], [tensor], options)
+
+    def reduce_scatter(self, output: Tensor, rows: Tensor, sizes: list[int]) -> Started:
+        """The sum of the ranks' `rows`, of which rank r gets `sizes[r]`."""
+        if min(sizes) == max(sizes):
+            return self.start("_reduce_scatter_base", output, rows, ReduceScatterOptions())
+        if isinstance(self.group, ProcessGroup):
+            return self.start(
+                "reduce_scatter", [output], [list(torch.split(rows, sizes))], ReduceScatterOptions()
+            )
+        # torch's own Gloo takes parts of one size only.
+        whole = rows.clone()
+        started = self.start("allreduce", [whole], AllreduceOptions())
+        own = torch.split(whole, sizes)[self.group.rank()]
+        return started._replace(finish=lambda: output.copy_(own))
+
+
+class Started(NamedTuple):
+    """A collective that is under way, and what is left to do once it is over."""
+
+    work: Work
+    channel: Channel
+    finish: Callable[[], object] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for its end.
+
+        Args:
+            timeout: None takes that of the group.
+
+        Raises:
+            GroupCoordinatorError: the group hid that it failed.
+            RuntimeError: it failed.
+        """
+        self.work.wait() if timeout is None else self.work.wait(timeout)
+        self.channel.check()
+        if self.finish is not None:
+            self.finish()
+
+
+def _configuration_of(group: ProcessGroup) -> Configuration | None:
+    try:
+        return group.configuration
+    except ProcessGroupNotConfiguredError:  # a wrapper around nothing yet
+        return None
+
+
+def _hides_errors(group: ProcessGroup) -> bool:
+    """Whether one of the groups around the innermost one does."""
+    inside: ProcessGroup | None = group
+    while isinstance(inside, ProcessGroupWrapper) and not isinstance(inside, ReconfigurableProcessGroup):
+        if isinstance(inside, SwallowingGroup):
+            return True
+        inside = inside._pg
+    return False
+
+
+def ranks_in_job(group: Group) -> list[int]:
+    """The ranks of the members in the whole job, in the order of their ranks in the group, if known."""
+    known: list[int] = []
+    try:
+        if isinstance(group, ProcessGroup):
+            known = list(group._member_ranks())
+        elif group in dist.distributed_c10d._world.pg_group_ranks:
+            known = dist.get_process_group_ranks(group)
+    except FaultToleranceError:
+        known = []
+    return known if len(known) == group.size() else list(range(group.size()))

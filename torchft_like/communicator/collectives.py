@@ -1,0 +1,280 @@
+"""Tensors between all ranks: reduced, gathered, scattered, broadcast, of one size or of many.
+
+Where all ranks have tensors of one size nothing but the tensors moves, unless the options ask for a check:
+it is up to the caller that the tensors of all ranks fit each other. Where sizes differ (`..v`) the ranks say
+how many rows they have before any of them moves: rows may be none, and a rank whose tensors do not fit the
+others' is an error on all of them. Numbers are added in the order of a backend's choosing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
+
+from torchft_like.agreement.statements import Statement, Terms
+from torchft_like.communicator.channel import Started
+from torchft_like.communicator.communicator import Communicator, call
+from torchft_like.communicator.sizes import (
+    checked_dim,
+    checked_rank,
+    checked_sizes,
+    elements_of_row,
+    even_sizes,
+    with_rows,
+)
+from torchft_like.communicator.tensors import (
+    addable,
+    as_before,
+    as_bytes,
+    checked_along,
+    checked_target,
+    checked_tensor,
+    specifications,
+)
+from torchft_like.dtypes import REDUCIBLE
+from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.writing import writing_to
+
+Sizes = tuple[int, ...]
+_REDUCE_SCATTER = BY_NAME["_reduce_scatter_base"]
+
+
+@call("all_reduce")
+def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
+    """The sum over all ranks, in a new tensor."""
+
+    def check() -> Tensor:
+        return addable(communicator.movable(checked_tensor(input_)))
+
+    total = communicator.agree_if_checking("all_reduce", input_, {}, check).clone()
+    if communicator.world_size > 1 and total.numel():
+        channel = communicator.channels[total.device.type]
+        channel.start("allreduce", [total], AllreduceOptions()).wait()
+    return as_before(total, input_.dtype).to(input_.device)
+
+
+@call("all_gather")
+def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
+    """The tensors of all ranks joined along `dim`."""
+
+    def check() -> int:
+        return checked_dim(dim, checked_tensor(input_).dim())
+
+    at = communicator.agree_if_checking("all_gather", input_, {"dim": dim}, check)
+    if communicator.world_size == 1:
+        return input_.detach().clone(memory_format=torch.contiguous_format)
+    mine = communicator.movable(input_)
+    parts = torch.empty((communicator.world_size, *mine.shape), dtype=mine.dtype, device=mine.device)
+    if mine.numel():
+        communicator.allgather(as_bytes(parts), as_bytes(mine)).wait()
+    return _joined_along(parts, at).to(input_.device)
+
+
+@call("reduce_scatter")
+def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum over all ranks."""
+    ranks = communicator.world_size
+    if not communicator.is_checking and ranks > 1 and _is_plain(input_) and type(dim) is int:
+        channel = communicator.channels.get(input_.device.type)
+        dims = input_.dim()
+        if channel is not None and -dims <= dim < dims and input_.numel() and not input_.shape[dim] % ranks:
+            rows = input_.detach().movedim(dim, 0).contiguous()
+            own = rows.new_empty((rows.shape[0] // ranks, *rows.shape[1:]))
+            channel.issue(_REDUCE_SCATTER, own, rows, ReduceScatterOptions()).wait()
+            if channel.hides_errors:
+                channel.check()
+            return own.movedim(0, dim).contiguous()
+
+    def check() -> int:
+        at = checked_dim(dim, checked_tensor(input_).dim())
+        if input_.shape[at] % ranks:
+            raise ValueError(
+                f"{input_.shape[at]} rows along dim {at} cannot be shared out evenly among {ranks} ranks: "
+                "use reduce_scatterv"
+            )
+        return at
+
+    at = communicator.agree_if_checking("reduce_scatter", input_, {"dim": dim}, check)
+    return _start_reduce_scatter(communicator, input_, at, (input_.shape[at] // ranks,) * ranks)()
+
+
+@call("gather")
+def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Tensor | None:
+    """The tensors of all ranks joined along `dim` on rank `dst`; None elsewhere."""
+
+    def check() -> int:
+        checked_rank(dst, communicator.world_size, "dst")
+        return checked_dim(dim, checked_tensor(input_).dim())
+
+    at = communicator.agree_if_checking("gather", input_, {"dst": dst, "dim": dim}, check)
+    if communicator.world_size == 1:
+        return input_.detach().clone(memory_format=torch.contiguous_format)
+    mine = communicator.movable(input_)
+    count = communicator.world_size if communicator.rank == dst else 0
+    parts = torch.empty((count, *mine.shape), dtype=mine.dtype, device=mine.device)
+    if mine.numel():
+        communicator.gather([as_bytes(part) for part in parts], as_bytes(mine), dst).wait()
+    return _joined_along(parts, at).to(input_.device) if count else None
+
+
+@call("broadcast")
+def broadcast(communicator: Communicator, input_: Tensor, src: int) -> Tensor:
+    """Bring the tensor of rank `src` into that of every other rank; gives the same tensor."""
+
+    def check() -> Tensor:
+        is_source = communicator.rank == checked_rank(src, communicator.world_size, "src")
+        return checked_tensor(input_) if is_source else checked_target(input_)
+
+    communicator.agree_if_checking("broadcast", input_, {"src": src}, check)
+    if communicator.world_size > 1 and input_.numel():
+        moved = communicator.movable(input_)
+        communicator.broadcast(as_bytes(moved), src).wait()
+        if communicator.rank != src and moved.data_ptr() != input_.data_ptr():
+            with writing_to(input_):
+                input_.copy_(moved)
+    return input_
+
+
+def all_gatherv(
+    communicator: Communicator,
+    choose_tensors: Callable[[], Sequence[Tensor]],
+    dim: int,
+    sizes: Sequence[int] | None,
+    operation: str = "all_gatherv",
+    more: Callable[[], Terms] = tuple,
+) -> tuple[list[Tensor], Sizes]:
+    """Each tensor joined with those of the other ranks along `dim`, and the rows of each rank.
+
+    Args:
+        choose_tensors: gives tensors with the same number of rows along `dim`; may refuse.
+        sizes: the rows of each rank; None has the ranks say so.
+        more: gives what else the ranks must agree on; may refuse.
+    """
+
+    def prepare() -> tuple[Statement, int, bytes, tuple[Sequence[Tensor], int]]:
+        tensors = choose_tensors()
+        at = checked_along(tensors, dim)
+        rows = tensors[0].shape[at]
+        known = None if sizes is None else checked_sizes(sizes, communicator.world_size)
+        if known is not None and known[communicator.rank] != rows:
+            raise ValueError(
+                f"this rank's tensor has {rows} rows, and sizes gives it {known[communicator.rank]}"
+            )
+        told = "exchanged" if known is None else str(list(known))
+        named = *communicator.device_terms(tensors), ("dim", str(at)), ("sizes", told), *more()
+        statement = Statement(operation, inputs=specifications(tensors, open_dim=at), terms=named)
+        return statement, rows, b"", (tensors, at)
+
+    with communicator.guard(operation):
+        records, (tensors, at) = communicator.agree(operation, prepare)
+        rows = tuple(record.number for record in records)
+        if communicator.world_size == 1:
+            return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors], rows
+        joining = [start_joining(communicator, tensor, at, rows) for tensor in tensors]
+        return [finish() for finish in joining], rows
+
+
+def reduce_scatterv(
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    dim: int,
+    choose_sizes: Callable[[], Sequence[int] | None],
+    operation: str = "reduce_scatterv",
+    more: Callable[[], Terms] = tuple,
+) -> list[Tensor]:
+    """Of each tensor this rank's rows along `dim` of the sum over all ranks.
+
+    Args:
+        tensors: the same shapes on all ranks.
+        choose_sizes: gives the rows that each rank gets, or None to share them out evenly; may refuse.
+        more: gives what else the ranks must agree on; may refuse.
+    """
+
+    def prepare() -> tuple[Statement, int, bytes, tuple[int, Sizes]]:
+        at = checked_along(tensors, dim)
+        for tensor in tensors:
+            addable(tensor.narrow(at, 0, 0))  # which refuses what cannot be added
+        sizes = _sizes_for(choose_sizes(), tensors[0].shape[at], communicator.world_size)
+        named = *communicator.device_terms(tensors), ("dim", str(at)), ("sizes", str(list(sizes))), *more()
+        return Statement(operation, inputs=specifications(tensors), terms=named), 0, b"", (at, sizes)
+
+    with communicator.guard(operation):
+        _, (at, sizes) = communicator.agree(operation, prepare)
+        begun = [_start_reduce_scatter(communicator, tensor, at, sizes) for tensor in tensors]
+        return [finish() for finish in begun]
+
+
+def start_joining(communicator: Communicator, tensor: Tensor, dim: int, sizes: Sizes) -> Callable[[], Tensor]:
+    """Begin to join the ranks' tensors, which have `sizes` rows along `dim`; gives what waits for the result.
+
+    Each rank broadcasts its rows, which lie in one piece, into their place on the other ranks.
+    """
+    mine = communicator.movable(tensor)
+    row = elements_of_row(mine.shape, dim)
+    whole = torch.empty(sum(sizes) * row, dtype=mine.dtype, device=mine.device)
+    flat_parts = torch.split(whole, [size * row for size in sizes])
+    flat_parts[communicator.rank].copy_(mine.reshape(-1))
+    begun = [
+        communicator.broadcast(as_bytes(part), src) for src, part in enumerate(flat_parts) if part.numel()
+    ]
+
+    def finish() -> Tensor:
+        for started in begun:
+            started.wait()
+        if dim == 0:
+            return whole.view(with_rows(mine.shape, dim, sum(sizes))).to(tensor.device)
+        parts = zip(flat_parts, sizes, strict=True)
+        shaped = [part.view(with_rows(mine.shape, dim, size)) for part, size in parts]
+        return torch.cat(shaped, dim).to(tensor.device)
+
+    return finish
+
+
+def _start_reduce_scatter(
+    communicator: Communicator, tensor: Tensor, dim: int, sizes: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Begin to add up a tensor of which each rank gets `sizes` rows along `dim`; gives what waits for it."""
+    rows = addable(communicator.movable(tensor)).movedim(dim, 0).contiguous()
+    own = rows.new_empty((sizes[communicator.rank], *rows.shape[1:]))
+    started: Started | None = None
+    if communicator.world_size == 1:
+        own.copy_(rows)
+    elif rows.numel():
+        started = communicator.channels[rows.device.type].reduce_scatter(own, rows, list(sizes))
+
+    def finish() -> Tensor:
+        if started is not None:
+            started.wait()
+        return as_before(own, tensor.dtype).movedim(0, dim).contiguous().to(tensor.device)
+
+    return finish
+
+
+def _is_plain(value: object) -> bool:
+    """Whether the value is a tensor that a backend adds up as it is."""
+    return (
+        type(value) is Tensor
+        and value.dtype in REDUCIBLE
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_neg()
+    )
+
+
+def _sizes_for(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes:
+    if sizes is None:
+        return even_sizes(rows, world_size)
+    found = checked_sizes(sizes, world_size)
+    if sum(found) != rows:
+        raise ValueError(f"the tensor has {rows} rows, and sizes {list(found)[:16]} make {sum(found)}")
+    return found
+
+
+def _joined_along(parts: Tensor, dim: int) -> Tensor:
+    """`[rank, *shape]` as one tensor, with the ranks' parts side by side along `dim` of `shape`."""
+    shape = parts.shape[1:]
+    together = with_rows(shape, dim, parts.shape[0] * shape[dim])
+    return parts.movedim(0, dim).reshape(together).contiguous()  # of one row each it is a view with gaps

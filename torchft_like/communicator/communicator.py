@@ -1,0 +1,488 @@
+"""The process groups of the same members: which one moves what, and what becomes of their errors.
+
+A communicator has a group for memory of the CPU and one for that of its device, which on a CPU are the
+same. What its calls mean is not known here.
+
+INVARIANTS
+* Every wait ends: in the group's timeout, its abort, or the death of a peer.
+* A rank that leaves a call half-way, for whatever reason, takes its groups down, and its ends of queues, so
+  that no peer waits for the other half. What is refused before data moves takes nothing down.
+* A group that hides its errors (ErrorSwallowing, Managed) does not hide them here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, GatherOptions
+
+from torchft_like.agreement.rules import disagreement
+from torchft_like.agreement.statements import (
+    RECORD_BYTES,
+    Record,
+    RecordError,
+    Statement,
+    Terms,
+    decode,
+    pack_statement,
+    unpack_all,
+)
+from torchft_like.communicator.channel import Channel, Group, Started
+from torchft_like.communicator.options import CoordinatorOptions
+from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
+from torchft_like.errors import (
+    CollectiveMismatchError,
+    CollectiveRefusedError,
+    GroupCoordinatorError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+)
+from torchft_like.process_group.checking.backend import is_wanted
+from torchft_like.process_group.collectives import BY_NAME
+
+T = TypeVar("T")
+P = ParamSpec("P")
+# Of the messages of a communicator; a caller who uses the group beside it takes smaller ones.
+FIRST_TAG = 1 << 20
+TAGS = 1 << 30
+_GATHER, _BROADCAST = BY_NAME["gather"], BY_NAME["broadcast"]
+_EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # together as many as TAGS
+
+
+class Ending(Protocol):
+    """Something that ends with the groups."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+
+    def shutdown(self, timeout: float) -> None:
+        """End it; from any thread, and any number of times."""
+
+
+class Epoch(Protocol):
+    """For how long the members are the present ones, where they change while they are used.
+
+    Attributes:
+        number: of the epoch.
+        mark: tells its messages from those of other epochs; the same on all members.
+        ended: why it is over; None while it is not.
+    """
+
+    number: int
+    mark: int
+    ended: str | None
+
+    def check(self, what: str) -> None:
+        """Raise StaleEpochError if `what`, of these members, is of the past."""
+
+    def explained(self, what: str, error: BaseException) -> BaseException:
+        """The error to raise for `what`, which failed with `error`."""
+
+
+class ToldToAllError(Exception):
+    """Around an error that kept this rank from a call: the other ranks know, and none has begun the call."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+# Found before data moves, or after all of it has: no peer waits for the other half of the call.
+HARMLESS = (
+    CollectiveRefusedError,
+    NotImplementedError,
+    QueueDescriptorsError,
+    QueueMemoryError,
+    ToldToAllError,
+    ValueError,
+    TypeError,
+)
+
+
+class Place(NamedTuple):
+    """The caller among the members of a group."""
+
+    rank: int
+    size: int
+
+
+class Communicator:
+    """The groups of one set of members, for as long as the members are the same.
+
+    Args:
+        name: of the communicator, for messages.
+        place: the caller's rank among the members of all groups, and how many there are.
+        device: where the caller's tensors are.
+        channels: the group for tensors on each type of device; others go through memory of the CPU, or
+            of `device` where there is no group for the CPU.
+        options: the same on every rank.
+        epoch: of the members; None if they never change.
+        control: the group for what the ranks say to each other, if it is none of `channels`.
+
+    Attributes:
+        asks_first_rank: whether records are gathered by way of rank 0, which is faster than at once.
+        endings: which are set once a group is aborted or has other members.
+        is_watched: whether there is more to ask before a call than `endings`.
+    """
+
+    asks_first_rank = True
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        device: torch.device,
+        channels: Mapping[str, Channel],
+        options: CoordinatorOptions,
+        epoch: Epoch | None = None,
+        control: Channel | None = None,
+    ) -> None:
+        self.name = name
+        self.rank, self.world_size = place
+        self.device = device
+        self.options = options
+        self.epoch = epoch
+        self.is_checking = is_wanted(options.check_collectives)
+        self.channels = channels
+        self.control_device = torch.device("cpu") if "cpu" in channels or control is not None else device
+        self.control = channels[self.control_device.type] if control is None else control
+        self._each = tuple({id(each): each for each in (self.control, *channels.values())}.values())
+        self.endings = [each.configuration for each in self._each if each.configuration is not None]
+        self.is_watched = epoch is not None or any(each.hides_errors for each in self._each)
+        self._counting = threading.Lock()
+        self._messages: Counter[tuple[str, int]] = Counter()
+        self._ending: list[Ending] = []
+
+    @classmethod
+    def over(
+        cls,
+        name: str,
+        device: torch.device,
+        groups: tuple[Group, Group | None],
+        options: CoordinatorOptions,
+        epoch: Epoch | None = None,
+    ) -> Communicator:
+        """Over a group for memory of the CPU and what the ranks say to each other, and one for `device`."""
+        cpu_group, device_group = groups
+        control = Channel(cpu_group)
+        channels = {"cpu": control}
+        if device_group is not None and device_group is not cpu_group:
+            channels[device.type] = Channel(device_group)
+        return cls(name, Place(cpu_group.rank(), cpu_group.size()), device, channels, options, epoch, control)
+
+    def among(self, cpu_group: Group, device_group: Group | None) -> Communicator:
+        """The same members over other groups.
+
+        Raises:
+            ValueError: they have another size, or the caller another rank.
+        """
+        for group in filter(None, (cpu_group, device_group)):
+            if (found := (group.rank(), group.size())) != (self.rank, self.world_size):
+                raise ValueError(
+                    f"the caller is rank {found[0]} of {found[1]} in the given group, and rank {self.rank} "
+                    f"of {self.world_size} in {self}"
+                )
+        return Communicator.over(self.name, self.device, (cpu_group, device_group), self.options, self.epoch)
+
+    @property
+    def waits_on_streams(self) -> bool:
+        """Whether a wait for tensors of `device` is a stream's, and not the thread's."""
+        return self.device.type != "cpu" and self.device.type in self.channels
+
+    # ------------------------------------------------------------------------- errors
+
+    def begin(self, operation: str) -> None:
+        """Raise if no call can be made now.
+
+        Raises:
+            GroupCoordinatorError: a group has failed, or has other members.
+            StaleEpochError: the members have changed.
+        """
+        if self.epoch is not None:
+            self.epoch.check(f"{operation} over {self}")
+        try:
+            for channel in self._each:
+                channel.check()
+        except GroupCoordinatorError as error:
+            raise_as(self.explained(operation, error), error)
+
+    def end(self, operation: str) -> None:
+        """After a call: its result counts only if the members are still the same."""
+        if self.epoch is not None:
+            self.epoch.check(f"{operation} over {self}")
+
+    def explained(self, operation: str, error: BaseException) -> BaseException:
+        """The error to raise for a call that failed with `error`.
+
+        It takes the groups down, unless no peer can be waiting for this rank.
+        """
+        what = f"{operation} over {self}"
+        told: BaseException = error
+        if isinstance(error, ToldToAllError):
+            told = GroupCoordinatorError(f"{what} failed: {error}")
+            told.__cause__ = error.error
+        elif not isinstance(error, HARMLESS):
+            self.break_off(f"{what} failed: {error!r}")
+            if isinstance(error, Exception):
+                told = GroupCoordinatorError(f"{what} failed: {error}")
+                told.__cause__ = error.__cause__ if isinstance(error, GroupCoordinatorError) else error
+        return told if self.epoch is None else self.epoch.explained(what, told)
+
+    @contextlib.contextmanager
+    def guard(self, operation: str) -> Iterator[None]:
+        """Around one call: `begin`, `end`, and `explained`.
+
+        Raises:
+            GroupCoordinatorError: the members could not communicate; the cause says why.
+        """
+        self.begin(operation)
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the peers must not wait
+            raise_as(self.explained(operation, error), error)
+        self.end(operation)
+
+    def break_off(self, reason: str) -> None:
+        """End what is under way, here and at the peers."""
+        for channel in self._each:
+            channel.break_off(reason)
+        for end in self._ending:
+            end.shutdown(timeout=0)
+
+    def when_broken_off(self, end: Ending) -> None:
+        """Have something ended when the groups are taken down."""
+        self._ending = [*(known for known in self._ending if not known.is_closed), end]
+
+    # ---------------------------------------------------------------------- agreement
+
+    def agree(
+        self, operation: str, prepare: Callable[[], tuple[Statement, int, bytes, T]]
+    ) -> tuple[list[Record], T]:
+        """Hear what all ranks say about a call before data moves; all of them get the same verdict.
+
+        Args:
+            prepare: gives this rank's statement, its number and payload, and what it makes of its arguments;
+                may refuse them.
+
+        Returns:
+            The records in the order of ranks, and the last value of `prepare`.
+
+        Raises:
+            CollectiveMismatchError: they do not belong together.
+            Exception: what `prepare` raised; the others get a CollectiveMismatchError.
+        """
+        try:
+            statement, number, payload, prepared = prepare()
+            record = pack_statement(statement, number, payload)
+        except Exception as error:  # noqa: BLE001 - the others hear of it, whatever it is
+            self.refuse(operation, error)
+        return self.exchange(record), prepared
+
+    def agree_if_checking(
+        self, operation: str, tensor: Tensor, more: Mapping[str, int], check: Callable[[], T]
+    ) -> T:
+        """As `agree` where the options ask for it; else the caller's own arguments only are looked at.
+
+        Args:
+            tensor: the ranks must agree on its dtype, shape, and the type of its device,
+            more: and on these,
+            check: which this gives, or refuses.
+        """
+        if not self.is_checking:
+            return check()
+
+        def state() -> tuple[Statement, int, bytes, T]:
+            found = check()
+            numbers = tuple((name, str(number)) for name, number in more.items())
+            terms = *self.device_terms([tensor]), *numbers
+            return Statement(operation, inputs=specifications([tensor]), terms=terms), 0, b"", found
+
+        return self.agree(operation, state)[1]
+
+    def refuse(self, operation: str, error: Exception) -> NoReturn:
+        """Tell the others that this rank cannot take part, and raise why.
+
+        Raises:
+            Exception: `error`; in a ToldToAllError if it is not about the caller's arguments.
+        """
+        if self.world_size > 1:
+            self._gather(pack_statement(Statement(operation).refused(error)))
+        if isinstance(error, HARMLESS):
+            raise error
+        raise ToldToAllError(error) from error
+
+    def exchange(self, record: bytes) -> list[Record]:
+        """The records of all ranks, in the order of ranks, if they belong together.
+
+        Raises:
+            CollectiveMismatchError: they do not; the same on every rank.
+            GroupCoordinatorError: what came is no record.
+        """
+        try:
+            records = unpack_all(record) if self.world_size == 1 else self._gather(record)
+            call = records[0].call
+            for other in records:
+                if other.refuses or other.call != call:
+                    check({rank: decode(each.call) for rank, each in enumerate(records)})
+        except RecordError as error:
+            raise GroupCoordinatorError(
+                f"a rank said something that is no statement ({error}): do all run the same version, and are "
+                "there calls on this group beside the coordinator's?"
+            ) from error
+        return records
+
+    def _gather(self, record: bytes) -> list[Record]:
+        """The records of all ranks.
+
+        By way of rank 0, as an all-gather goes round all ranks and wakes one after the other; but in an
+        all-gather more ranks hear of one that dies.
+        """
+        channel, ranks = self.control, self.world_size
+        everyone = torch.empty((ranks, RECORD_BYTES), dtype=torch.uint8, device=self.control_device)
+        if not self.asks_first_rank:
+            channel.start("_allgather_base", everyone.view(-1), self.control_bytes(record)).wait()
+            return unpack_all(everyone.cpu().numpy().tobytes())
+        gathering, spreading = GatherOptions(), BroadcastOptions()
+        gathering.rootRank = spreading.rootRank = spreading.rootTensor = 0
+        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self.control_device)
+        outputs = [list(everyone.unbind(0))] if self.rank == 0 else []
+        channel.issue(_GATHER, outputs, [own], gathering).wait()
+        if channel.hides_errors:
+            channel.check()
+        if self.rank == 0:  # which needs the others no more to find that one of them said something else
+            records = unpack_all(everyone.cpu().numpy().tobytes())
+        channel.issue(_BROADCAST, [everyone], spreading).wait()
+        if channel.hides_errors:
+            channel.check()
+        return records if self.rank == 0 else unpack_all(everyone.cpu().numpy().tobytes())
+
+    def device_terms(self, tensors: Sequence[Tensor]) -> Terms:
+        """What the ranks must agree on about where they move tensors."""
+        return device_terms(tensors, self.channels)
+
+    # -------------------------------------------------------------------------- bytes
+
+    def tag(self, direction: str, peer: int) -> int:
+        """Of the next message to or from a peer: a receiver that waits for one cannot get another.
+
+        Where members change, tags tell the messages of an epoch from those of the last thousand.
+        """
+        with self._counting:
+            number = self._messages[direction, peer]
+            self._messages[direction, peer] += 1
+        if self.epoch is None:
+            return FIRST_TAG + number % TAGS
+        return FIRST_TAG + self.epoch.mark % _EPOCH_MARKS * _EPOCH_TAGS + number % _EPOCH_TAGS
+
+    # The operations below move tensors that are contiguous and `movable`.
+
+    def movable(self, tensor: Tensor) -> Tensor:
+        """The tensor without gaps, where a group takes it: itself, if it is so already."""
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return (plain if plain.device.type in self.channels else plain.to(self.control_device)).contiguous()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
+        """Memory in which a peer's tensor can arrive, for tensors that shall be on a type of device."""
+        device = self.device if device_type == self.device.type else torch.device(device_type)
+        return torch.empty(
+            shape, dtype=dtype, device=device if device_type in self.channels else self.control_device
+        )
+
+    def delivered(self, tensor: Tensor, device_type: str) -> Tensor:
+        """What has arrived for tensors on a type of device, where they shall be."""
+        if device_type == self.device.type:
+            return tensor.to(self.device)
+        return tensor.cpu() if device_type == "cpu" else tensor
+
+    def control_bytes(self, data: bytes) -> Tensor:
+        """Bytes for the group through which the ranks talk about their calls."""
+        return from_bytes(data, self.control_device)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Started:
+        """From `src` to all, in place."""
+        return self.channels[tensor.device.type].broadcast(tensor, src)
+
+    def allgather(self, output: Tensor, tensor: Tensor) -> Started:
+        """The tensors of all ranks, one after the other, in a flat output."""
+        return self.channels[tensor.device.type].start("_allgather_base", output, tensor)
+
+    def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
+        """The tensors of all ranks, in the outputs, which `dst` alone has."""
+        return self.channels[tensor.device.type].gather(outputs, tensor, dst)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
+        """To one rank."""
+        return self.channels[tensor.device.type].start("send", [tensor], dst, tag)
+
+    def recv(self, tensor: Tensor, src: int, tag: int) -> Started:
+        """From one rank, in place."""
+        return self.channels[tensor.device.type].start("recv", [tensor], src, tag)
+
+    def barrier(self, timeout: timedelta | None) -> Started:
+        """Over once all ranks have begun it."""
+        options = BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        return self.control.start("barrier", options)
+
+    def __str__(self) -> str:
+        return f"group {self.name} (rank {self.rank} of {self.world_size})"
+
+
+Call = Callable[Concatenate[Communicator, P], T]
+
+
+def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
+    """Decorator: a function over a communicator as one call, with the errors of `guard`."""
+
+    def decorate(function: Call[P, T]) -> Call[P, T]:
+        @functools.wraps(function)
+        def carry_out(communicator: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if communicator.is_watched:
+                communicator.begin(operation)
+            for ending in communicator.endings:
+                if ending.reason is not None:
+                    communicator.begin(operation)
+            try:
+                result = function(communicator, *args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - see `guard`
+                raise_as(communicator.explained(operation, error), error)
+            if communicator.epoch is not None:
+                communicator.end(operation)
+            return result
+
+        return carry_out
+
+    return decorate
+
+
+def check(statements: Mapping[int, Statement]) -> None:
+    """Whether the calls of some ranks belong together.
+
+    Raises:
+        CollectiveMismatchError: they do not.
+    """
+    problem = disagreement(list(statements.values()))
+    if problem is not None:
+        calls = dict(zip(statements, problem.calls.values(), strict=True))
+        raise CollectiveMismatchError(problem.aspect, calls)
+
+
+def raise_as(told: BaseException, error: BaseException) -> NoReturn:
+    """Raise `told` for `error`, of which it may be the same.
+
+    Raises:
+        BaseException: `told`.
+    """
+    if told is error:
+        raise error
+    raise told from told.__cause__

@@ -1,0 +1,146 @@
+"""Groups of some of the members: the members of each meet in a store that the first of them serves.
+
+All members of the whole take part, and state over the group that they have how they are told to split up;
+the first member of each part says where its members meet. So different arguments are an error on every
+member; no store of the whole has to be alive, and no names in it can clash, as every part has a store of
+its own.
+
+A part ends with the configuration of the whole in which it was made. A member that has died is noticed by
+those that talk to it; the members of a part to which it did not belong would wait for partners that have
+long gone on to meet anew.
+
+INVARIANT: a store is served until every member of its part has met the others, and no longer. That they
+have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lighthouse.address import Address, own_host
+from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
+from torchft_like.communicator.channel import ranks_in_job
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.devices import beside_captures
+from torchft_like.errors import BindError, ProcessGroupError
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft_like.process_group.configuration import Configuration
+from torchft_like.process_group.served_store import serve_store
+from torchft_like.process_group.store import DEFAULT_TIMEOUT
+
+_NOT_SERVED = "!"
+
+
+class Part(NamedTuple):
+    """A configured group of some members of `whole`, and the configuration of that with which it ends."""
+
+    group: ProcessGroup
+    whole: dist.ProcessGroup
+    ending: Configuration
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the whole has not been configured anew since, aborted or not."""
+        return not isinstance(self.whole, ProcessGroup) or self.whole.configuration is self.ending
+
+
+def split(communicator: Communicator, operation: str, partition: Sequence[tuple[int, ...]]) -> Part | None:
+    """Make the groups of several parts, each of some of the members; None where the caller is in no part.
+
+    Every member calls it, with the same partition.
+
+    Raises:
+        CollectiveMismatchError: the members were told different partitions; the same on all of them.
+        ProcessGroupError: the members of the caller's part could not meet.
+    """
+    group, rank = communicator.control.group, communicator.rank
+    # Before anything is said: what ends from now on ends the part, too. A group of torch's own never does.
+    ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
+    own = next((ranks for ranks in partition if rank in ranks), ())
+    timeout = timeout_of(group, communicator.device)
+    store, text = _serve(group, timeout) if len(own) > 1 and own[0] == rank else (None, "")
+    with ExitStack() as until_met:
+        until_met.callback(_let_go, store)
+        del store  # whoever keeps an error keeps this frame: let that not keep the server
+        statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
+        payload = text.encode()[:PAYLOAD_BYTES_MAX]
+        records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
+        if not own:
+            return None
+        made = make_like(group, communicator.device)
+        try:
+            address = records[own[0]].payload.decode(errors="replace")
+            _meet(Part(made, group, ending), own, address, communicator)
+        except BaseException:
+            made.abort("its members could not meet")  # not shutdown, which waits for what goes on in it
+            raise
+        return Part(made, group, ending)
+
+
+def _serve(group: dist.ProcessGroup, timeout: timedelta) -> tuple[TCPStore | None, str]:
+    try:
+        store, address = serve_store(own_host(_store_of(group)), timeout)
+    except (BindError, RuntimeError) as error:
+        return None, f"{_NOT_SERVED}{error}"
+    return store, str(address)
+
+
+def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:
+    if address.startswith(_NOT_SERVED):
+        why = address.removeprefix(_NOT_SERVED)
+        raise ProcessGroupError(f"rank {own[0]} could not serve a store for the ranks {list(own)}: {why}")
+    ranks = ranks_in_job(part.whole)
+    known = address or str(Address("127.0.0.1", 1))  # a group of one asks no store
+    place = own.index(communicator.rank)
+    global_ranks = [ranks[rank] for rank in own]
+    with beside_captures(communicator.device):
+        part.group.configure(
+            f"{known}/gang", place, len(own), global_ranks=global_ranks, ends_with=part.ending
+        )
+        part.group.barrier().wait()
+    part.ending.check()
+
+
+def _let_go(store: object) -> None:
+    """The server ends with the last reference to it, which this call's argument is."""
+
+
+def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A group that is not configured yet, of the class, timeout and options of `group`.
+
+    It is always a group of ours, over torch's own groups too, with their timeout: torch sorts the ranks of a
+    new group, wants every process of the job to take part in making one, and cannot end one whose member
+    has died.
+    """
+    if isinstance(group, ProcessGroup) and (alike := group.make_alike()) is not None:
+        return alike
+    timeout = timeout_of(group, device)
+    return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The limit of each operation of a group."""
+    if isinstance(group, ProcessGroup):
+        return group.timeout
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+
+
+def _store_of(group: dist.ProcessGroup) -> Address | None:
+    """Where the members of a group have met, if that is known."""
+    if isinstance(group, ProcessGroup) and (met_at := group.store_address) is not None:
+        return met_at.server
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return Address(store.host, store.port) if isinstance(store, TCPStore) else None
