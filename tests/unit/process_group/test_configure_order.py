@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group.configuration import AbortSignal
 
 
 class _Told(ProcessGroupDummy):
@@ -54,3 +55,33 @@ def test_an_argument_that_comes_twice_or_is_one_too_many_is_refused() -> None:
         group.configure("host:1/x", "me", 1, 2, replica_id="you")
     with pytest.raises(TypeError):
         group.configure("host:1/x", "me", 1, 2, 3, 4, 5, [6], 7)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_subclass_that_knows_no_signal_is_aborted_when_it_is_set(when: str) -> None:
+    class Waiting(_OfTorchft):
+        aborts: tuple[str, ...] = ()
+
+        def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> None:  # type: ignore[override]
+            if when == "during":
+                signal.set("the caller has enough")
+
+        def abort(self, reason: str = "") -> None:
+            self.aborts += (reason,)
+
+    group: Any = Waiting(0, 1)
+    signal = AbortSignal()
+    if when == "before":
+        signal.set("the caller has enough")
+    group.configure("host:1/x", "me", 1, 2, ends_with=signal)
+    assert group.aborts == ("the caller has enough",)
+
+
+def test_a_subclass_that_says_nothing_of_configurations_begins_one_with_each_configure() -> None:
+    group: Any = _OfTorchft(0, 1)
+    seen = [group.configuration]
+    for _ in range(2):
+        group.configure("host:1/x", "me", 1, 2)
+        seen.append(group.configuration)
+    assert [each.number for each in seen] == [0, 1, 2]
+    assert [each.reason is None for each in seen] == [False, False, True]

@@ -13,12 +13,13 @@ import torch
 from torch.distributed import Work
 
 from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.work import FOREVER, Explain, OperationWork
+from torchft_like.process_group.work import FOREVER, Explain, FinishedOperation, OperationWork
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -207,6 +208,35 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
     done.wait()
     assert swallowed.is_over()
     assert [tensor.tolist() for tensor in outputs[0]] == [[1.0, 1.0]]
+
+
+def test_what_one_operation_has_left_to_do_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A division, here; two jobs' Managers in one process have nothing to do with each other."""
+    begun_to_divide, may_end = threading.Event(), threading.Event()
+
+    def divide(_: object, divisor: int) -> None:
+        if divisor == 2:
+            begun_to_divide.set()
+            assert may_end.wait(LIMIT_S)
+
+    monkeypatch.setattr(managed_work, "divide", divide)
+
+    def fail(error: Exception) -> None:
+        pytest.fail(str(error))
+
+    slow, other = (managed_work.Reduction([torch.ones(1)], divisor, fail) for divisor in (2, 3))
+    for reduction in (slow, other):
+        reduction.follow(FinishedOperation([]))
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(slow.wait)
+        assert begun_to_divide.wait(LIMIT_S)
+        again = pool.submit(slow.wait)
+        pool.submit(other.wait).result(LIMIT_S / 3)
+        assert not first.done()
+        assert not again.done(), "who waits for the slow one waits until it is divided"
+        may_end.set()
+        first.result(LIMIT_S)
+        again.result(LIMIT_S)
 
 
 class TestStillness:
