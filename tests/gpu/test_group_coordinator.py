@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ReduceScatterOptions
 
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import CollectiveMismatchError
@@ -128,9 +129,12 @@ def test_nccl_moves_what_the_communicator_gives_it(alone: GroupCoordinator) -> N
     target.zero_()
     communicator.gather([target], data, 0).wait()
     assert torch.equal(target, data)
-    own, rows = ones(2), ones(2)
-    communicator.channels["cuda"].reduce_scatter(own, 3 * rows, [2]).wait()
-    assert torch.equal(own, 3 * rows)
+    channel, own, rows = communicator.channels["cuda"], ones(2), 3 * ones(2)
+    channel.start("_reduce_scatter_base", own, rows, ReduceScatterOptions()).wait()
+    assert torch.equal(own, rows)
+    target.zero_()
+    channel.start("alltoall_base", target, data, [8], [8]).wait()
+    assert torch.equal(target, data)
 
 
 def test_a_graph_is_captured_on_a_stream_of_its_own(alone: GroupCoordinator) -> None:

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllreduceOptions,
     BroadcastOptions,
     GatherOptions,
-    ReduceScatterOptions,
     Work,
 )
 
@@ -99,27 +96,12 @@ class Channel:
         options.rootRank = dst
         return self.start("gather", [outputs] if outputs else [], [tensor], options)
 
-    def reduce_scatter(self, output: Tensor, rows: Tensor, sizes: list[int]) -> Started:
-        """The sum of the ranks' `rows`, of which rank r gets `sizes[r]`."""
-        if min(sizes) == max(sizes):
-            return self.start("_reduce_scatter_base", output, rows, ReduceScatterOptions())
-        if isinstance(self.group, ProcessGroup):
-            return self.start(
-                "reduce_scatter", [output], [list(torch.split(rows, sizes))], ReduceScatterOptions()
-            )
-        # torch's own Gloo takes parts of one size only.
-        whole = rows.clone()
-        started = self.start("allreduce", [whole], AllreduceOptions())
-        own = torch.split(whole, sizes)[self.group.rank()]
-        return started._replace(finish=lambda: output.copy_(own))
-
 
 class Started(NamedTuple):
-    """A collective that is under way, and what is left to do once it is over."""
+    """A collective that is under way."""
 
     work: Work
     channel: Channel
-    finish: Callable[[], object] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for its end.
@@ -133,8 +115,6 @@ class Started(NamedTuple):
         """
         self.work.wait() if timeout is None else self.work.wait(timeout)
         self.channel.check()
-        if self.finish is not None:
-            self.finish()
 
 
 def _configuration_of(group: ProcessGroup) -> Configuration | None:

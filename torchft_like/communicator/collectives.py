@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
 from torchft_like.agreement.statements import Statement, Terms
-from torchft_like.communicator.channel import Started
 from torchft_like.communicator.communicator import Communicator, call
 from torchft_like.communicator.sizes import (
     checked_dim,
@@ -23,6 +22,7 @@ from torchft_like.communicator.sizes import (
     checked_sizes,
     elements_of_row,
     even_sizes,
+    overlaps,
     with_rows,
 )
 from torchft_like.communicator.tensors import (
@@ -239,16 +239,43 @@ def _start_reduce_scatter(
     """Begin to add up a tensor of which each rank gets `sizes` rows along `dim`; gives what waits for it."""
     rows = addable(communicator.movable(tensor)).movedim(dim, 0).contiguous()
     own = rows.new_empty((sizes[communicator.rank], *rows.shape[1:]))
-    started: Started | None = None
+    wait: Callable[[], object] | None = None
     if communicator.world_size == 1:
         own.copy_(rows)
     elif rows.numel():
-        started = communicator.channels[rows.device.type].reduce_scatter(own, rows, list(sizes))
+        wait = _start_adding(communicator, own, rows, sizes)
 
     def finish() -> Tensor:
-        if started is not None:
-            started.wait()
+        if wait is not None:
+            wait()
         return as_before(own, tensor.dtype).movedim(0, dim).contiguous().to(tensor.device)
+
+    return finish
+
+
+def _start_adding(
+    communicator: Communicator, own: Tensor, rows: Tensor, sizes: Sequence[int]
+) -> Callable[[], object]:
+    """Begin to bring this rank's rows of the sum into `own`; gives what waits for them.
+
+    Backends add up parts of one size. Where sizes differ each rank adds up an even chunk, whatever it wants,
+    and hands over what belongs to others: so no rank receives, or adds up, much more than the others do.
+    """
+    channel, ranks, width = communicator.channels[rows.device.type], communicator.world_size, rows[0].numel()
+    if min(sizes) == max(sizes):
+        return channel.start("_reduce_scatter_base", own, rows, ReduceScatterOptions()).wait
+    flat, chunk = rows.view(-1), -(-rows.numel() // ranks)
+    if missing := ranks * chunk - flat.numel():
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    added = flat.new_empty(chunk)
+    adding = channel.start("_reduce_scatter_base", added, flat, ReduceScatterOptions())
+    gives, gets = overlaps([size * width for size in sizes], chunk, communicator.rank)
+
+    def finish() -> None:
+        adding.wait()
+        leaving, arriving = as_bytes(added[: sum(gives)]), as_bytes(own)
+        out_bytes, in_bytes = ([count * added.itemsize for count in counts] for counts in (gets, gives))
+        channel.start("alltoall_base", arriving, leaving, out_bytes, in_bytes).wait()
 
     return finish
 

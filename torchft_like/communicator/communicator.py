@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,13 +108,6 @@ HARMLESS = (
 )
 
 
-class Place(NamedTuple):
-    """The caller among the members of a group."""
-
-    rank: int
-    size: int
-
-
 class Communicator:
     """The groups of one set of members, for as long as the members are the same.
 
@@ -139,7 +132,7 @@ class Communicator:
     def __init__(
         self,
         name: str,
-        place: Place,
+        place: tuple[int, int],
         device: torch.device,
         channels: Mapping[str, Channel],
         options: CoordinatorOptions,
@@ -177,7 +170,7 @@ class Communicator:
         channels = {"cpu": control}
         if device_group is not None and device_group is not cpu_group:
             channels[device.type] = Channel(device_group)
-        return cls(name, Place(cpu_group.rank(), cpu_group.size()), device, channels, options, epoch, control)
+        return cls(name, (cpu_group.rank(), cpu_group.size()), device, channels, options, epoch, control)
 
     def among(self, cpu_group: Group, device_group: Group | None) -> Communicator:
         """The same members over other groups.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -53,6 +54,25 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
     """As even as it goes: the first parts have one row more than the last."""
     less, more = divmod(rows, parts)
     return tuple(less + 1 if part < more else less for part in range(parts))
+
+
+def overlaps(parts: Sequence[int], chunk: int, rank: int) -> tuple[list[int], list[int]]:
+    """What `rank` gives and gets where chunks of one size, one on each rank, become parts of the ranks' own.
+
+    Args:
+        parts: the elements of each rank's part, one part after the other.
+        chunk: the elements of each chunk, one chunk after the other; the last ones may go beyond the parts.
+
+    Returns:
+        How many elements of the rank's chunk belong to each part, and of its part to each chunk.
+    """
+    ends = list(itertools.accumulate(parts, initial=0))
+
+    def common(part: int, place: int) -> int:
+        return max(0, min(ends[part + 1], (place + 1) * chunk) - max(ends[part], place * chunk))
+
+    ranks = range(len(parts))
+    return [common(part, rank) for part in ranks], [common(rank, place) for place in ranks]
 
 
 def elements_of_row(shape: Sequence[int], dim: int) -> int:

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from torchft_like.agreement.statements import Terms
 from torchft_like.communicator.channel import Channel
-from torchft_like.communicator.communicator import HARMLESS, Communicator, Place, ToldToAllError
+from torchft_like.communicator.communicator import HARMLESS, Communicator, ToldToAllError
 from torchft_like.communicator.messages import start_broadcast
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.parts import Part, split
@@ -87,7 +87,7 @@ class GroupGang(Gang):
         channel = Channel(group)
         channels = {device.type: channel for device in group._device_types}
         channels.setdefault(self._device.type, channel)
-        return _Members("gang", Place(self.rank, self.size), self._device, channels, _OPTIONS)
+        return _Members("gang", (self.rank, self.size), self._device, channels, _OPTIONS)
 
     def _has_average(self, tensor: Tensor) -> bool:
         """Whether the group has MEAN for tensors like this one; it is a division after a SUM otherwise."""

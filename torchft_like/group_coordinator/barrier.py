@@ -40,10 +40,10 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
         self._communicator = communicator
-        self._roll: _Roll | None = None
+        self._arrivals: _Arrivals | None = None
         self._pending: Handle[None] | None = None
         if communicator.world_size > 1:
-            self._roll = _Roll(communicator, store or _store_of(communicator), name)
+            self._arrivals = _Arrivals(communicator, store or _store_of(communicator), name)
 
     def wait(self, timeout: timedelta | float | None) -> None:
         """Until all members have come; after a CollectiveTimeoutError, to the barrier that it was about.
@@ -58,13 +58,13 @@ class Barriers:
             ValueError: the timeout is not positive.
         """
         patience = as_timedelta(self._communicator.options.timeout if timeout is None else timeout)
-        if self._roll is None:
+        if self._arrivals is None:
             return
         try:
-            self._pending = self._pending or self._started(self._roll, patience)
+            self._pending = self._pending or self._started(self._arrivals, patience)
             self._pending.wait(patience.total_seconds())
         except StillUnderWayError:
-            missing = self._roll.missing()
+            missing = self._arrivals.missing()
             waiting = {
                 rank: ("barrier",) for rank in range(self._communicator.world_size) if rank not in missing
             }
@@ -73,22 +73,22 @@ class Barriers:
             raise
         except GroupCoordinatorError as error:
             self._pending = None
-            raise GroupCoordinatorError(f"{error}; {_absent(self._roll.missing())}") from error.__cause__
+            raise GroupCoordinatorError(f"{error}; {_absent(self._arrivals.missing())}") from error.__cause__
         except Exception:  # refused, on all ranks: there was no such barrier
             self._pending = None
-            self._roll.leave()
+            self._arrivals.leave()
             raise
         self._pending = None
 
-    def _started(self, roll: _Roll, patience: timedelta) -> Handle[None]:
+    def _started(self, arrivals: _Arrivals, patience: timedelta) -> Handle[None]:
         """The next barrier."""
-        roll.come()
+        arrivals.come()
         with self._communicator.guard("barrier"):
             started = self._communicator.barrier(patience + as_timedelta(self._communicator.options.timeout))
         return Handle("barrier", lambda: _wait(self._communicator, started), lambda _: None)
 
 
-class _Roll:
+class _Arrivals:
     """Who has come to the present barrier, in a store: under each rank the number of its last one."""
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:

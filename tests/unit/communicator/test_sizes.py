@@ -18,6 +18,7 @@ from torchft_like.communicator.sizes import (
     checked_sizes,
     elements_of_row,
     even_sizes,
+    overlaps,
     with_rows,
 )
 
@@ -80,3 +81,20 @@ def test_every_tensor_that_has_bytes_travels_once_in_a_bounded_bucket(sizes: lis
     travelling = sorted(index for bucket in planned for index in bucket)
     assert travelling == [index for index, size in enumerate(sizes) if size]
     assert all(sum(sizes[i] for i in bucket) <= BUCKET_BYTES_MAX for bucket in planned if len(bucket) > 1)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_what_a_rank_hands_over_is_what_the_other_gets(parts: list[int]) -> None:
+    ranks, chunk = range(len(parts)), -(-sum(parts) // len(parts))
+    plans = [overlaps(parts, chunk, rank) for rank in ranks]
+    for rank in ranks:
+        gives, gets = plans[rank]
+        assert gives == [plans[other][1][rank] for other in ranks]
+        assert sum(gets) == parts[rank]
+        assert sum(gives) <= chunk
+
+
+def test_a_chunk_is_cut_where_a_part_ends() -> None:
+    assert overlaps([6, 2, 4, 0], 3, 0) == ([3, 0, 0, 0], [3, 3, 0, 0])
+    assert overlaps([6, 2, 4, 0], 3, 2) == ([0, 2, 1, 0], [0, 0, 1, 3])
+    assert overlaps([1, 0], 1, 1) == ([0, 0], [0, 0])
