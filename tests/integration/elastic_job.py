@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ PATIENCE_S = 300.0  # far above any limit of the tests: what ends by it fails th
 
 def make(here: Here, rank: int, name: str) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"  # on all members alike, whichever fixture started them
     here.coordinator = ElasticCoordinator(name, options=CoordinatorOptions(timeout=PATIENCE_S))
 
 
