@@ -14,7 +14,7 @@ from operator import itemgetter
 from torch import Tensor, nn
 
 from torchft_like.plain_data import Limits, Schema, Sheet, Unfit, UnfitType, bytes_of, write
-from torchft_like.plain_data.schema import DICT, PLAIN_KEYS, TAGS_END
+from torchft_like.plain_data.schema import DICT, PLAIN_KEYS, TAGS_END, settled
 from torchft_like.plain_data.schemas import SIMPLE
 from torchft_like.plain_data.writing import about_key, refuse, write_tensor
 
@@ -34,7 +34,7 @@ def state_digest(state_dict: Mapping[str, object]) -> str:
     structure, leaves = write(state_dict, _DIGESTED)
     digest = hashlib.sha256(structure)
     for leaf in leaves:
-        digest.update(bytes_of(leaf))
+        digest.update(bytes_of(settled(leaf) if isinstance(leaf, Tensor) else leaf))
     return digest.hexdigest()
 
 

@@ -97,14 +97,14 @@ def _read_shape(data: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...],
 class Reader:
     """Reads values, and knows how many leaves it has given away."""
 
+    specs: Sequence[TensorSpec] = ()
+    leaves: LeafSource | None = None
+    copies_left = 0
+
     def __init__(self, data: bytes, schema: Schema, limits: Limits) -> None:
         self.data = data
-        self.keys = schema.keys
-        self.tags_end = schema.tags_end
+        self.schema = schema
         self.values_left = limits.values
-        self.copies_left = limits.leaves
-        self.specs: Sequence[TensorSpec] = ()
-        self.leaves: LeafSource | None = None
         self.given: list[Tensor | None] = []  # for each leaf, the tensor that it was, if it was one
 
     def values(self, at: int, count: int, depth: int = 0) -> tuple[list[object], int]:
@@ -112,7 +112,7 @@ class Reader:
 
         One loop over lists, tuples and dicts in each other: a call for each takes longer than all the rest.
         """
-        data, size, tags_end, values_left = self.data, len(self.data), self.tags_end, self.values_left
+        data, size, tags_end, values_left = self.data, len(self.data), self.schema.tags_end, self.values_left
         outer: list[tuple[int, list[object], int]] = []
         container, items, left = LIST, list[object](), count
         while True:
@@ -125,7 +125,7 @@ class Reader:
                     if at > size:
                         raise ValueError(BEYOND)
                     text = data[start:at]
-                    items.append(text.decode("utf-8", "surrogatepass") if tag == SHORT_STR else text)
+                    items.append(text if tag == SHORT_BYTES else _text(text))
                 elif tag == SMALL_INT:
                     items.append(data[at + 1])
                     at += 2
@@ -208,7 +208,7 @@ class Structure(Reader):
                 self.specs, self._start = _read_specs(data, limits)
             except FOREIGN as error:
                 raise foreign(error) from error
-            self.copies_left -= len(self.specs)
+            self.copies_left = limits.leaves - len(self.specs)
 
     def value(self, leaves: LeafSource) -> object:
         """The value.
@@ -282,9 +282,13 @@ def _read_long(reader: Reader, at: int, _: int) -> tuple[int, int]:
     return int.from_bytes(data, "little", signed=True), at
 
 
+def _text(data: bytes) -> str:
+    return data.decode() if data.isascii() else data.decode("utf-8", "surrogatepass")
+
+
 def _read_str(reader: Reader, at: int, _: int) -> tuple[str, int]:
     data, at = reader.take(at)
-    return data.decode("utf-8", "surrogatepass"), at
+    return _text(data), at
 
 
 def _read_device(reader: Reader, at: int, _: int) -> tuple[torch.device, int]:
@@ -297,7 +301,7 @@ def _pairs(reader: Reader, items: list[object]) -> dict[object, object]:
     keys = items[::2]
     for key in keys:
         if type(key) is not str:
-            _check_keys([key for key in keys if type(key) is not str], reader.keys)
+            _check_keys([key for key in keys if type(key) is not str], reader.schema.keys)
             break
     found = dict(zip(keys, items[1::2], strict=True))
     if len(found) != len(keys):

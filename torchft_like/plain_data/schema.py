@@ -206,14 +206,14 @@ def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def bytes_of(leaf: Leaf) -> Buffer:
-    """The memory of a leaf, not a copy; a tensor of another device comes to the CPU."""
+    """The memory of a leaf of a message, not a copy; a tensor of another device comes to the CPU."""
     if isinstance(leaf, bytes):
         return leaf
     if isinstance(leaf, np.ndarray):
         return leaf.reshape(-1).view(np.uint8).data
     if not leaf.numel():
         return b""
-    return settled(leaf).cpu().reshape(-1).view(torch.uint8).numpy().data
+    return leaf.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def settled(tensor: Tensor) -> Tensor:

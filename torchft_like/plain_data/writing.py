@@ -37,7 +37,7 @@ def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
     """
     sheet = Sheet(schema)
     try:
-        sheet.write(value, 0)
+        schema.writers.get(type(value), schema.other)(value, sheet, 0)
     except Unfit as unfit:
         raise unfit.error(schema) from None
     leaves = sheet.leaves
@@ -108,10 +108,12 @@ class Sheet:
         self.parts: list[bytes] = []
         self.put = self.parts.append
         self.leaves: list[Leaf] = []
-        self.views: dict[object, int] = {}  # the leaf that shows the same elements
-        self.meshes: dict[object, int] = {}
-        self.values_left = schema.limits.values
-        self.bytes_left = schema.limits.structure_bytes
+        limits = schema.limits
+        self.values_left = limits.values
+        self.bytes_left = limits.structure_bytes
+        if schema.joins_views:
+            self.views: dict[object, int] = {}  # the leaf that shows the same elements
+            self.meshes: dict[object, int] = {}
 
     def write(self, value: object, depth: int) -> None:
         """Any value."""
@@ -188,7 +190,7 @@ def write_complex(value: complex, sheet: Sheet, _: int) -> None:
 
 
 def write_str(value: str, sheet: Sheet, _: int) -> None:
-    data = value.encode("utf-8", "surrogatepass")
+    data = value.encode() if value.isascii() else value.encode("utf-8", "surrogatepass")
     if len(data) < 256:
         sheet.claim(len(data))
         sheet.put(wire.SHORT_STRS[len(data)] + data)
@@ -339,7 +341,7 @@ def _require_readable(shape: Sequence[int]) -> None:
 
 
 def require_length(length: int, schema: Schema) -> None:
-    """Raise PlainDataError where a receiver would refuse so long a structure, late."""
+    """Raise PlainDataError where a receiver would refuse so long a structure."""
     if length > schema.limits.structure_bytes:
         raise PlainDataError(
             f"{schema.root} takes {length} bytes beside tensors, arrays and long texts: "
