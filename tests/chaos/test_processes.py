@@ -48,7 +48,7 @@ def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
 def test_an_orphan_has_ended_though_nobody_reaps_it(processes: Processes) -> None:
     parent = processes.start(sys.executable, "-c", ORPHANED)
     orphan = psutil.Process(int(parent.wait_for_output(r"\d+")[0]))
-    psutil.Process(parent.pid).wait(LIMIT_S)
+    parent.wait(LIMIT_S)
     assert is_alive(orphan)
     orphan.kill()
     assert wait_ended([orphan], LIMIT_S)
