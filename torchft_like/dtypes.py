@@ -1,4 +1,4 @@
-"""The types of the numbers that travel between processes: torch's by name, numpy's by its own code.
+"""The types of the numbers that travel between processes: torch's by its place here, numpy's by its own code.
 
 Shared by everything that writes tensors or arrays down as bytes.
 """
@@ -6,7 +6,6 @@ Shared by everything that writes tensors or arrays down as bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ DTYPES = (
     torch.complex128, torch.complex64, torch.complex32,
 )
 # fmt: on
-NAME_OF: Mapping[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-DTYPE_OF: Mapping[str, torch.dtype] = {name: dtype for dtype, name in NAME_OF.items()}
 
 # In these, and no others, every backend can reduce.
 REDUCIBLE = frozenset(
