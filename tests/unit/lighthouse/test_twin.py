@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
 from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
@@ -18,6 +20,7 @@ Event = tuple[str, tuple[object, ...]]
 _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
 
 
+@pytest.mark.timeout(600)  # 20 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
     counts = [_compare(seed) for seed in range(CASES)]
     assert sum(quorums for quorums, _ in counts) > CASES  # the stories are about something
