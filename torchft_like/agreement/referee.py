@@ -23,12 +23,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from torchft_like.agreement.rules import (
-    PAIRED,
     Disagreement,
     disagreement,
     pair_disagreement,
 )
-from torchft_like.agreement.statements import Statement
+from torchft_like.agreement.statements import PAIRED, Statement
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,11 @@ from dataclasses import dataclass
 from torchft_like.agreement.statements import (
     EXCHANGED,
     GATHERED,
-    PAIRED,
     SAME,
     SCATTERED,
     SHARED_OUT,
     Statement,
 )
-
-__all__ = [
-    "EXCHANGED",
-    "GATHERED",
-    "PAIRED",
-    "SAME",
-    "SCATTERED",
-    "SHARED_OUT",
-    "Disagreement",
-    "disagreement",
-    "pair_disagreement",
-]
 
 
 @dataclass(frozen=True)
