@@ -53,20 +53,32 @@ class Queues:
         self._threads.shutdown()
 
 
-def wait_for(fact: Callable[[], bool]) -> None:
-    """An event that only looking tells of."""
-    moment, patience = threading.Event(), 0.0
+def wait_for(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Wait for an event that the test only sees when it looks; after `limit_s` it raises AssertionError."""
+    moment, waited_s = threading.Event(), 0.0
     while not fact():
-        assert patience < LIMIT_S
+        assert waited_s < limit_s
         moment.wait(0.005)
-        patience += 0.005
+        waited_s += 0.005
 
 
-def files() -> set[tuple[str, int, int]]:
-    """The open ones. What other tests have left behind may be closed at any time, so only new ones count."""
+def files() -> set[tuple[str, int, int, str]]:
+    """Return this process's open descriptors: number, device, inode and what the number stands for."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            found.add((name, status.st_dev, status.st_ino))
+            path = f"/proc/self/fd/{name}"
+            status = os.stat(path)
+            found.add((name, status.st_dev, status.st_ino, os.readlink(path)))
     return found
+
+
+def left_open_since(before: set[tuple[str, int, int, str]]) -> set[tuple[str, int, int, str]]:
+    """Return the descriptors that were opened after `before` and stay open.
+
+    Threads of earlier tests may open sockets at any time: those are closed again, a leak is not.
+    """
+    left = files() - before
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not left.intersection(files()), limit_s=20.0)
+    return left & files()

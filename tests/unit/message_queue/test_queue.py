@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -136,7 +136,7 @@ def test_few_files_are_unread_at_any_time(queues: Queues) -> None:
     assert [value[0] for value in found] == list(range(FILES_UNREAD_MAX))  # type: ignore[index]
     writer.enqueue([100, b"x" * 20_000], LIMIT_S)
     assert same(reader.dequeue(LIMIT_S), [100, b"x" * 20_000])
-    assert not files() - before
+    assert not left_open_since(before)
 
 
 def test_an_empty_queue_times_out(queues: Queues) -> None:
@@ -347,7 +347,7 @@ def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank:
         before = files()
         with pytest.raises(ValueError, match="no rank of a reader"):
             MessageQueue.create_from_handle(writer.export_handle(), rank)  # type: ignore[arg-type]
-        assert not files() - before
+        assert not left_open_since(before)
     with pytest.raises(ValueError, match="distinct ranks"):
         MessageQueue(1, 1, local_reader_ranks=[rank])  # type: ignore[list-item]
 
@@ -356,7 +356,7 @@ def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> 
     before = files()
     with pytest.raises(QueueMemoryError, match="are missing"):
         MessageQueue(1, 1, None, available_bytes() // 16 + 2**30, 16)
-    assert not files() - before
+    assert not left_open_since(before)
 
 
 def test_nothing_is_left_of_queues_that_were_shut_down(queues: Queues) -> None:
@@ -374,7 +374,7 @@ def test_nothing_is_left_of_queues_that_were_shut_down(queues: Queues) -> None:
     for _ in range(10):
         use([])
         use([1])
-    assert not files() - before[0]
+    assert not left_open_since(before[0])
     assert threading.active_count() == before[1]
 
 
@@ -407,7 +407,7 @@ def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
             with pytest.raises(error):
                 reader.dequeue(LIMIT_S)
         assert same(reader.dequeue(LIMIT_S), [number, b"x" * size])
-        assert not files() - before
+        assert not left_open_since(before)
 
 
 @pytest.mark.parametrize("is_corrupt", [True, False], ids=["leaves", "shuts down"])
@@ -430,7 +430,7 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
         reader.dequeue(LIMIT_S)
     assert len(files() - open_then) == (not is_corrupt)
     made.close()
-    assert not files() - before
+    assert not left_open_since(before)
 
 
 def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
@@ -473,4 +473,4 @@ def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it
     assert reader._end._hear()  # type: ignore[union-attr]  # as it does before it sleeps
     writer.enqueue(b"b" * 100_000, LIMIT_S)
     assert reader.dequeue(LIMIT_S) == b"b" * 100_000
-    assert not files() - before
+    assert not left_open_since(before)

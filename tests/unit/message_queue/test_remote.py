@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from lighthouse.address import LOOPBACK
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since, wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.handle import RemoteHandle
@@ -180,7 +180,7 @@ def test_a_handle_with_an_unusable_address_or_key_is_a_value_error(wrong: dict[s
         before = files()
         with pytest.raises(ValueError, match="handle"):
             MessageQueue.create_from_handle({**writer.export_handle(), **wrong}, 0)
-        assert not files() - before
+        assert not left_open_since(before)
 
 
 def test_a_reader_that_has_read_all_holds_no_writer_up_and_finds_its_goodbye(
@@ -229,4 +229,4 @@ def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
         writer.shutdown()
     assert reader.dequeue(LIMIT_S) == "unread"
     reader.shutdown()
-    assert not files() - before
+    assert not left_open_since(before)

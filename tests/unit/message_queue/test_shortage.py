@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files
+from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since
 from tests.unit.message_queue.test_queue import same
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
@@ -24,7 +24,7 @@ def descriptors_left(count: int) -> Iterator[None]:
     """So many can be opened, and no more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, _, _ in files()) + 64, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, *_ in files()) + 64, hard))
     try:
         with contextlib.suppress(OSError):
             while True:
@@ -68,7 +68,7 @@ def shortages(act: Callable[[], object]) -> int:
     raise AssertionError("it never succeeds")
 
 
-def attempt(act: Callable[[], object], count: int) -> set[tuple[str, int, int]] | None:
+def attempt(act: Callable[[], object], count: int) -> set[tuple[str, int, int, str]] | None:
     """What is left of a failure with so many descriptors; None if it succeeds."""
     before = files()
     try:
@@ -79,7 +79,7 @@ def attempt(act: Callable[[], object], count: int) -> set[tuple[str, int, int]] 
     else:
         return None
     assert "limit of open files" in said
-    return files() - before
+    return left_open_since(before)
 
 
 def test_a_shortage_of_descriptors_is_said_and_leaves_nothing(queues: Queues) -> None:
