@@ -16,7 +16,7 @@ from .fleet import Fleet, wait_until
 from .member import Member
 from .subjects import MEETING, Subject
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.progress, pytest.mark.no_zombie]
 
 WORLD = 3
 VICTIM = 2

@@ -35,7 +35,10 @@ from torchft_like.plain_data.schema import (
 )
 
 # torch says this of every complex32 tensor, wherever it is made.
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.heal_is_clean,
+]
 
 keys = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

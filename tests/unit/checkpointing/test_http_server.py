@@ -125,6 +125,7 @@ class TestHostileClients:
             assert client.recv(1000).split()[1] == b"202"
 
 
+@pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
     monkeypatch.setattr(http_server, "listen_tcp", lambda _: listener)

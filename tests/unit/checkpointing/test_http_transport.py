@@ -106,6 +106,7 @@ class TestTransfer:
         source.send_checkpoint([1], 5, state, LIMIT)
         assert_same(fetch(receiver, source), state)
 
+    @pytest.mark.heal_is_clean
     def test_what_is_sent_is_the_state_at_the_time_of_sending(self, transports: Make) -> None:
         source, receiver = transports(), transports()
         state = make_state()
@@ -245,12 +246,14 @@ class TestSteps:
         with pytest.raises(TimeoutError, match=r"http://127.*after 0\.3 s it had not"):
             receiver.recv_checkpoint(0, source.metadata(), 5, SOON)
 
+    @pytest.mark.heal_is_clean
     def test_a_step_that_is_past_is_refused_at_once(self, transports: Make) -> None:
         source, receiver = transports(), transports()
         source.send_checkpoint([1], 6, make_state(), LIMIT)
         with pytest.raises(CheckpointError, match="410 step 6 is offered by now"):
             fetch(receiver, source)
 
+    @pytest.mark.heal_is_clean
     def test_after_disallow_nothing_is_offered(self, transports: Make) -> None:
         source, receiver = transports(), transports()
         source.send_checkpoint([1], 5, make_state(), LIMIT)
@@ -309,6 +312,7 @@ class TestFailures:
         with pytest.raises(CheckpointError, match=f"127.0.0.1:{port}: .*refused"):
             transports().recv_checkpoint(0, f"http://127.0.0.1:{port}", 5, LIMIT)
 
+    @pytest.mark.progress
     def test_a_peer_that_accepts_and_says_nothing_is_given_up(self, transports: Make) -> None:
         receiver = transports(stall_timeout=SOON)
         with (
@@ -317,6 +321,7 @@ class TestFailures:
         ):
             receiver.recv_checkpoint(0, f"127.0.0.1:{listener.getsockname()[1]}", 5, LIMIT)
 
+    @pytest.mark.progress
     def test_a_peer_that_stops_in_the_middle_is_given_up(self, transports: Make) -> None:
         ended = threading.Event()
         answer = b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\nCheckpoint-Step: 5\r\n\r\nTFTSTATE"
@@ -365,6 +370,7 @@ class TestFailures:
         with pytest.raises(CheckpointError, match="replica 3 does not send over this transport"):
             transports().recv_checkpoint(3, metadata, 5, LIMIT)
 
+    @pytest.mark.heal_is_clean
     def test_parts_of_two_snapshots_are_not_mixed(self, transports: Make) -> None:
         state = EncodedState({"w": torch.ones(3_000_000)})
         ids = iter("abcdef")
@@ -390,6 +396,7 @@ class TestAbort:
             deadline.wait(0.01)
         pytest.fail("no fetch began")
 
+    @pytest.mark.progress
     def test_abort_ends_a_wait_for_a_step_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
         source, receiver = transports(), transports()
         fetches = [pool.submit(fetch, receiver, source) for _ in range(3)]
@@ -451,6 +458,7 @@ class TestAbort:
             source.recv_checkpoint(0, "127.0.0.1:1", 5, LIMIT)
 
 
+@pytest.mark.no_leak
 def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
     def use() -> None:
         source: HTTPTransport[State] = HTTPTransport(LIMIT, hostname=LOOPBACK)
@@ -471,6 +479,7 @@ def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.heal_is_clean
 def test_concurrent_receives_offers_and_aborts_end_in_a_state_or_a_checkpoint_error(
     transports: Make, pool: ThreadPoolExecutor
 ) -> None:

@@ -184,6 +184,7 @@ def test_received_tensors_do_not_hold_each_other_alive() -> None:
     assert received[0].untyped_storage().nbytes() == 16
 
 
+@pytest.mark.heal_is_clean
 def test_a_snapshot_does_not_change_with_the_state() -> None:
     tensor = torch.ones(5)
     encoded = EncodedState([tensor])

@@ -18,6 +18,8 @@ from torchft_like.divergence.comparison import (
     compare,
 )
 
+pytestmark = pytest.mark.agreement
+
 LAYOUT, OTHER_LAYOUT = b"layout 1", b"layout 2"
 VALUES = st.integers(0, 2**64 - 1)
 

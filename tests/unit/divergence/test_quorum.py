@@ -16,6 +16,8 @@ from torchft_like.manager.group import GroupJoin, RankJoin, ReplicaGroup
 from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
 from torchft_like.manager.service import rank_join
 
+pytestmark = pytest.mark.agreement
+
 
 def rank_of(value: int, *, heals: bool = True) -> bytes:
     return RankFingerprint(heals, b"layout 1", value).to_bytes()

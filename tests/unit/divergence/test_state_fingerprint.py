@@ -82,6 +82,7 @@ STATE: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.agreement
 @given(st.sampled_from(sorted(STATE)), st.integers(0), st.integers(1, 40), st.integers(0, 100))
 @settings(max_examples=150, deadline=None)
 def test_a_changed_bit_is_found_in_exactly_one_of_the_steps(

@@ -15,6 +15,8 @@ from torchft_like.errors import DivergenceError
 from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.divergence_watch import HEALS_IN_VAIN_MAX, DivergenceWatch
 
+pytestmark = pytest.mark.agreement
+
 SLICES = 4
 FOUND = Divergence(("b",), (0,), ("a", "c"), tied=False, comparable=True, heals=True)
 

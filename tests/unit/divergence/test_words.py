@@ -11,6 +11,8 @@ from torch import Tensor
 from torchft_like.divergence import words
 from torchft_like.divergence.words import ROW, _factors, word_sum
 
+pytestmark = pytest.mark.agreement
+
 CPU = torch.device("cpu")
 MODULUS = 2**64
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lighthouse.config import LighthouseConfig
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
@@ -30,6 +32,7 @@ def test_a_mass_loss_alarms_survivors_a_bounded_number_of_times() -> None:
     assert sum(count > 0 for count in told) == ALARMS_PER_QUORUM_MAX
 
 
+@pytest.mark.progress
 def test_the_survivors_of_a_mass_loss_form_a_quorum_at_once() -> None:
     core = _core_with_quorum()
     for number in range(REPLICAS // 2):
@@ -40,6 +43,7 @@ def test_the_survivors_of_a_mass_loss_form_a_quorum_at_once() -> None:
     assert len(formed.sessions) == len(formed.left) == REPLICAS // 2
 
 
+@pytest.mark.no_leak
 def test_nothing_remains_when_everybody_is_gone() -> None:
     core = _core_with_quorum()
     for number in range(REPLICAS):

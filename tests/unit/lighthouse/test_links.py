@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lighthouse.decisions import Link, Member
 from lighthouse.links import REPORTED_MAX, Links, leave_out
+
+pytestmark = pytest.mark.progress
 
 NAMES = "abcdefgh"
 MEMBERS = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2), min_size=1).map(

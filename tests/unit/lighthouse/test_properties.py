@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -18,6 +19,8 @@ from lighthouse.quorum import (
     QuorumOver,
     SessionSuperseded,
 )
+
+pytestmark = [pytest.mark.one_quorum_per_step, pytest.mark.monotonic, pytest.mark.no_leak]
 
 REPLICAS = st.sampled_from("abcdefg")
 RESTART_MS = 10_000  # how far the wall clock is ahead of all ids at the next start

@@ -13,6 +13,9 @@ FOLDER = Path(__file__).parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))
 
 
+@pytest.mark.one_quorum_per_step
+@pytest.mark.monotonic
+@pytest.mark.no_regress
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_core_gives_the_golden_transcript(path: Path) -> None:
     golden = path.read_text()

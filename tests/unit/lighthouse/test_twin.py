@@ -20,6 +20,10 @@ Event = tuple[str, tuple[object, ...]]
 _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
 
 
+@pytest.mark.one_quorum_per_step
+@pytest.mark.monotonic
+@pytest.mark.no_regress
+@pytest.mark.progress
 @pytest.mark.timeout(600)  # 20 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
     counts = [_compare(seed) for seed in range(CASES)]

@@ -44,6 +44,7 @@ def test_all_up_to_date_nobody_heals() -> None:
     assert {r.max_world_size for r in results} == {3}
 
 
+@pytest.mark.no_regress
 def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
     members = [Member("a", 4, 3), Member("b", 5, 3), Member("c", 5, 3)]
     behind, source = result_of(members, "a"), result_of(members, "b")
@@ -59,6 +60,7 @@ def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
     assert source.store_address == "b:2"
 
 
+@pytest.mark.no_regress
 def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
     """The replica committed step 4 in a quorum that broke; the others committed it again without it."""
     members = [Member("a", 5, 8), Member("b", 5, 9), Member("c", 5, 9)]
@@ -67,6 +69,7 @@ def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
     assert not result_of(members, "c").heal
 
 
+@pytest.mark.agreement
 def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> None:
     members = [Member("a"), Member("b"), Member("c")]
     results = {replica_id: result_of(members, replica_id) for replica_id in "abc"}
@@ -76,6 +79,7 @@ def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> N
     assert not result_of(members, "b", init_sync=False).heal
 
 
+@pytest.mark.heal_is_clean
 def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() -> None:
     """Copies of a tensor on several ranks of a group would differ for ever."""
     members = [Member("a"), Member("b"), Member("c")]
@@ -84,6 +88,7 @@ def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() ->
     assert {r.store_address for r in results} == {"a:2", "b:2", "c:2"}
 
 
+@pytest.mark.heal_is_clean
 def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
     """A state that is gathered from the ranks of a group needs all of them."""
     members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1), Member("d", 1, 1)]
@@ -122,6 +127,7 @@ def test_a_replica_outside_of_the_quorum_is_an_error_that_names_it() -> None:
         result_of([Member("a")], "z")
 
 
+@pytest.mark.agreement
 @pytest.mark.parametrize("seed", range(200))
 def test_all_members_derive_the_same_plan(seed: int) -> None:
     """Sources and destinations match up, every healing member has one source, sources are up to date."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from torchft_like.manager.group import (
     Effect,
     GroupJoin,
@@ -91,6 +93,7 @@ def test_a_quorum_without_this_group_leaves_the_join_open() -> None:
     assert kinds(group.quorum_formed(10, members("a", "b"), 1)) == [RankQuorum]
 
 
+@pytest.mark.progress
 def test_an_open_join_is_repeated_after_a_reconnect() -> None:
     group = ReplicaGroup("a", 1)
     assert group.lighthouse_connected() == []
@@ -100,6 +103,8 @@ def test_an_open_join_is_repeated_after_a_reconnect() -> None:
     assert group.lighthouse_connected() == []
 
 
+@pytest.mark.agreement
+@pytest.mark.progress
 def test_the_first_no_releases_those_who_have_not_voted() -> None:
     group = ReplicaGroup("a", 4, last_quorum_id=9)
     assert group.rank_voted(2, Verdict(4, True)) == []
@@ -108,6 +113,7 @@ def test_the_first_no_releases_those_who_have_not_voted() -> None:
     assert kinds(group.rank_voted(3, Verdict(4, True))) == [RankVerdict] * 4
 
 
+@pytest.mark.progress
 def test_ranks_at_other_steps_are_released_too() -> None:
     """One rank has healed, the other could not."""
     group = ReplicaGroup("a", 2)
@@ -117,6 +123,7 @@ def test_ranks_at_other_steps_are_released_too() -> None:
     assert group.rank_voted(1, Verdict(0, False)) == [StepLostNotice((0,), 10)]
 
 
+@pytest.mark.agreement
 def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
     group = ReplicaGroup("a", 2)
     assert group.rank_voted(0, Verdict(4, True)) == []
@@ -131,6 +138,7 @@ def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
     ]
 
 
+@pytest.mark.agreement
 def test_votes_on_different_steps_commit_nothing() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_voted(0, Verdict(4, True))
@@ -138,6 +146,7 @@ def test_votes_on_different_steps_commit_nothing() -> None:
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
 
 
+@pytest.mark.no_zombie
 def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_voted(0, Verdict(4, True))
@@ -147,6 +156,7 @@ def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> No
     assert group.rank_voted(1, Verdict(4, True)) == []
 
 
+@pytest.mark.no_zombie
 def test_only_losses_in_the_current_quorum_are_passed_on() -> None:
     group = ReplicaGroup("a", 1)
     group.rank_joined(join(0))
@@ -193,6 +203,8 @@ def test_checkpoint_metadata_is_each_ranks_own() -> None:
     assert group.checkpoint_metadata(1) == "meta1"
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.no_regress
 def test_a_group_whose_ranks_hold_different_states_joins_as_one_that_has_none() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(0))
@@ -203,6 +215,7 @@ def test_a_group_whose_ranks_hold_different_states_joins_as_one_that_has_none() 
     assert all(isinstance(e, RankQuorum) and e.result.heal for e in effects)
 
 
+@pytest.mark.agreement
 def test_a_group_whose_ranks_hold_different_states_is_lost_when_nobody_can_give_it_one() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(0))

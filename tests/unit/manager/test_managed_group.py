@@ -84,6 +84,7 @@ def test_a_configure_that_is_not_disturbed_makes_the_group_usable(setting: Setti
     assert not setting.group.refuse()
 
 
+@pytest.mark.progress
 def test_a_loss_during_configure_ends_it(setting: Setting) -> None:
     setting.agree(1)
     thread = threading.Thread(target=setting.configure, args=(1,))
@@ -97,6 +98,7 @@ def test_a_loss_during_configure_ends_it(setting: Setting) -> None:
     assert setting.kinds()[:2] == ["loss", "abort"]
 
 
+@pytest.mark.progress
 def test_an_abort_that_comes_before_the_group_listens_ends_its_configuration() -> None:
     setting = Setting(BlockingGroup(is_deaf=True))
     setting.agree(1)
@@ -109,6 +111,7 @@ def test_an_abort_that_comes_before_the_group_listens_ends_its_configuration() -
     assert setting.pg.aborts == ["lost b:1: gone"]
 
 
+@pytest.mark.progress
 def test_a_quorum_that_broke_before_configure_is_not_configured(setting: Setting) -> None:
     setting.agree(1)
     setting.group.member_lost(LossNotice(1, "b:1", "gone"))
@@ -117,6 +120,7 @@ def test_a_quorum_that_broke_before_configure_is_not_configured(setting: Setting
     assert not setting.pg.entered.is_set()
 
 
+@pytest.mark.no_zombie
 def test_an_abort_for_an_old_quorum_does_not_touch_the_new_one(setting: Setting) -> None:
     setting.pg.proceed.set()
     setting.agree(1)
@@ -130,6 +134,7 @@ def test_an_abort_for_an_old_quorum_does_not_touch_the_new_one(setting: Setting)
     assert setting.protocol.vote()
 
 
+@pytest.mark.progress
 def test_a_local_error_releases_the_peers_at_once(setting: Setting) -> None:
     setting.pg.proceed.set()
     setting.agree(1)
@@ -173,6 +178,7 @@ def test_a_configure_that_fails_is_told_and_spoils_the_step(setting: Setting) ->
     assert not setting.protocol.vote()
 
 
+@pytest.mark.progress
 def test_an_error_reported_before_the_quorum_is_known_releases_the_peers_in_it(setting: Setting) -> None:
     setting.pg.proceed.set()
     setting.agree(1)

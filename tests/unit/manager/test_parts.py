@@ -78,6 +78,7 @@ class TestAttempt:
         attempt.decide(Verdict(4, committed=False))
         assert attempt.wait_decided(LIMIT_S) == Verdict(4, committed=False)
 
+    @pytest.mark.progress
     def test_a_failed_attempt_wakes_whoever_waits(self) -> None:
         attempt, seen = Attempt(True, LIMIT_S), list[Exception]()
 
@@ -169,6 +170,7 @@ class Spare:
 
 
 class TestReduction:
+    @pytest.mark.no_zombie
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
         for ask in (OperationWork.wait, lambda work: work.get_future().wait(), OperationWork.is_completed):
             tensor, work = torch.full((3,), 6.0), FutureWork()
@@ -265,6 +267,7 @@ class TestReduction:
             assert ["single memory location" in str(error) for error in errors] == [True]
             assert pending == {}
 
+    @pytest.mark.no_zombie
     @pytest.mark.parametrize("ask", [OperationWork.wait, OperationWork.get_future])
     @pytest.mark.parametrize("is_inference", [False, True])
     def test_memory_that_several_tensors_share_is_divided_once(
@@ -287,6 +290,7 @@ class TestReduction:
 
 
 class TestReducer:
+    @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
     def test_a_spare_adds_zeros_whatever_autograd_says(self, make: Callable[[], torch.Tensor]) -> None:
         tensor = make()
@@ -295,6 +299,7 @@ class TestReducer:
         assert tensor.tolist() == [0.0, 0.0]
         assert spare.protocol.vote()
 
+    @pytest.mark.heal_is_clean
     @pytest.mark.parametrize(
         "operation", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR]
     )
@@ -316,6 +321,7 @@ class TestReducer:
         assert torch.equal(combine[operation](tensor, of_the_others), of_the_others)
         assert spare.protocol.vote()
 
+    @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("collective", [ALLREDUCE, BY_NAME["allreduce_coalesced"]])
     def test_a_spare_adds_nothing_by_any_of_several_tensors(self, collective: Collective) -> None:
         for operation, neutral in ((ReduceOp.SUM, 0), (ReduceOp.AVG, 0), (ReduceOp.MIN, math.inf)):
@@ -344,6 +350,7 @@ class TestReducer:
         assert work.result()[1] is tensors[1]
         assert torch.cat(tensors).tolist() == [1.0] * 5
 
+    @pytest.mark.heal_is_clean
     def test_a_spare_whose_tensor_cannot_be_written_to_loses_the_step(self) -> None:
         spare = Spare()
         assert spare.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), Reduction).wait()
@@ -389,6 +396,7 @@ class TestStateRegistry:
         registry.load(state)
         assert loaded == {"model": 1, "optim": 2}
 
+    @pytest.mark.heal_is_clean
     def test_whoever_has_to_heal_must_have_registered_something(self) -> None:
         registry = StateRegistry()
         with pytest.raises(ConfigError, match="register_state_dict_fn"):
@@ -402,6 +410,7 @@ class TestStateRegistry:
         with pytest.raises(ConfigError, match="'model'"):
             registry.register("model", lambda _: None, dict)
 
+    @pytest.mark.heal_is_clean
     def test_a_peer_with_other_keys_is_refused_before_anything_is_loaded(self) -> None:
         registry, loaded = StateRegistry(), list[object]()
         registry.register("model", loaded.append, dict)
@@ -409,6 +418,7 @@ class TestStateRegistry:
             registry.load({"model": 1, "optim": 2})
         assert loaded == []
 
+    @pytest.mark.heal_is_clean
     def test_while_reading_is_disallowed_nobody_is_served(self) -> None:
         registry = StateRegistry()
         registry.disallow_read()
@@ -420,6 +430,7 @@ class TestStateRegistry:
         with registry.reading() as state:
             assert state == {}
 
+    @pytest.mark.heal_is_clean
     def test_who_was_interrupted_while_it_waited_for_readers_does_not_let_others_in(self) -> None:
         """A script says `allow_state_dict_read` in a `finally`."""
 

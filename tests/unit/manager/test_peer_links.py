@@ -20,6 +20,8 @@ from torchft_like.manager.group import (
 )
 from torchft_like.manager.peer_links import Probe
 
+pytestmark = pytest.mark.progress
+
 ADDRESS = "http://h:1"
 BOTH = Probe((("b", ADDRESS), ("c", ADDRESS)))
 AGAIN = Probe((("b", ADDRESS),), is_repeated=True)

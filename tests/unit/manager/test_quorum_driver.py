@@ -67,6 +67,7 @@ def quorum(quorum_id: int, **steps: int) -> QuorumResult:
     return assign(quorum_id, members, "a", 0, True)
 
 
+@pytest.mark.no_zombie
 def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_yet_and_no_other(
     driver: QuorumDriver, protocol: StepProtocol
 ) -> None:
@@ -92,6 +93,7 @@ def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_ye
     assert not protocol.vote()
 
 
+@pytest.mark.agreement
 def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
     driver: QuorumDriver, protocol: StepProtocol
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:
     worker.stop(LIMIT_S)
 
 
+@pytest.mark.progress
 def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: QuorumDriver) -> None:
     driver.raise_if_over()
     driver.group_lost("rank 0 is gone")
@@ -201,6 +204,7 @@ def test_a_rank_that_was_told_of_an_error_waits_for_nobody(driver: QuorumDriver)
     assert driver.waits_for() is None
 
 
+@pytest.mark.no_zombie
 def test_a_verdict_on_an_attempt_that_was_given_up_is_none_on_the_next_one(
     driver: QuorumDriver, protocol: StepProtocol
 ) -> None:

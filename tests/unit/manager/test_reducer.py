@@ -82,6 +82,8 @@ def test_a_narrow_factor_that_is_not_exact_is_not_used(dtype: torch.dtype) -> No
     assert average(3, 3, dtype) == ("SUM", 6.0)
 
 
+@pytest.mark.no_zombie
+@pytest.mark.heal_is_clean
 def test_where_somebody_heals_the_participants_count_and_not_the_members() -> None:
     operation, result = average(4, 2, torch.float32)
     assert (operation, result) == ("SUM", 12.0)

@@ -59,6 +59,7 @@ def server(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
     server.close()
 
 
+@pytest.mark.progress
 def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: ManagerServer) -> None:
     async def requests() -> AsyncIterator[pb.RankSessionRequest]:
         yield pb.RankSessionRequest(register=pb.RankRegister(group_rank=1))
@@ -92,6 +93,7 @@ class FailingEar(Ear):
         raise RuntimeError(f"cannot abort quorum {quorum_id}")
 
 
+@pytest.mark.progress
 def test_a_rank_that_cannot_deal_with_what_it_is_told_loses_its_group(server: ManagerServer) -> None:
     ear, other = FailingEar(), Ear()
     link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)

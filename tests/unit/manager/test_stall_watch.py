@@ -8,6 +8,8 @@ import pytest
 
 from torchft_like.manager.stall_watch import FIRST_S, LAST_S, LOOK_EVERY_S, PER_MEMBER_S, StallWatch, Wait
 
+pytestmark = pytest.mark.progress
+
 QUORUM, MEMBERS = 7, 4
 LEAST_S = FIRST_S + PER_MEMBER_S * MEMBERS
 ROUNDING_S = 1e-9

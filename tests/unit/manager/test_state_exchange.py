@@ -112,6 +112,7 @@ def test_a_state_is_read_by_the_thread_that_ends_the_step_once_and_not_before(re
     assert readers == [threading.current_thread()]
 
 
+@pytest.mark.heal_is_clean
 def test_a_state_is_read_when_the_device_has_done_what_the_step_gave_it(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_replica_that_cannot_serve_commits_and_tells_who_asks_for_its_state(
     assert replica.transport.refused == [([1], step, "RuntimeError: no memory for a copy")]
 
 
+@pytest.mark.heal_is_clean
 def test_a_replica_that_may_not_be_read_refuses_at_once(replica: Replica) -> None:
     replica.registry.register("model", ignore, dict)
     replica.registry.disallow_read()
@@ -210,6 +212,7 @@ def test_a_step_that_has_failed_heals_all_the_same(replica: Replica, monkeypatch
     assert waited[0] < LIMIT_S
 
 
+@pytest.mark.progress
 @pytest.mark.parametrize("lost", ["a", "b"], ids=["this replica", "its source"])
 def test_a_fetch_ends_when_one_of_the_two_is_lost_in_the_quorum(replica: Replica, lost: str) -> None:
     replica.registry.register("model", ignore, dict)
@@ -226,6 +229,7 @@ def test_a_fetch_ends_when_one_of_the_two_is_lost_in_the_quorum(replica: Replica
     thread.join(LIMIT_S)
 
 
+@pytest.mark.progress
 def test_the_end_of_the_replica_group_ends_a_fetch_and_is_what_the_script_is_told(replica: Replica) -> None:
     replica.registry.register("model", ignore, dict)
     attempt = replica.begin(5, **HEALS)
@@ -243,6 +247,8 @@ def test_the_end_of_the_replica_group_ends_a_fetch_and_is_what_the_script_is_tol
     assert not attempt.is_exchanging
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.no_regress
 def test_a_state_that_was_loaded_in_part_is_disowned(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +265,7 @@ def test_a_state_that_was_loaded_in_part_is_disowned(
     assert replica.protocol.begin().commit_quorum_id == 0
 
 
+@pytest.mark.heal_is_clean
 def test_the_snapshot_of_a_state_is_complete_when_the_step_goes_on(replica: Replica) -> None:
     """With the Manager's own transport: the optimizer may change the tensors at once."""
     weight = torch.ones(1000)

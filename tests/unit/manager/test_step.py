@@ -58,6 +58,7 @@ def test_the_same_quorum_is_configured_once() -> None:
     assert p.agreed(quorum(2), allow_heal=True) == Plan(configure=True, serve=False, heal=False)
 
 
+@pytest.mark.no_zombie
 def test_a_failed_configure_is_not_recorded_as_configured() -> None:
     p = protocol()
     p.begin()
@@ -70,6 +71,7 @@ def test_a_failed_configure_is_not_recorded_as_configured() -> None:
     assert p.agreed(quorum(2), allow_heal=True).configure
 
 
+@pytest.mark.no_zombie
 def test_an_error_of_an_old_quorum_does_not_touch_a_newer_one() -> None:
     p = protocol()
     ready(p, 7)
@@ -91,6 +93,7 @@ def test_the_first_error_of_a_quorum_is_kept() -> None:
     assert p.failure is first
 
 
+@pytest.mark.no_trace
 def test_an_error_before_the_quorum_spoils_the_step_it_came_in() -> None:
     p = protocol()
     p.begin()
@@ -124,6 +127,7 @@ def test_a_failed_heal_does_not_break_the_group() -> None:
     assert not p.vote()
 
 
+@pytest.mark.heal_is_clean
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_who_has_to_heal_is_counted_by_the_others_in_a_synchronous_quorum(use_async_quorum: bool) -> None:
     p = protocol(use_async_quorum=use_async_quorum)
@@ -140,6 +144,7 @@ def test_a_group_that_breaks_after_a_failed_heal_is_news() -> None:
     assert not p.can_communicate
 
 
+@pytest.mark.heal_is_clean
 def test_a_healing_replica_does_not_take_part_until_it_has_committed() -> None:
     p = protocol(2)
     ready(p, 3, heal=True, max_replica_rank=None, max_world_size=2, max_step=9)
@@ -154,6 +159,7 @@ def test_a_healing_replica_does_not_take_part_until_it_has_committed() -> None:
     assert p.is_participating
 
 
+@pytest.mark.heal_is_clean
 def test_with_a_synchronous_quorum_a_healed_replica_takes_part_at_once() -> None:
     p = protocol(use_async_quorum=False)
     ready(p, heal=True, replica_rank=2, max_replica_rank=None, max_world_size=2)
@@ -171,6 +177,7 @@ def test_without_allow_heal_nothing_is_served_or_fetched() -> None:
     assert plan == Plan(configure=True, serve=False, heal=False)
 
 
+@pytest.mark.one_quorum_per_step
 def test_fewer_participants_than_min_replica_size_do_not_commit() -> None:
     p = protocol(3)
     ready(p, max_world_size=2)
@@ -221,6 +228,7 @@ def test_a_replica_leaves_in_order_only_after_a_step_that_it_committed() -> None
     assert p.leaves_in_order
 
 
+@pytest.mark.heal_is_clean
 def test_a_replica_that_was_to_heal_and_did_not_may_commit_again_once_it_need_not() -> None:
     p = protocol()
     ready(p, heal=True, max_replica_rank=None, max_world_size=2)
@@ -231,6 +239,7 @@ def test_a_replica_that_was_to_heal_and_did_not_may_commit_again_once_it_need_no
     assert p.vote()
 
 
+@pytest.mark.no_zombie
 def test_collectives_of_a_step_that_was_given_up_do_not_meet_those_of_the_next() -> None:
     p = protocol()
     ready(p)
@@ -247,6 +256,7 @@ def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -
     assert p.begin().broken_quorum_id == 0
 
 
+@pytest.mark.progress
 def test_a_join_names_the_quorum_whose_process_group_broke() -> None:
     p = protocol()
     ready(p)

@@ -109,6 +109,7 @@ OPERATIONS: list[Callable[[Any], Any]] = [
 ]
 
 
+@pytest.mark.progress
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 def test_an_abort_ends_a_call_that_waits_for_the_others(
@@ -166,6 +167,7 @@ def test_a_reconfigured_group_checks_anew_with_fewer_and_with_more(party: Party)
             assert all("allreduce #2" in str(error) for error in errors)
 
 
+@pytest.mark.no_leak
 def test_nothing_is_left_of_the_check_after_reconfigurations(party: Party) -> None:
     groups = party.meet(2, checking)
     for group in groups:

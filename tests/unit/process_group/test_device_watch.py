@@ -161,6 +161,7 @@ def test_what_was_decided_stays_decided(device: Device) -> None:
     assert device.watch.cut_off_operations() == ("allreduce",)
 
 
+@pytest.mark.no_zombie
 def test_operation_started_after_the_end_is_cut_off(device: Device) -> None:
     device.watch.cut_off()
     operation = Operation()
@@ -169,6 +170,7 @@ def test_operation_started_after_the_end_is_cut_off(device: Device) -> None:
     assert device.watch.cut_off_operations() == ("reduce",)
 
 
+@pytest.mark.no_zombie
 def test_ended_generation_is_idle_when_the_device_has_let_go(device: Device) -> None:
     running = Operation()
     device.start(running)

@@ -125,6 +125,7 @@ def test_after_an_error_calls_are_skipped_with_defined_outputs_until_configure(k
     assert subject.inner.calls[name] == 1
 
 
+@pytest.mark.no_zombie
 @every_with_work
 def test_a_late_error_of_an_earlier_configuration_is_no_news(kind: str, name: str) -> None:
     subject = Subject(kind)
@@ -141,6 +142,7 @@ def test_a_late_error_of_an_earlier_configuration_is_no_news(kind: str, name: st
     assert len(subject.inner.aborts) == aborts, "the new configuration was not aborted"
 
 
+@pytest.mark.no_zombie
 def test_an_error_that_comes_as_configure_begins_is_no_news_either() -> None:
     subject = Subject("swallowing")
     work = subject.call("allgather")[0]
@@ -174,6 +176,7 @@ def test_mistakes_of_the_caller_are_raised_and_cost_nothing(
 # Swallowing alone
 
 
+@pytest.mark.progress
 def test_an_error_releases_the_peers_by_an_abort_once() -> None:
     subject = Subject("swallowing")
     subject.group.report_error(OopsError("first"))
@@ -341,6 +344,7 @@ def test_ddp_goes_on_while_its_gradients_are_not_reduced(party: Party) -> None:
 # Managed alone
 
 
+@pytest.mark.no_trace
 @pytest.mark.parametrize("trouble", [QuorumTimeoutError("none"), GroupLostError("restart")])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_quorum_no_collective_raises_and_the_step_is_lost(name: str, trouble: Exception) -> None:

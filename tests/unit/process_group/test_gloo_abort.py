@@ -31,6 +31,8 @@ from torchft_like.process_group.gloo_device import GlooDevice
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
 
+pytestmark = pytest.mark.progress
+
 
 def monitored_barrier(group: Any) -> None:
     group.monitored_barrier()

@@ -479,6 +479,7 @@ def test_batched_sends_and_receives_work(party: Party) -> None:
             member.unregister()
 
 
+@pytest.mark.agreement
 def test_results_are_bit_identical_on_all_ranks(party: Party) -> None:
     for world_size in (2, 3, 4, 5):
         members = party.meet(world_size)

@@ -21,6 +21,8 @@ from torchft_like.process_group.store import parse_store_address
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended
 
+pytestmark = pytest.mark.no_leak
+
 
 def test_aborts_break_no_other_connection_of_the_process(party: Party) -> None:
     """Other threads open, use and close connections like mad, to the same store among others."""

@@ -165,6 +165,7 @@ def test_an_abort_ends_it(party: Party) -> None:
     assert isinstance(lone.exception(LIMIT_S), ProcessGroupAbortedError)
 
 
+@pytest.mark.no_zombie
 def test_a_number_that_was_used_is_refused_on_every_member(party: Party) -> None:
     groups = [party.own(ProcessGroupGloo(OWN)) for _ in range(2)]
     meet(party, groups, 1)

@@ -125,6 +125,7 @@ def test_future_is_torchs_own(group: ProcessGroupNCCL) -> None:
     assert group.allreduce([tensor]).get_future().wait() == [tensor]
 
 
+@pytest.mark.progress
 def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
     group: ProcessGroupNCCL, device: FakeDevice
 ) -> None:
@@ -165,6 +166,7 @@ def test_barrier_blocks_the_thread(group: ProcessGroupNCCL, device: FakeDevice, 
     assert waiting.result(LIMIT_S)
 
 
+@pytest.mark.progress
 def test_abort_ends_a_blocked_wait(group: ProcessGroupNCCL, device: FakeDevice, party: Party) -> None:
     work = group.barrier()
     waiting = party.aside(work.wait)
@@ -288,6 +290,7 @@ def test_the_ranks_calls_are_compared_where_that_is_asked_for(device: FakeDevice
             work.wait()
 
 
+@pytest.mark.no_zombie
 def test_next_generation_waits_until_the_device_has_let_go(
     group: ProcessGroupNCCL, device: FakeDevice, party: Party
 ) -> None:
@@ -380,6 +383,7 @@ def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL, device: FakeDevi
         group.allreduce([torch.zeros(1)])
 
 
+@pytest.mark.no_leak
 def test_shutdown_leaves_no_thread(group: ProcessGroupNCCL) -> None:
     group.allreduce([torch.zeros(1)]).wait()
     names = ("torchft-device-watch", "torchft-nccl-abort")

@@ -100,6 +100,7 @@ def test_a_backend_that_still_works_keeps_its_operations() -> None:
     assert own.value()[0].item() == 7.0
 
 
+@pytest.mark.progress
 def test_a_forgotten_wait_ends_with_the_abort() -> None:
     operations, work, errors = Operations(), SlowWork(), list[Exception]()
 

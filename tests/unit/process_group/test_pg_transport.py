@@ -63,6 +63,7 @@ def test_collectives_of_another_thread_do_not_disturb_it(party: Party) -> None:
     assert [float(tensor[0]) for tensor in sums] == [2.0**50] * 2
 
 
+@pytest.mark.heal_is_clean
 def test_the_state_of_another_step_is_refused(party: Party) -> None:
     sender, receiver = party.meet(2)
     sending = party.aside(transport(sender).send_checkpoint, [1], 4, state_of(0), LIMIT)
@@ -72,6 +73,7 @@ def test_the_state_of_another_step_is_refused(party: Party) -> None:
     assert sending.exception(60) is None or isinstance(sending.exception(60), CheckpointError)
 
 
+@pytest.mark.progress
 def test_an_abort_of_the_group_ends_a_transfer(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = party.meet(2)
     begun, recv = threading.Event(), groups[1].recv

@@ -48,6 +48,7 @@ def test_who_did_not_come_is_named(party: Party) -> None:
         meet(store, membership)
 
 
+@pytest.mark.progress
 def test_abort_of_the_store_ends_the_meeting(party: Party) -> None:
     with member(party.prefix(), 0, 2) as (store, membership):
         waiting = party.aside(meet, store, membership)
@@ -57,6 +58,7 @@ def test_abort_of_the_store_ends_the_meeting(party: Party) -> None:
             waiting.result(LIMIT_S)
 
 
+@pytest.mark.no_zombie
 def test_prefix_is_claimed_once_by_each_rank(party: Party) -> None:
     prefix = party.prefix()
     for rank in range(2):

@@ -163,6 +163,7 @@ def test_mistakes_of_the_caller_do_come_out() -> None:
     assert group.error() is None
 
 
+@pytest.mark.no_zombie
 def test_an_error_from_before_configure_is_no_news_after_it(party: Party) -> None:
     first, second = party.meet(2)
     group = ErrorSwallowingProcessGroupWrapper(first)
@@ -261,6 +262,7 @@ def test_while_a_state_is_loaded_a_managed_group_has_one_member(monkeypatch: pyt
     assert manager.error is None
 
 
+@pytest.mark.heal_is_clean
 def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
     manager = FakeManager(ProcessGroupDummy(0, 1), participants=2)
     group = ManagedProcessGroup(manager)

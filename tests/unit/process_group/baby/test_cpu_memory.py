@@ -143,6 +143,7 @@ def test_two_tensors_never_share_a_block_and_a_block_is_used_again() -> None:
     staging.close()
 
 
+@pytest.mark.no_leak
 def test_repeated_use_takes_no_more_memory() -> None:
     staging = Staging()
     for _ in range(100):
@@ -152,6 +153,7 @@ def test_repeated_use_takes_no_more_memory() -> None:
     staging.close()
 
 
+@pytest.mark.no_leak
 def test_closing_gives_the_descriptors_back() -> None:
     before = len(os.listdir("/proc/self/fd"))
     staging = Staging()
@@ -163,6 +165,7 @@ def test_closing_gives_the_descriptors_back() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.no_leak
 def test_memory_that_nobody_closed_goes_with_its_owner() -> None:
     before = len(os.listdir("/proc/self/fd"))
     Staging().stage(torch.zeros(10))
@@ -170,6 +173,7 @@ def test_memory_that_nobody_closed_goes_with_its_owner() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.no_zombie
 def test_a_block_of_before_is_not_used_again() -> None:
     staging = Staging()
     block, _ = staging.stage(torch.zeros(16))

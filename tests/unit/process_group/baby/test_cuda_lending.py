@@ -263,6 +263,7 @@ def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> N
     assert pair.lender.cut_off() == 2
 
 
+@pytest.mark.no_leak
 def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     loan, _ = pair.run(torch.zeros(8))
     loan.order_current_stream()
@@ -321,6 +322,7 @@ def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
     assert len(pair.machine.counters) == 1
 
 
+@pytest.mark.no_zombie
 @pytest.mark.parametrize("is_abandoned", [False, True])
 def test_the_blocks_of_a_failed_request_are_used_again_when_the_subprocess_is_dead(
     pair: Pair, is_abandoned: bool

@@ -148,6 +148,7 @@ def test_of_many_operations_at_once_each_is_answered(party: Party) -> None:
         assert [tensor.item() for tensor in own] == [2.0 * n for n in range(3 * WATCHED_MAX)]
 
 
+@pytest.mark.progress
 def test_a_killed_backend_fails_what_is_under_way_and_configure_is_clean(party: Party) -> None:
     groups = party.meet(2, baby)
     waited = groups[0].allreduce([torch.ones(3)])
@@ -164,6 +165,7 @@ def test_a_killed_backend_fails_what_is_under_way_and_configure_is_clean(party: 
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
 
 
+@pytest.mark.progress
 def test_the_peers_of_a_killed_backend_hear_of_it(party: Party) -> None:
     groups = party.meet(2, baby)
     waiter = party.aside(groups[1].allreduce([torch.ones(3)]).wait)
@@ -191,6 +193,8 @@ def test_a_stopped_backend_is_ended_when_it_does_not_answer(
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
 
 
+@pytest.mark.progress
+@pytest.mark.no_leak
 def test_an_abort_ends_what_is_under_way_and_the_subprocess(party: Party) -> None:
     groups = party.meet(2, baby)
     victim = process_of(groups[0])
@@ -440,6 +444,7 @@ def test_a_tensor_in_a_mapped_file_that_was_unlinked_is_reduced_as_any_other(
     assert tensor.sum() == 1024
 
 
+@pytest.mark.no_leak
 def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None:
     def use_one() -> None:
         group = ProcessGroupBabyGloo(LIMIT_S, check_collectives=False)
