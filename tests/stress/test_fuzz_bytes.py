@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import socket
 import struct
 import zlib
@@ -16,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lighthouse.address import Address
+from tests.descriptors import left_open_since, open_descriptors
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
 from torchft_like.agreement import statements
 from torchft_like.agreement.referee import Missing
@@ -284,13 +284,13 @@ def test_descriptors_that_nobody_asked_for_are_closed() -> None:
     child, channel = Channel(theirs), Channel(ours)
     requests = Requests(channel, lambda: None, lambda: None)
     request = requests.add(patience_s=60.0)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     child.send((1, 0), [child.fileno(), child.fileno()])
     assert requests.wait(request, float("inf"))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
     socket.send_fds(theirs, [b"\xff"], [child.fileno()])
     with pytest.raises(ForeignMessageError):
         channel.receive()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
     child.close()
     channel.close()

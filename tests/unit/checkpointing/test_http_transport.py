@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import socket
 import threading
@@ -19,6 +18,7 @@ import torch
 
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.net import listen_tcp
+from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
@@ -471,12 +471,12 @@ def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
 
     use()
     gc.collect()
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = threading.active_count(), open_descriptors()
     for _ in range(20):
         use()
     gc.collect()
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not left_open_since(descriptors)
 
 
 @pytest.mark.heal_is_clean

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,25 +58,3 @@ def wait_for(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         assert waited_s < limit_s
         moment.wait(0.005)
         waited_s += 0.005
-
-
-def files() -> set[tuple[str, int, int, str]]:
-    """Return this process's open descriptors: number, device, inode and what the number stands for."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            path = f"/proc/self/fd/{name}"
-            status = os.stat(path)
-            found.add((name, status.st_dev, status.st_ino, os.readlink(path)))
-    return found
-
-
-def left_open_since(before: set[tuple[str, int, int, str]]) -> set[tuple[str, int, int, str]]:
-    """Return the descriptors that were opened after `before` and stay open.
-
-    Threads of earlier tests may open sockets at any time: those are closed again, a leak is not.
-    """
-    left = files() - before
-    with contextlib.suppress(AssertionError):
-        wait_for(lambda: not left.intersection(files()), limit_s=20.0)
-    return left & files()

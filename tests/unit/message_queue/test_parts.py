@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue import memory
 from torchft_like.message_queue.handle import QueueHandle
@@ -113,11 +114,11 @@ def test_memory_of_another_size_or_that_may_shrink_is_refused(sealed: int) -> No
 
 
 def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
-    before = available_bytes()
+    before, descriptors = available_bytes(), open_descriptors()
     with pytest.raises(QueueMemoryError, match=r"a test needs \d+ bytes.* \d+ are missing") as caught:
         reserve(before + 2**30, "a test")
     assert caught.value.needed - caught.value.available > 0
-    assert len(os.listdir("/proc/self/fd")) < 1000
+    assert not left_open_since(descriptors)
 
 
 def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since, wait_for
+from tests.descriptors import left_open_since, open_descriptors
+from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -131,7 +132,7 @@ def test_few_files_are_unread_at_any_time(queues: Queues) -> None:
         writer.enqueue([number, b"x" * 20_000], LIMIT_S)
     with pytest.raises(QueueTimeoutError):
         writer.enqueue([99, b"x" * 20_000], 0.01)
-    before = files()
+    before = open_descriptors()
     found = [reader.dequeue(LIMIT_S) for _ in range(FILES_UNREAD_MAX)]
     assert [value[0] for value in found] == list(range(FILES_UNREAD_MAX))  # type: ignore[index]
     writer.enqueue([100, b"x" * 20_000], LIMIT_S)
@@ -344,7 +345,7 @@ def test_each_end_does_its_own_part_only(queues: Queues) -> None:
 @pytest.mark.parametrize("rank", [-1, "0", None, 0.0, False, 2**31, 2**33], ids=str)
 def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank: object) -> None:
     with MessageQueue(1, n_local, connect_ip=LOOPBACK) as writer:
-        before = files()
+        before = open_descriptors()
         with pytest.raises(ValueError, match="no rank of a reader"):
             MessageQueue.create_from_handle(writer.export_handle(), rank)  # type: ignore[arg-type]
         assert not left_open_since(before)
@@ -353,7 +354,7 @@ def test_what_is_no_rank_is_a_value_error_and_leaves_nothing(n_local: int, rank:
 
 
 def test_a_ring_for_which_there_is_no_memory_is_refused_and_leaves_nothing() -> None:
-    before = files()
+    before = open_descriptors()
     with pytest.raises(QueueMemoryError, match="are missing"):
         MessageQueue(1, 1, None, available_bytes() // 16 + 2**30, 16)
     assert not left_open_since(before)
@@ -370,7 +371,7 @@ def test_nothing_is_left_of_queues_that_were_shut_down(queues: Queues) -> None:
         made.close()
 
     use([1])  # what is made once per process
-    before = files(), threading.active_count()
+    before = open_descriptors(), threading.active_count()
     for _ in range(10):
         use([])
         use([1])
@@ -399,7 +400,7 @@ def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
         raise error
 
     writer, (reader,) = queues.make()
-    before = files()
+    before = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * size], LIMIT_S)
         with monkeypatch.context() as patch:
@@ -419,16 +420,16 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
     def fail(*_: object) -> None:
         raise error("no message")
 
-    before = files()
+    before = open_descriptors()
     made = Queues()
     writer, (reader,) = made.make()
-    open_then = files()
+    open_then = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * 100_000], LIMIT_S)
     monkeypatch.setattr("torchft_like.message_queue.local_reader.assembled", fail)
     with pytest.raises(error):
         reader.dequeue(LIMIT_S)
-    assert len(files() - open_then) == (not is_corrupt)
+    assert len(open_descriptors() - open_then) == (not is_corrupt)
     made.close()
     assert not left_open_since(before)
 
@@ -465,7 +466,7 @@ def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it
         raise KeyboardInterrupt
 
     writer, (reader,) = queues.make()
-    before = files()
+    before = open_descriptors()
     with monkeypatch.context() as patch:
         patch.setattr(writer._end, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,8 @@ import torch
 import zmq
 
 from lighthouse.address import LOOPBACK
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since, wait_for
+from tests.descriptors import left_open_since, open_descriptors
+from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.handle import RemoteHandle
@@ -177,7 +178,7 @@ def test_a_host_that_is_not_of_this_machine_is_a_value_error(host: str) -> None:
 @pytest.mark.parametrize("wrong", [{"address": "nowhere"}, {"server_key": b"short"}], ids=str)
 def test_a_handle_with_an_unusable_address_or_key_is_a_value_error(wrong: dict[str, object]) -> None:
     with MessageQueue(1, 0, connect_ip=LOOPBACK) as writer:
-        before = files()
+        before = open_descriptors()
         with pytest.raises(ValueError, match="handle"):
             MessageQueue.create_from_handle({**writer.export_handle(), **wrong}, 0)
         assert not left_open_since(before)
@@ -221,7 +222,7 @@ def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
         raise KeyboardInterrupt
 
     queues.make(remote=[0])  # what is made once per process
-    before = files()
+    before = open_descriptors()
     writer, (reader,) = queues.make(remote=[0])
     writer.enqueue("unread", LIMIT_S)
     monkeypatch.setattr(RemoteAudience, "_await_the_last", interrupt)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.message_queue.queues import LIMIT_S, Queues, files, left_open_since
+from tests.descriptors import Descriptors, left_open_since, open_descriptors
+from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.unit.message_queue.test_queue import same
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
@@ -24,7 +25,7 @@ def descriptors_left(count: int) -> Iterator[None]:
     """So many can be opened, and no more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, *_ in files()) + 64, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, *_ in open_descriptors()) + 64, hard))
     try:
         with contextlib.suppress(OSError):
             while True:
@@ -68,9 +69,9 @@ def shortages(act: Callable[[], object]) -> int:
     raise AssertionError("it never succeeds")
 
 
-def attempt(act: Callable[[], object], count: int) -> set[tuple[str, int, int, str]] | None:
+def attempt(act: Callable[[], object], count: int) -> Descriptors | None:
     """What is left of a failure with so many descriptors; None if it succeeds."""
-    before = files()
+    before = open_descriptors()
     try:
         with descriptors_left(count):
             act()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import socket
 import struct
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.agreement.referee import Missing
 from torchft_like.agreement.statements import Statement, encode
 from torchft_like.errors import (
@@ -173,7 +173,7 @@ def test_nothing_is_left_of_the_check_after_reconfigurations(party: Party) -> No
     for group in groups:
         group.shutdown()
     gc.collect()
-    before = open_sockets()
+    before = open_descriptors()
     for number in range(10):
         party.configure(groups)
         if number % 3 == 0:
@@ -183,18 +183,7 @@ def test_nothing_is_left_of_the_check_after_reconfigurations(party: Party) -> No
     for group in groups:
         group.shutdown()
     assert_no_checking_threads()
-    gc.collect()
-    assert open_sockets() == before
-
-
-def open_sockets() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except FileNotFoundError:
-            continue
-    return count
+    assert not left_open_since(before)
 
 
 def assert_no_checking_threads() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import PlainDataError
 from torchft_like.process_group.baby.channel import (
     MESSAGE_BYTES_MAX,
@@ -39,10 +40,10 @@ def test_messages_arrive_apart_and_in_order(ends: tuple[Channel, Channel]) -> No
 @pytest.mark.parametrize("size", [MESSAGE_BYTES_MAX - 1, MESSAGE_BYTES_MAX, 5_000_000])
 def test_a_message_may_be_of_any_length(ends: tuple[Channel, Channel], size: int) -> None:
     left, right = ends
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     left.send((1, 2, "long", b"x" * size))
     assert right.receive() == ((1, 2, "long", b"x" * size), [])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
 
 
 @pytest.mark.parametrize("text", ["short", "long" * MESSAGE_BYTES_MAX])

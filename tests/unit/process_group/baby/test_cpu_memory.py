@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.process_group.baby.cpu_memory import (
     Exports,
@@ -155,22 +156,22 @@ def test_repeated_use_takes_no_more_memory() -> None:
 
 @pytest.mark.no_leak
 def test_closing_gives_the_descriptors_back() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     staging = Staging()
     staging.stage(torch.zeros(10))
     staging.stage(torch.zeros(1_000_000))
-    assert len(os.listdir("/proc/self/fd")) > before
+    assert open_descriptors() - before
     staging.close()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
 
 
 @pytest.mark.no_leak
 def test_memory_that_nobody_closed_goes_with_its_owner() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     Staging().stage(torch.zeros(10))
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
 
 
 @pytest.mark.no_zombie
@@ -200,10 +201,10 @@ def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(ProcessGroupError, match=r"No space left.*share_memory_"):
         Staging().stage(torch.zeros(10))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_open_since(before)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""Which descriptors this process has open, for tests of what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+
+LIMIT_S = 20.0
+
+Descriptors = set[tuple[str, int, int, str]]
+
+
+def open_descriptors() -> Descriptors:
+    """Return the open descriptors: number, device, inode and what the number stands for."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            path = f"/proc/self/fd/{name}"
+            status = os.stat(path)
+            found.add((name, status.st_dev, status.st_ino, os.readlink(path)))
+    return found
+
+
+def left_open_since(before: Descriptors) -> Descriptors:
+    """Return the descriptors that were opened after `before` and stay open.
+
+    Threads of earlier tests may open sockets at any time: those are closed again, a leak is not.
+    """
+    gc.collect()
+    left = open_descriptors() - before
+    deadline = time.monotonic() + LIMIT_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left &= open_descriptors()
+    return left
