@@ -1,15 +1,15 @@
-"""The lighthouse: who is in the quorum, over gRPC."""
+"""The lighthouse decides who is in the quorum, and tells the replicas over gRPC."""
 
 from pathlib import Path
 
 from lighthouse.grpc_forks import turn_off_handlers_of_forks
 
 __version__ = "0.1.0"
-DISTRIBUTION = "torchft-like"  # by which torchft_like knows that this lighthouse is its own
+DISTRIBUTION = "torchft-like"  # torchft_like recognizes its own lighthouse by this name
 
 
 def _refuse_a_mixture() -> None:
-    """Another project on the package index is called lighthouse, and installs into this very folder.
+    """Refuse to be imported beside another project called lighthouse, which installs into this very folder.
 
     Raises:
         ImportError: both are installed here, so that neither is whole.

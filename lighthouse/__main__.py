@@ -1,4 +1,4 @@
-"""`python -m lighthouse`."""
+"""Entry point of `python -m lighthouse`."""
 
 import sys
 

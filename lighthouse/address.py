@@ -1,4 +1,4 @@
-"""Hosts and ports: how they are written, and which of this machine's addresses reaches them."""
+"""Hosts and ports: how they are written, and which address of this machine reaches them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Address:
 
     @property
     def url(self) -> str:
-        """As torchft writes it: http://host:port."""
+        """The address as a URL in torchft's form: http://host:port."""
         return f"http://{self}"
 
 
-# What the resolver takes. It raises errors of its own, of several types, for anything else.
+# Only what the resolver accepts: for anything else it raises errors of its own, of several types.
 _HOST = r"(?=[^:]{1,253}(?::|\Z))(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?"
 _V6 = r"(?:[0-9A-Fa-f]{0,4}:){2,8}(?:[0-9A-Fa-f]{0,4}|[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?:%[A-Za-z0-9_-]{1,32})?"
 _ADDRESS = re.compile(rf"(?:https?://)?(?:\[(?P<v6>{_V6})\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})/?")
@@ -47,10 +47,10 @@ def parse_address(text: str, what: str = "address") -> Address:
 
 
 def parse_host(text: str, what: str = "host") -> str:
-    """Read the name or the IP address of a host, as it stands in an address or without the brackets.
+    """Read the name or the IP address of a host. An IPv6 address may stand in brackets or without them.
 
     Raises:
-        AddressError: it is none; the message shows it and names `what`.
+        AddressError: the text is neither; the message shows it and names `what`.
     """
     if isinstance(text, str) and re.fullmatch(rf"{_HOST}|{_V6}", text):
         return text
@@ -58,7 +58,8 @@ def parse_host(text: str, what: str = "host") -> str:
 
 
 def local_host_towards(host: str, port: int = 9) -> str:
-    """The local IP address from which `host` is reached; loopback for a loopback host.
+    """Return the local IP address from which this machine reaches `host`; a loopback address for a loopback
+    host.
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route.
 
@@ -77,11 +78,11 @@ def local_host_towards(host: str, port: int = 9) -> str:
 
 
 def own_host(towards: Address | None = None) -> str:
-    """Where others reach this host; loopback where its name leads nowhere.
+    """Return the address at which other hosts reach this one; loopback where its own name does not resolve.
 
     Args:
-        towards: the interface that leads there is theirs, too; if not known, the address of the host's
-            name decides, as it does for Gloo.
+        towards: if given, the address of the interface that leads there is returned. Otherwise the one that
+          the host's name resolves to, as in Gloo.
     """
     try:
         if towards is not None:

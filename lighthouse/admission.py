@@ -1,6 +1,6 @@
-"""What a lighthouse lets in: limits on what a replica group says of itself.
+"""What a lighthouse accepts: limits on what a replica group says of itself.
 
-Each check gives the complaint as a text, or None. They stand between the wire and the quorum core, so
+Each check returns the complaint as a text, or None. The checks stand between the wire and the quorum core, so
 that one replica group, broken or hostile, cannot make a message that none of the others can receive, an
 id that none of them can count on from, or a name that spoils a terminal. What a member says within
 these limits is believed: see docs/security.md.
@@ -22,7 +22,7 @@ from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
-TEXT_MAX = 4096  # characters of an id, an address, or a reason
+TEXT_MAX = 4096  # characters of an id, an address or a reason
 STEP_MAX = 10**15
 _GROUP_BEGINS = 3  # protobuf's wire type
 
@@ -32,7 +32,7 @@ AHEAD_MS_MAX = 100 * 365 * 24 * 60 * 60 * 1000
 
 
 def about_replica(replica_id: str) -> str | None:
-    """A name."""
+    """Check the name of a replica."""
     if not replica_id:
         return "replica_id is empty"
     if len(replica_id) > TEXT_MAX:
@@ -43,13 +43,19 @@ def about_replica(replica_id: str) -> str | None:
 
 
 def believable(now_ms: int, highest: QuorumNumber) -> QuorumNumber:
-    """The highest numbers that a replica may report, where `highest` are used up; by the wall clock."""
+    """Return the highest numbers that a replica may report: ahead of the wall clock by the limit, or
+    `highest`.
+
+    Args:
+        now_ms: the wall clock, in milliseconds since the Unix epoch.
+        highest: the numbers that this lighthouse has used up.
+    """
     ahead_ms = now_ms + AHEAD_MS_MAX
     return QuorumNumber(max(ahead_ms, highest.quorum_id), max(ahead_ms, highest.round))
 
 
 def about_register(register: pb.Register, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
-    """The first message of a session; `limit` is what is `believable`."""
+    """Check the first message of a session; `limit` is what `believable` returned."""
     if complaint := about_replica(register.replica_id):
         return complaint
     for name in ("address", "store_address"):
@@ -65,7 +71,7 @@ def about_register(register: pb.Register, config: LighthouseConfig, limit: Quoru
 
 
 def about_links(links: pb.BrokenLinks) -> str | None:
-    """A report of links that do not work."""
+    """Check a report of links that do not work."""
     ids = links.unreachable_replica_ids
     if len(ids) > REPORTED_MAX:
         return f"unreachable_replica_ids has more than {REPORTED_MAX} entries"
@@ -75,7 +81,7 @@ def about_links(links: pb.BrokenLinks) -> str | None:
 
 
 def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
-    """A join; `limit` is what is `believable`."""
+    """Check a join; `limit` is what `believable` returned."""
     if complaint := about_replica(member.replica_id):
         return complaint
     if (size := member.ByteSize()) > config.member_bytes_max:

@@ -1,8 +1,8 @@
 """The daemon: `python -m lighthouse`, or `torchft-like-lighthouse`.
 
-Takes torchft's flags, with underscores or dashes. Prints one line to standard output, `lighthouse
-listening on http://HOST:PORT`, once it can be reached; event records go to standard error. SIGTERM
-and Ctrl-C end it with status 0; whatever is wrong with its arguments is one line and status 2.
+The daemon takes torchft's flags, with underscores or dashes. It prints one line to standard output,
+`lighthouse listening on http://HOST:PORT`, once it can be reached; event records go to standard error.
+SIGTERM and Ctrl-C end it with status 0; a wrong argument is reported in one line and ends it with status 2.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _HELP = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the daemon until a signal; returns the exit status."""
+    """Run the daemon until a signal ends it, and return the exit status."""
     try:
         bind, config, level = _parse(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
         _allow_connections(config)
         asyncio.run(_serve(bind, config))
     except CoordinationError as error:
-        print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line speaks to people
+        print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
         return 2
     return 0
 
@@ -73,7 +73,7 @@ def _allow_connections(config: LighthouseConfig) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """An argument parser that raises where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message:.1000} (--help lists the flags)")

@@ -1,4 +1,4 @@
-"""Between the values of the quorum core and the messages on the wire."""
+"""Translation between the values of the quorum core and the messages on the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ M = TypeVar("M")
 
 
 def reader(kind: type[M]) -> Callable[[bytes], M | None]:
-    """Parses messages of one kind; gives None for bytes that are none.
+    """Make a parser of messages of one kind, which returns None for bytes that are no such message.
 
     gRPC's own answer to an exception in a parser is a traceback in the log for each such message.
     """
@@ -32,7 +32,7 @@ def reader(kind: type[M]) -> Callable[[bytes], M | None]:
 
 
 def unknown_fields(message: Message) -> bytes:
-    """What a message has beside the fields that this version knows, to be handed on with it."""
+    """Return the fields of a message that this version does not know, serialized, to be passed on with it."""
     rest = type(message)()
     rest.CopyFrom(message)
     for known in message.DESCRIPTOR.fields:
@@ -41,9 +41,9 @@ def unknown_fields(message: Message) -> bytes:
 
 
 def member_from_wire(message: pb.QuorumMember) -> Member:
-    """A replica group as it joined.
+    """Read a replica group's join.
 
-    It keeps the whole message as bytes, with the fields that this version does not know.
+    The member keeps the whole message as bytes, with the fields that this version does not know.
     """
     return Member(
         message.replica_id,
@@ -57,7 +57,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
 
 
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
-    """The quorum with every member as it joined; `created` is seconds since the Unix epoch."""
+    """Serialize the quorum with every member as it joined; `created` is in seconds since the Unix epoch."""
     message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round)
     message.created.FromNanoseconds(int(created * 1e9))
     for member in quorum.participants:
@@ -66,36 +66,38 @@ def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
 
 
 def quorum_for_sessions(quorum: pb.Quorum) -> bytes:
-    """The quorum as every session in it gets it."""
+    """Serialize the quorum for the sessions of its members."""
     return pb.SessionResponse(quorum=quorum).SerializeToString()
 
 
 def quorum_for_callers(quorum: pb.Quorum) -> bytes:
-    """The quorum as the answer to every unary call."""
+    """Serialize the quorum as the answer to unary calls."""
     return pb.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
 
 
 def registered(config: LighthouseConfig) -> bytes:
-    """The first message down a session."""
+    """Serialize the lighthouse's first message in a session."""
     job = pb.JobConfig(min_replicas=config.min_replicas, join_timeout_ms=config.join_timeout_ms)
     return pb.SessionResponse(registered=job).SerializeToString()
 
 
 def member_lost(lost: MemberLost) -> bytes:
-    """The alarm that a member of the current quorum is gone."""
+    """Serialize the alarm that a member of the current quorum is gone."""
     message = pb.MemberLost(quorum_id=lost.quorum_id, replica_id=lost.replica_id, reason=lost.reason)
     return pb.SessionResponse(member_lost=message).SerializeToString()
 
 
 def quorum_over(over: QuorumOver) -> bytes:
-    """The alarm that a replica missed, as the loss of itself."""
+    """Serialize the alarm that a replica has missed, as the loss of the replica itself."""
     reason = "it was away, and the others gave this quorum up"
     message = pb.MemberLost(quorum_id=over.quorum_id, replica_id=over.replica_id, reason=reason)
     return pb.SessionResponse(member_lost=message).SerializeToString()
 
 
 def quorum_broken(broken: QuorumBroken) -> bytes:
-    """A member gave its quorum up: for the others it is lost in this quorum."""
+    """Serialize the alarm that a member gave its quorum up: to the other members it is lost in this
+    quorum.
+    """
     reason = "its process group of this quorum broke, and it asks for the next quorum"
     message = pb.MemberLost(
         quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason, is_alive=True
@@ -104,7 +106,9 @@ def quorum_broken(broken: QuorumBroken) -> bytes:
 
 
 def left_out(left: LeftOut, replica_id: str) -> bytes:
-    """A quorum was formed without this replica: the links of it that do not work."""
+    """Serialize the news that a quorum was formed without this replica, with those of its links that do not
+    work.
+    """
     own = [link for link in left.links if replica_id in link]
     unreachable = [one if other == replica_id else other for one, other in own]
     message = pb.LeftOut(quorum_id=left.quorum_id, replica_id=replica_id, unreachable_replica_ids=unreachable)

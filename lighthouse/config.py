@@ -12,14 +12,14 @@ from lighthouse.errors import ConfigError
 
 _DAY_MS = 24 * 60 * 60 * 1000
 
-# Of a gRPC message, in either direction: a quorum of `replicas_max` members has to fit into one, and each
-# says for every one of its ranks how its process group is reached.
+# The limit of a gRPC message, in either direction: a quorum of `replicas_max` members has to fit into one,
+# and each member says for every one of its ranks how its process group is reached.
 MESSAGE_BYTES_MAX = 256 * 1024 * 1024
 _MEMBER_BYTES_MAX = 1024 * 1024
 _FRAMING_BYTES = 16
-_REPORT_BYTES = 256  # of one name in a report of the last quorum, generously
+_REPORT_BYTES = 256  # one name in a report of the last quorum, with room to spare
 
-# Smallest and largest value of each setting.
+# The smallest and the largest value of each setting.
 _BOUNDS = {
     "min_replicas": (1, 1_000_000),
     "join_timeout_ms": (0, _DAY_MS),
@@ -35,56 +35,62 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class LighthouseConfig:
-    """What a lighthouse is told at its start.
+    """The settings of a lighthouse. Times are in milliseconds.
 
     Raises:
         ConfigError: a value is no whole number or out of its range; the message names the flag.
     """
 
     min_replicas: int = 1
-    """A quorum never has fewer members than this."""
+    """The smallest quorum that may form."""
 
     join_timeout_ms: int = 60_000
-    """How long those who joined wait for healthy replicas that did not, counted from the first join
-    of the round. Longer than the longest step, or slow replicas are left behind."""
+    """How long the replicas that have joined wait for healthy ones that have not, counted from the first join
+    of the round. It should be longer than the longest step, or slow replicas are left behind.
+    """
 
     quorum_tick_ms: int = 100
-    """Accepted because torchft has it, and without effect: nothing ticks here, a quorum is answered
-    in the instant in which it becomes possible."""
+    """Accepted because torchft has it, and without effect: nothing ticks here, because the lighthouse answers
+    a quorum in the instant in which it becomes possible.
+    """
 
     heartbeat_timeout_ms: int = 5_000
-    """How long a replica that uses the unary calls of torchft's protocol counts as healthy after its
-    last sign of life. Sessions do not need it: see the keepalive settings."""
+    """How long a replica that uses the unary calls of torchft's protocol counts as healthy after its last
+    sign of life. Sessions do not need it: the keepalive settings watch them.
+    """
 
     reconnect_grace_ms: int = 2_000
-    """After a restart of the lighthouse: how long the members of the last quorum are awaited, from
-    the moment in which the first of them is back. Longer than the clients' reconnect backoff."""
+    """How long a restarted lighthouse waits for the members of the last quorum, counted from the moment in
+    which the first of them is back. It should be longer than the clients' reconnect backoff.
+    """
 
     keepalive_time_ms: int = 500
-    """A connection that was silent for this long is probed with an HTTP/2 PING."""
+    """How long a connection may be silent before an HTTP/2 PING probes it."""
 
     keepalive_timeout_ms: int = 500
-    """A PING that is not answered for this long ends the connection, and with it its session."""
+    """How long a PING may go unanswered before its connection, and with it the session, is ended."""
 
     replicas_max: int = 10_000
-    """More replicas than this are refused."""
+    """The most replicas that are admitted; more are refused."""
 
     session_queue_max: int = 64
-    """Messages that may wait for one session's reader; with one more the session counts as lost."""
+    """How many messages may wait for one session's reader; with one more the session counts as lost."""
 
     @property
     def member_bytes_max(self) -> int:
-        """What one member of a quorum may have to say, so that the quorum of all can be sent."""
+        """The longest join of one member, in bytes, with which a quorum of all replicas can still be sent."""
         return min(_MEMBER_BYTES_MAX, MESSAGE_BYTES_MAX // self.replicas_max - _FRAMING_BYTES)
 
     @property
     def request_bytes_max(self) -> int:
-        """The largest message that is taken: a register names all members of the last quorum."""
+        """The longest request in bytes: a register names all members of the last quorum."""
         return min(MESSAGE_BYTES_MAX, 2 * _MEMBER_BYTES_MAX + _REPORT_BYTES * self.replicas_max)
 
     @property
     def connections_max(self) -> int:
-        """One for each replica, as many again that are about to be closed, and some for people."""
+        """The most connections: one for each replica, as many that are about to be closed, and some for
+        operators.
+        """
         return 2 * self.replicas_max + 1000
 
     def __post_init__(self) -> None:

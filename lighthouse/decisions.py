@@ -1,4 +1,4 @@
-"""What the quorum core speaks of and what it decides: values without behaviour.
+"""The vocabulary of the quorum core: its inputs and its decisions, as values without behaviour.
 
 Decisions name sessions by the numbers that the shell gave them, and replicas by their ids.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 NO_QUORUM = -1
 
-Link = tuple[str, str]  # between these two replicas, of which the first has the smaller id
+Link = tuple[str, str]  # two replicas; the first has the smaller id
 
 
 class Verdict(enum.Enum):
@@ -29,13 +29,15 @@ class Verdict(enum.Enum):
     LATE = "join_timeout is over"
 
     def __init__(self, _: str) -> None:
-        self.forms = self.name in ("FAST", "COMPLETE", "LATE")  # asked after every event
+        # a plain attribute, because it is read after every event
+        self.forms = self.name in ("FAST", "COMPLETE", "LATE")
 
 
 class Member(NamedTuple):
     """A replica group as it joined: the fields of its `QuorumMember` (torchft.proto) that the rules look at.
 
-    `message` is all of it, which the other members of the quorum get: to the core it is opaque.
+    `message` is the whole of it, which the other members of the quorum receive. The core does not look into
+    it.
     """
 
     replica_id: str
@@ -71,9 +73,9 @@ class QuorumFormed(NamedTuple):
 
 
 class MemberLost(NamedTuple):
-    """A replica is gone without a leave: tell these sessions, all of them in the quorum with it.
+    """A replica is gone without a leave: tell these sessions, all of which are in the quorum with it.
 
-    `quorum_id` is NO_QUORUM, and nobody is to be told, if it was not in the last quorum.
+    `quorum_id` is NO_QUORUM, and `sessions` is empty, if the replica was not in the last quorum.
     """
 
     quorum_id: int
@@ -83,16 +85,16 @@ class MemberLost(NamedTuple):
 
 
 class SessionSuperseded(NamedTuple):
-    """The replica registered anew: close this older session of it, which speaks for it no more."""
+    """The replica registered anew: close this older session, which no longer speaks for it."""
 
     session: int
     replica_id: str
 
 
 class QuorumOver(NamedTuple):
-    """The quorum that the replica reports broke while it had no session: tell it, in this new one.
+    """The quorum that the replica reports broke while it had no session: tell it so in this new session.
 
-    It missed the alarm, and what it waits for in that quorum will not come.
+    The replica missed the alarm, and what it waits for in that quorum will not come.
     """
 
     session: int
@@ -101,7 +103,9 @@ class QuorumOver(NamedTuple):
 
 
 class QuorumBroken(NamedTuple):
-    """A member cannot go on in the last quorum: tell these sessions, all in it, not to wait for it."""
+    """A member cannot go on in the last quorum: tell these sessions, all of which are in it, not to wait for
+    it.
+    """
 
     quorum_id: int
     replica_id: str
@@ -109,16 +113,17 @@ class QuorumBroken(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """This quorum was formed without these, who had joined, because these links do not work: news.
+    """This quorum was formed without these replicas, although they had joined, because these links do not
+    work.
 
-    They stay joined. Tell those sessions of theirs, which have not been told since they joined. Nobody is
-    left out, although there are such links, where too few would have stayed.
+    They stay joined. Tell those of their sessions that have not been told since they joined. `replica_ids` is
+    empty, although there are such links, where too few replicas would have stayed in the quorum.
     """
 
     quorum_id: int
     replica_ids: tuple[str, ...]
     links: tuple[Link, ...]
-    sessions: tuple[tuple[int, str], ...]  # with the replica of each
+    sessions: tuple[tuple[int, str], ...]  # each with its replica
 
 
 Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver | QuorumBroken | LeftOut

@@ -1,4 +1,4 @@
-"""What can go wrong at the edges of the coordination layer.
+"""The errors of the coordination layer.
 
 Every message names the culprit and says what to do about it; the CLI prints it as its one line.
 """
@@ -23,4 +23,4 @@ class BindError(CoordinationError, OSError):
 
 
 class ForkError(CoordinationError, RuntimeError):
-    """A forked process would speak gRPC, which its parent has spoken: gRPC would wait forever."""
+    """A forked process would use gRPC, which its parent has used: the call would wait forever."""

@@ -30,7 +30,7 @@ LEVELS: Mapping[str, int] = {
     "register": logging.INFO,  # a replica group opened its session: member
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
-    "left_out": logging.WARNING,  # of a quorum, for links that do not work: members, links
+    "left_out": logging.WARNING,  # a quorum left replicas out for links that do not work: members, links
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
@@ -39,7 +39,7 @@ LEVELS: Mapping[str, int] = {
     "commit": logging.DEBUG,  # the vote on a step: committed, participants
     "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
     "connected": logging.INFO,  # the lighthouse is back: address
-    "shutdown": logging.INFO,  # reason
+    "shutdown": logging.INFO,  # a Manager or a lighthouse ends: reason
 }
 
 
@@ -57,15 +57,15 @@ class Event:
     fields: Mapping[str, Field] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Field]:
-        """Plain values; the fields of the kind stand beside the common ones."""
+        """Return the record as plain values; the fields of the kind stand beside the common ones."""
         return {**{k: v for k, v in vars(self).items() if k != "fields"}, **self.fields}
 
     def to_json(self) -> str:
-        """`to_dict` as one line of JSON."""
+        """Return `to_dict` as one line of JSON."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
     def to_text(self) -> str:
-        """One line for people; `short_name` makes ids readable."""
+        """Return the record as one readable line, in which `short_name` abbreviates ids."""
         who = f"{short_name(self.replica_id)}/{self.group_rank}" if self.replica_id else self.source
         where = f" step {self.step}" if self.step >= 0 else ""
         quorum = f" quorum {self.quorum_id}" if self.quorum_id > 0 else ""
@@ -73,13 +73,17 @@ class Event:
 
 
 def short_name(replica_id: str) -> str:
-    """`name:1b4e28ba-2fa1-...` as `name:1b4e`: unique enough among the restarts of one name."""
+    """Abbreviate `name:1b4e28ba-2fa1-...` to `name:1b4e`, which is unique enough among the restarts of one
+    name.
+    """
     name, _, incarnation = replica_id.rpartition(":")
     return f"{name}:{incarnation[:4]}" if name else replica_id[:12]
 
 
 def printable(text: str) -> str:
-    """The text on one line that moves no cursor: what a peer calls itself ends up in terminals."""
+    """Return the text on one line that moves no cursor: the names that peers give themselves end up in
+    terminals.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -109,7 +113,7 @@ def _commit_sentence(fields: Fields) -> str:
 
 
 def _left_out_sentence(fields: Fields) -> str:
-    """Each link is two names with " - " between them."""
+    """Describe the links that do not work; each is two names with " - " between them."""
     links = fields["links"] if isinstance(fields["links"], list) else []
     named = ", ".join(" - ".join(map(short_name, link.split(" - "))) for link in links)
     who = "nobody is left out, too few would stay"
@@ -152,14 +156,14 @@ Subscriber = Callable[[Event], None]
 
 
 class EventLog:
-    """Where one component writes its records.
+    """The log into which one component writes its records.
 
     Subscribers are called on the thread on which the event happened and must be quick. An error
-    in one is logged and goes no further: telling must not break what is told about.
+    in one is logged and goes no further: a broken subscriber must not break the component.
     """
 
     def __init__(self, source: str, logger: logging.Logger) -> None:
-        """See the class.
+        """Open the file that the environment names, if it names one.
 
         Raises:
             ConfigError: nothing can be written to the file that the environment names.
@@ -223,10 +227,10 @@ class JsonLinesFile:
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """The records in a file so far, oldest first; a line still being written is left out.
+    """Yield the records in a file so far, oldest first; a line still being written is left out.
 
-    So is a line that is no record, with a warning: a writer that was killed, or a disk that was full, may
-    have left half of one, and what comes after it is still wanted.
+    A line that is no record is left out with a warning: a writer that was killed, or a disk that was full,
+    may have left half of one, and what comes after it is still wanted.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""The state of a quorum core in words: for people who wonder why there is no quorum yet. Pure."""
+"""The state of a quorum core in words, for operators who wonder why there is no quorum yet. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What there is to tell; times are in seconds from now, inf where there is nothing to wait for."""
+    """The state that is described; times are in seconds from now, inf where nothing is waited for."""
 
     last_id: int
     last: Collection[str]
@@ -32,7 +32,9 @@ class Facts:
 
 
 def describe(facts: Facts) -> str:
-    """The last quorum, who has joined, who is awaited or left out, and why there is no quorum yet."""
+    """Describe the last quorum, who has joined, who is awaited or left out, and why there is no quorum
+    yet.
+    """
     joined, expected = set(facts.joined), set(facts.expected)
     awaited = [i for i in facts.healthy if i not in joined and i not in expected]
     links = [f"{one} - {other}" for one, other in facts.links]

@@ -1,7 +1,7 @@
-"""What a process leaves to its parent when it is forked, as data-loader workers are.
+"""What a forked process, such as a data-loader worker, does with what it inherited from its parent.
 
-A fork has its parent's memory and descriptors and none of its threads. What the parent's threads worked on
-is of no use to the fork, and may do harm in it:
+A fork has its parent's memory and descriptors and none of its threads. The objects on which the parent's
+threads worked are useless to the fork, and may do harm in it:
 
 * a lock that another thread held stays taken for ever;
 * a signal handler acts for the parent;
@@ -11,12 +11,14 @@ is of no use to the fork, and may do harm in it:
 INVARIANT: a fork holds no copy of a TCP socket that this package, gRPC, Gloo, ZeroMQ or a TCPStore of this
 package has opened. The sockets of NCCL are not known here: forks have them.
 
-Python code does not see the sockets of the libraries, so they are told by their ports: `disown` is called
-for each address that is listened on or connected to. In a fork the descriptor of such a socket
-names a socket without a peer from then on. It is not closed, for its number would be used again, and the
-library that remembers it must not meet a stranger there; nor is it shut down, which the parent would feel.
+Python code does not see the sockets of the libraries, so they are told by their ports: `disown` is called for
+each address that is listened on or connected to. In a fork the descriptor of such a socket names a socket
+without a peer from then on. It is not closed: the kernel would give its number to another file, on which the
+library that remembers the number would then act. It is not shut down either: that would end the parent's
+connection.
 
-Every module that has something to do in a fork asks here, so that the order is the same in every fork.
+Every module that has something to do in a fork registers it here, so that the order is the same in every
+fork.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from typing import Any, TypeVar, overload
 from lighthouse.address import Address
 
 L = TypeVar("L")
-ADDRESSES_MAX = 10_000  # those disowned first are forgotten first
+ADDRESSES_MAX = 10_000  # of more, the ones disowned first are forgotten
 _DESCRIPTORS = "/proc/self/fd"
 
 
 class Turn(enum.IntEnum):
-    """When an action comes in a fork; actions of the same turn are independent of each other."""
+    """When an action runs in a fork; actions of the same turn are independent of each other."""
 
-    LOCKS = 0  # all that follows may take them
-    SIGNALS = 1  # a signal may come at any time
-    OBJECTS = 2  # which may look at their descriptors
+    LOCKS = 0  # all later actions may take these locks
+    SIGNALS = 1  # early, as a signal may come at any time
+    OBJECTS = 2  # these may look at their descriptors, so the sockets are replaced after them
     SOCKETS = 3
 
 
@@ -53,10 +55,10 @@ _addresses: dict[tuple[str, int], None] = {}
 
 
 def in_each_fork(turn: Turn, action: Callable[[], object]) -> None:
-    """From now on `action` is called in each process that this one forks, before the fork goes on.
+    """Call `action` in each process that this one forks from now on, before the fork goes on.
 
-    It must not wait: only the thread that forked exists. What it raises hinders no other action, and Python
-    reports it on standard error.
+    The action must not wait: only the thread that forked exists. An exception from it hinders no other
+    action, and Python reports it on standard error.
     """
     _actions[turn].append(action)
 
@@ -70,19 +72,23 @@ def lock_of_each_process(kind: Callable[[], L]) -> L: ...
 
 
 def lock_of_each_process(kind: Callable[[], Any] = threading.Lock) -> Any:
-    """A lock for a module's life, which a fork finds free whichever thread of its parent has it."""
+    """Make a lock for a module's life, which every fork finds free even if a thread of its parent holds
+    it.
+    """
     lock = kind()
-    in_each_fork(Turn.LOCKS, lock._at_fork_reinit)  # as logging does it
+    in_each_fork(Turn.LOCKS, lock._at_fork_reinit)  # the logging module does the same
     return lock
 
 
 def keep_for_ever(inherited: object) -> None:
-    """Never destroy this in this process: its destructor might wait for threads that only the parent has."""
+    """Keep this object alive until the process ends: its destructor might wait for threads that only the
+    parent has.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 def disown(address: Address) -> None:
-    """No fork shall hold a connection from or to this address, nor listen on it.
+    """Let no fork hold a connection from or to this address, nor listen on it.
 
     An address that is given as a name means that port of every host.
     """
@@ -93,7 +99,7 @@ def disown(address: Address) -> None:
 
 
 def replace_sockets(descriptors: Iterable[int]) -> None:
-    """Have these descriptors of this process name a socket whose peer is gone."""
+    """Make these descriptors of this process refer to a socket whose peer is gone."""
     with contextlib.closing(_socket_without_peer()) as dead:
         for descriptor in descriptors:
             os.dup2(dead.fileno(), descriptor, inheritable=False)
@@ -105,10 +111,10 @@ def _run_actions() -> None:
         for action in _actions[turn]:
             try:
                 action()
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with one, the others are done
+            except Exception as error:  # noqa: BLE001 - one that fails must not keep the others from running
                 failures.append(error)
     if failures:
-        reasons = "; ".join(map(repr, failures))  # Python reports no others
+        reasons = "; ".join(map(repr, failures))  # Python reports only the first line of the error
         raise ExceptionGroup(
             f"what this process inherited could not be left to its parent: {reasons}", failures
         )
@@ -121,7 +127,7 @@ def _leave_sockets() -> None:
 
 def _disowned() -> Iterator[int]:
     for descriptor in _open_sockets():
-        with contextlib.suppress(OSError):  # it has no address, or no peer any more: nobody is deceived
+        with contextlib.suppress(OSError):  # a socket without an address, or without a peer, deceives no peer
             own = socket.socket(fileno=descriptor)
             try:
                 if own.family in (socket.AF_INET, socket.AF_INET6) and _is_disowned(own):
@@ -133,7 +139,7 @@ def _disowned() -> Iterator[int]:
 def _is_disowned(own: socket.socket) -> bool:
     if _matches(own.getsockname()):
         return True
-    with contextlib.suppress(OSError):  # it listens
+    with contextlib.suppress(OSError):  # a listening socket has no peer
         return _matches(own.getpeername())
     return False
 
@@ -144,7 +150,7 @@ def _matches(name: tuple[str, int]) -> bool:
 
 
 def _literal(host: str) -> str:
-    """The address in one spelling; empty for a name."""
+    """Return the address in its canonical spelling; empty for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -155,7 +161,7 @@ def _literal(host: str) -> str:
 
 def _open_sockets() -> Iterator[int]:
     for name in os.listdir(_DESCRIPTORS) if os.path.exists(_DESCRIPTORS) else ():
-        with contextlib.suppress(OSError):  # the descriptor by which the folder was read
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was read is closed by now
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 yield int(name)
 

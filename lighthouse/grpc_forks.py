@@ -1,11 +1,11 @@
 """gRPC in a process that forks, as a trainer with data-loader workers does.
 
-gRPC's own handlers of a fork crash the child where other threads speak gRPC at that moment, as a trainer's
-always do. They are off. So a fork has gRPC's memory and none of its threads, and a call in it would wait
-for ever. Therefore a fork that speaks gRPC itself, as a worker does that reads its data from a server,
-loads gRPC's library once more at the first use, from a copy of its file: the system's loader knows a
-library by its inode. The Python modules of grpc stay what they are, and so does what scripts have imported
-from them; what they look up in the library they find in the fork's own.
+gRPC's own handlers of a fork crash the child if other threads use gRPC at that moment, as a trainer's always
+do. This module turns them off. Then a fork has gRPC's memory and none of its threads, and a call in it would
+wait for ever. Therefore a fork that uses gRPC itself, such as a worker that reads its data from a server,
+loads gRPC's library once more at its first use, from a copy of its file: the system's loader knows a library
+by its inode. The Python modules of grpc stay what they are, and so does what scripts have imported from them;
+what they look up in the library they find in the fork's own.
 
 INVARIANT: in a fork, nothing of the parent's library is called, for it could wait for a thread that is not
 there, or find that one has waited. The parent's channels, calls and servers are refused, and never destroyed,
@@ -35,11 +35,11 @@ from lighthouse.forks import Turn, in_each_fork, lock_of_each_process
 _LIBRARY = "grpc._cython.cygrpc"
 _SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 _THREAD_OF_GRPC = "event_engine"
-# From the start of a type: see PyTypeObject.
+# Offsets from the start of a type object, as in CPython's PyTypeObject.
 _BASIC_SIZE = 4 * ctypes.sizeof(ctypes.c_void_p)
 _DESTRUCTOR = 6 * ctypes.sizeof(ctypes.c_void_p)
 _KEEP = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value
-# Which attributes of grpc's own objects are objects of the library.
+# The attributes of grpc's Python objects that hold objects of the library.
 _HOLDERS = {
     "grpc": (
         ("ChannelCredentials", "_credentials"),
@@ -63,7 +63,7 @@ _HOLDERS = {
     "grpc.aio._channel": (("Channel", "_channel"), ("_BaseMultiCallable", "_channel")),
     "grpc.aio._server": (("Server", "_server"),),
 }
-# Of which attributes credentials are made; those of other kinds cannot be read.
+# The attributes from which credentials are made again; credentials of other kinds cannot be read.
 _CREDENTIALS = {
     "SSLChannelCredentials": (
         "_pem_root_certificates",
@@ -79,16 +79,20 @@ _CREDENTIALS = {
 
 _log = logging.getLogger(__name__)
 _lock = lock_of_each_process(threading.RLock)
-_inherited: list[ModuleType] = []  # the last one is the parent's, the others its ancestors'
-_own: ModuleType | None = None  # which this process, a fork, has loaded
+_inherited: list[ModuleType] = []  # the last one is the parent's, the others are its ancestors'
+_own: ModuleType | None = None  # the copy that this process, a fork, has loaded
 
 
 class _ParentsObjectError(ForkError, AttributeError):
-    """To grpc's finalizers, which ask whether there is such an attribute, there is none: they end nothing."""
+    """An object of the parent is used in a fork.
+
+    It is an AttributeError for grpc's finalizers, which ask whether the attribute exists: they then end
+    nothing.
+    """
 
 
 class _InheritedLibrary(ModuleType):
-    """The parent's library in a fork: what is looked up in it comes from the fork's own."""
+    """The parent's library in a fork: each name that is looked up in it comes from the fork's own library."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,11 +101,11 @@ class _InheritedLibrary(ModuleType):
 
 
 class _Holder:
-    """An attribute of grpc's objects, in a fork: what the parent has put into it is not used there."""
+    """An attribute of grpc's objects in a fork, which refuses the values that the parent put into it."""
 
     def __init__(self, name: str, slot: Any) -> None:
         self._name = name
-        self._slot = slot  # None where objects have a dictionary
+        self._slot = slot  # None if objects keep the attribute in their dictionary
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -122,11 +126,11 @@ class _Holder:
 
 
 def turn_off_handlers_of_forks() -> None:
-    """gRPC's own handlers of a fork are off from now on, unless gRPC is in use, or its user wants them."""
+    """Turn gRPC's own fork handlers off, unless gRPC is in use already or its user wants them."""
     os.environ.setdefault(_SUPPORT, "0")
     if (library := sys.modules.get(_LIBRARY)) is not None:
         with contextlib.suppress(AttributeError):
-            library.reset_grpc_config_vars()  # the variable was read as grpc was imported
+            library.reset_grpc_config_vars()  # gRPC read the variable when it was imported
     if os.environ[_SUPPORT].lower() in ("1", "true", "yes", "y", "t"):
         _log.warning(
             f"{_SUPPORT}={os.environ[_SUPPORT]}: gRPC's handlers of a fork crash data-loader workers that "
@@ -141,13 +145,13 @@ def turn_off_handlers_of_forks() -> None:
 
 
 def prepare_for_forks() -> None:
-    """Once gRPC is imported: look up now what each fork would look up, a hundred times or so."""
+    """Look up now, once gRPC is imported, what each fork would have to look up otherwise."""
     _destructors(sys.modules[_LIBRARY])
 
 
 @functools.cache
 def _destructors(library: ModuleType) -> list[ctypes.c_void_p]:
-    """Where the types of the library that are written in C have them.
+    """Return the addresses at which the types of the library that are written in C keep their destructors.
 
     A type that is not laid out as Python documents it, as in a Python without the GIL, is not touched.
     """
@@ -161,12 +165,13 @@ def _destructors(library: ModuleType) -> list[ctypes.c_void_p]:
 
 
 def _leave_library_to_parent() -> None:
-    global _own  # noqa: PLW0603 - it is one per process
+    global _own  # noqa: PLW0603 - one per process
     if (library := sys.modules.get(_LIBRARY)) is None:
         return
     _own = None
     for destructor in _destructors(library):
-        destructor.value = _KEEP  # what has lost its last reference gets another one
+        # an object that loses its last reference gets another one, so it is never destroyed
+        destructor.value = _KEEP
     _inherited.append(library)
     library.__class__ = _InheritedLibrary
     for module_name, holders in _HOLDERS.items():
@@ -181,10 +186,10 @@ def _guard(holder: type, name: str) -> None:
 
 
 def _usable(held: Any) -> Any:
-    """What this process may use in its place.
+    """Return what this process may use instead of a value that its parent may have made.
 
     Raises:
-        ForkError: there is no such thing; the message says what it is.
+        ForkError: the parent made it, and it cannot be made again; the message names its kind.
     """
     kind = type(held).__name__
     if not any(vars(library).get(kind) is type(held) for library in _inherited):
@@ -199,7 +204,7 @@ def _usable(held: Any) -> Any:
 
 def _parts(credentials: object) -> Iterator[Any]:
     for name in _CREDENTIALS[type(credentials).__name__]:
-        with contextlib.suppress(AttributeError):  # another version of gRPC
+        with contextlib.suppress(AttributeError):  # other versions of gRPC have other attributes
             yield getattr(credentials, name)
 
 
@@ -208,7 +213,7 @@ def _usable_part(part: Any) -> Any:
 
 
 def _own_library() -> ModuleType:
-    global _own  # noqa: PLW0603 - it is one per process
+    global _own  # noqa: PLW0603 - one per process
     with _lock:
         if _own is None:
             try:
@@ -224,7 +229,8 @@ def _own_library() -> ModuleType:
 
 
 def _second_copy(inherited: ModuleType) -> ModuleType:
-    # Kept open: the loader knows libraries by their names, too, and no fork of this one shall use the number.
+    # The copy stays open: the loader knows libraries by their paths, too, so no later library may get its
+    # number.
     copy = os.memfd_create("cygrpc")
     with open(str(inherited.__file__), "rb") as source, open(copy, "wb", closefd=False) as target:
         shutil.copyfileobj(source, target)
@@ -236,7 +242,7 @@ def _second_copy(inherited: ModuleType) -> ModuleType:
 
 
 def _hand_out(library: ModuleType, inherited: ModuleType) -> None:
-    """Modules that have imported something from the inherited library have the new one's from now on."""
+    """Replace the inherited library's objects by the new one's in every module that has imported them."""
     new = {id(inherited): library}
     for name, value in vars(inherited).items():
         if getattr(value, "__module__", None) == _LIBRARY:
@@ -251,7 +257,7 @@ def _hand_out(library: ModuleType, inherited: ModuleType) -> None:
 
 def _names_of_threads() -> Iterator[str]:
     for thread in os.listdir("/proc/self/task") if os.path.exists("/proc/self/task") else ():
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # it has ended
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # it ended
             yield name.read().strip()
 
 

@@ -1,4 +1,4 @@
-"""Who is healthy, and by what sign of life.
+"""Which replicas are healthy, and by what sign of life.
 
 A replica group is healthy by exactly one of four signs, in this order:
 
@@ -8,10 +8,10 @@ A replica group is healthy by exactly one of four signs, in this order:
 * it is *expected*: it belonged to the last quorum before this lighthouse was restarted, and others
   of that quorum are back already.
 
-Whoever has none of them is forgotten: nothing here grows with the number of replicas that ever
+A replica that shows none of them is forgotten: nothing here grows with the number of replicas that ever
 were. Times are seconds on any clock that does not run backwards; the caller passes them in.
 
-What a quorum is, and who has asked for one, is not known here.
+This module does not know what a quorum is, nor which replicas have asked for one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 
 class QuorumNumber(NamedTuple):
-    """Which quorum it was; of two, the one that formed later is the greater."""
+    """The id and the round of a quorum; of two quorums, the one that formed later has the greater number."""
 
     quorum_id: int
     round: int
@@ -32,7 +32,7 @@ class QuorumNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An open stream: a number that its shell gave it, and the newest quorum its replica knew of."""
+    """An open stream: the number that the shell gave it, and the newest quorum that its replica knew of."""
 
     number: int
     last: QuorumNumber
@@ -51,7 +51,7 @@ class Membership:
         self._expected_until = 0.0
 
     def __len__(self) -> int:
-        """How many are healthy."""
+        """Return how many replicas are healthy."""
         return len(self._sessions) + len(self._calling) + len(self._seen) + len(self._expected)
 
     def __contains__(self, replica_id: str) -> bool:
@@ -63,27 +63,31 @@ class Membership:
         )
 
     def ids(self) -> list[str]:
-        """The healthy, sorted."""
+        """Return the ids of the healthy replicas, sorted."""
         return sorted([*self._sessions, *self._calling, *self._seen, *self._expected])
 
     def expected_ids(self) -> list[str]:
-        """Those who are awaited after a restart, sorted."""
+        """Return the ids of the replicas that are awaited after a restart, sorted."""
         return sorted(self._expected)
 
     def sessions(self) -> list[tuple[str, Session]]:
-        """The open sessions, sorted by replica."""
+        """Return the open sessions, sorted by replica."""
         return sorted(self._sessions.items())
 
     def session_of(self, replica_id: str) -> Session | None:
-        """The open session of a replica."""
+        """Return the open session of a replica."""
         return self._sessions.get(replica_id)
 
     def owner_of(self, session: int) -> str | None:
-        """The replica that speaks through a session; None when it ended or a newer one took its place."""
+        """Return the replica that speaks through a session; None if it ended or a newer one took its
+        place.
+        """
         return self._owners.get(session)
 
     def open_session(self, replica_id: str, session: Session) -> int | None:
-        """From now on the replica is healthy by this session; returns the session whose place it takes."""
+        """Count the replica as healthy by this session; return the number of the session whose place it
+        takes.
+        """
         older = self._sessions.get(replica_id)
         if older is None:
             self.forget(replica_id)
@@ -94,20 +98,22 @@ class Membership:
         return None if older is None else older.number
 
     def open_call(self, replica_id: str) -> None:
-        """A unary Quorum call came in."""
+        """Count the replica as healthy while its unary Quorum call is open."""
         if replica_id in self._sessions or replica_id in self._calling:
             return
         self.forget(replica_id)
         self._calling.add(replica_id)
 
     def close_call(self, replica_id: str, now: float) -> None:
-        """The call was answered or withdrawn: a sign of life, as its connection was up until now."""
+        """Record that the call was answered or withdrawn: a sign of life, as its connection was up until
+        now.
+        """
         if replica_id in self._calling:
             self._calling.remove(replica_id)
             self._seen[replica_id] = now
 
     def saw(self, replica_id: str, now: float) -> None:
-        """A unary heartbeat came in."""
+        """Record a unary heartbeat."""
         if replica_id in self._seen:
             self._seen[replica_id] = now
             self._seen.move_to_end(replica_id)
@@ -116,7 +122,7 @@ class Membership:
             self._seen[replica_id] = now
 
     def expect(self, replica_ids: Iterable[str], until: float) -> None:
-        """Await these, where they are not healthy already, instead of those awaited so far.
+        """Await these replicas, unless they are healthy already, instead of those awaited so far.
 
         A wait that runs keeps its end: a later report must not prolong it.
         """
@@ -126,7 +132,7 @@ class Membership:
         self._expected = {i for i in replica_ids if i not in self}
 
     def forget(self, replica_id: str) -> None:
-        """The replica is healthy no more."""
+        """Count the replica as healthy no more."""
         session = self._sessions.pop(replica_id, None)
         if session is not None:
             del self._owners[session.number]
@@ -135,14 +141,16 @@ class Membership:
         self._expected.discard(replica_id)
 
     def next_expiry(self) -> float:
-        """When the next replica ceases to be healthy if nothing more is heard; inf if none does."""
+        """Return when the next replica ceases to be healthy if nothing more is heard; inf if none does."""
         expiry = self._expected_until if self._expected else math.inf
         if self._seen:
             expiry = min(expiry, next(iter(self._seen.values())) + self._heartbeat_timeout)
         return expiry
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:
-        """Forget those whose time is over: (fell silent, expected and not come back)."""
+        """Forget the replicas whose time is over; return those that fell silent and those that did not come
+        back.
+        """
         silent = []
         while self._seen:
             replica_id, seen = next(iter(self._seen.items()))

@@ -1,10 +1,10 @@
 """The one module that makes channels, servers and listeners.
 
-Whoever needs to speak over the network asks here, so that credentials can be added in one place
+Every other module that uses the network asks this one, so that credentials can be added in one place
 and the liveness settings are the same everywhere.
 
 Liveness is HTTP/2 keepalive: PINGs sent and answered by gRPC's native threads. No Python runs on
-either side, so a trainer that holds the GIL for seconds is not called dead, and a stopped process
+either side, so a trainer that holds the GIL for seconds is not taken for dead, and a stopped process
 or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms`.
 
 All asyncio work of this process runs on one thread (`coordination_loop`): gRPC's asyncio stack
@@ -36,18 +36,20 @@ from lighthouse.grpc_forks import prepare_for_forks
 
 T = TypeVar("T")
 prepare_for_forks()
-_DESCRIPTORS_KEPT = 128  # for everything that is no client's connection
+_DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
 
 
 @dataclass(frozen=True)
 class Keepalive:
-    """When a silent connection is probed, and when a probe counts as unanswered (milliseconds)."""
+    """How long a connection may be silent before it is probed, and a probe unanswered, both in
+    milliseconds.
+    """
 
     time_ms: int = 500
     timeout_ms: int = 500
 
     def options(self) -> list[tuple[str, int]]:
-        """gRPC channel arguments; `ping_timeout_ms` is the one that is obeyed (default 60 s)."""
+        """Return gRPC channel arguments; gRPC obeys `ping_timeout_ms`, of which the default is 60 s."""
         return [
             ("grpc.keepalive_time_ms", self.time_ms),
             ("grpc.keepalive_timeout_ms", self.timeout_ms),
@@ -62,15 +64,15 @@ DEFAULT_KEEPALIVE = Keepalive()
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What clients may use up of a server. More is refused, and nobody else is disturbed.
+    """What clients may use up of a server. More is refused, without a disturbance of other clients.
 
     Attributes:
         connections: open at a time; fewer where the process may not open as many files.
         calls: open at a time, on all connections together.
         streams: open at a time on one connection; others wait on the client's side.
         request_bytes: the longest message that is taken.
-        handshake_s: after which a connection that has not begun to speak HTTP/2 is closed.
-        idle_s: after which a connection without a call is closed.
+        handshake_s: seconds after which a connection that has not begun to speak HTTP/2 is closed.
+        idle_s: seconds after which a connection without a call is closed.
     """
 
     connections: int = 2000
@@ -81,9 +83,9 @@ class ServerLimits:
     idle_s: float = 300.0
 
     def options(self) -> list[tuple[str, int]]:
-        """gRPC channel arguments."""
+        """Return gRPC channel arguments."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Without descriptors this process could not even open a file.
+        # Some descriptors are kept back: without any this process could not even open a file.
         connections = max(1, min(self.connections, files - _DESCRIPTORS_KEPT))
         return [
             ("grpc.max_allowed_incoming_connections", connections),
@@ -102,11 +104,11 @@ _MESSAGE_LIMITS = [
 _NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 _SERVER_OPTIONS = [
-    # Without this two servers share a port in silence, each with half of the clients.
+    # With this option two servers would share a port in silence, each with half of the clients.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10),
-    # Probing the bandwidth costs a PING for each small request, and there are no others.
+    # A probe of the bandwidth costs a PING for each small request, and all requests are small.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 ]
@@ -123,13 +125,13 @@ _CHANNEL_OPTIONS = [
 
 
 def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
-    """A blocking channel; connects lazily, reconnects by itself."""
+    """Make a blocking channel, which connects lazily and reconnects by itself."""
     disown(address)
     return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
 
 def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
-    """An asyncio channel; call it on the loop that will use it."""
+    """Make an asyncio channel; call this on the loop that will use the channel."""
     disown(address)
     return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
 
@@ -140,12 +142,12 @@ def make_aio_server(
     limits: ServerLimits,
     keepalive: Keepalive = DEFAULT_KEEPALIVE,
 ) -> tuple[grpc.aio.Server, Address]:
-    """An asyncio server, bound but not started, and the address with the port that it got.
+    """Make an asyncio server, bound but not started; return it and the address with the port that it got.
 
     Raises:
         BindError: the address is in use or not of this host.
     """
-    if _why_unbindable(bind) is not None:  # asked first, because gRPC fails with lines of its own
+    if _why_unbindable(bind) is not None:  # checked first, because a failing gRPC logs lines of its own
         raise bind_error(bind, None)
     options = [*_SERVER_OPTIONS, *limits.options(), *keepalive.options()]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
@@ -161,7 +163,7 @@ def make_aio_server(
 
 
 def listen_tcp(bind: Address) -> socket.socket:
-    """A listening TCP socket for an HTTP server; port 0 takes a free one.
+    """Make a listening TCP socket for an HTTP server; port 0 takes a free one.
 
     Raises:
         BindError: the address is in use or not of this host.
@@ -178,13 +180,14 @@ def listen_tcp(bind: Address) -> socket.socket:
 def connect_tcp(
     address: Address, timeout_s: float, on_socket: Callable[[socket.socket], None] = lambda _: None
 ) -> socket.socket:
-    """A connected TCP socket; connecting, and each later operation on it, takes `timeout_s` at the most.
+    """Connect a TCP socket; the connection, and each later operation on it, takes `timeout_s` seconds at
+    most.
 
     `on_socket` sees a socket before it connects, so that another thread can end even that with
     `shutdown`.
 
     Raises:
-        OSError: the name does not resolve or nobody answers; the error of the last address tried.
+        OSError: the name does not resolve or no address answers; the error of the last address tried.
     """
     failure: OSError | None = None
     disown(address)
@@ -207,7 +210,7 @@ def connect_tcp(
 
 
 async def resolve(address: Address, timeout_s: float) -> tuple[Address, ...]:
-    """All addresses of the name; none where the name server gives none, or is slow."""
+    """Return all addresses of the name; none if the name server gives none within `timeout_s` seconds."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(address.host)
         return (address,)
@@ -221,9 +224,11 @@ async def resolve(address: Address, timeout_s: float) -> tuple[Address, ...]:
 
 
 async def answers_tcp(addresses: Iterable[Address], timeout_s: float) -> bool:
-    """Whether anything comes back when one connects to these within `timeout_s`: a refusal does, too.
+    """Return whether any of these addresses answers a connection attempt within `timeout_s` seconds, be it by
+    a refusal.
 
-    What fails on this host, for want of descriptors, says nothing: it counts as an answer.
+    A failure on this host, such as a lack of descriptors, says nothing about the peer, and counts as an
+    answer.
     """
     attempts = [asyncio.ensure_future(_answers_tcp(address, timeout_s)) for address in addresses]
     try:
@@ -249,7 +254,7 @@ async def _answers_tcp(address: Address, timeout_s: float) -> bool:
 
 
 def bind_error(bind: Address, cause: Exception | None) -> BindError:
-    """The error for a server that cannot listen at `bind`, with the system's reason where one can be had."""
+    """Make the error for a server that cannot listen at `bind`, with the system's reason if there is one."""
     reason = cause.strerror if isinstance(cause, OSError) else _why_unbindable(bind)
     reason = reason or "the system gave no reason"
     return BindError(
@@ -258,10 +263,10 @@ def bind_error(bind: Address, cause: Exception | None) -> BindError:
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit of open files as far as the system lets it: each client has one.
+    """Raise this process's limit of open files as far as the system allows: each client needs one.
 
     Returns:
-        The limit from now on.
+        The new limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -270,11 +275,11 @@ def allow_many_files() -> int:
 
 
 def _why_unbindable(bind: Address) -> str | None:
-    """The system's reason against listening there; None where it has none."""
+    """Return the system's reason against listening there; None if it has none."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
-            # Like gRPC: a port on which only old connections linger is free.
+            # The probe does as gRPC does: a port on which only old connections linger is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
     except OSError as error:
@@ -292,7 +297,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run on the loop and wait for the result; never call it from the loop's own thread.
+        """Run the coroutine on the loop and wait for its result; never call this from the loop's own thread.
 
         Raises:
             ForkError: this process is a fork of the one that has the thread.
@@ -306,7 +311,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
+        """Return whether the caller runs on this loop's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -319,8 +324,8 @@ _loop_thread_lock = lock_of_each_process()
 
 
 def coordination_loop() -> LoopThread:
-    """The loop thread that every asyncio server and client of this process shares."""
-    global _loop_thread  # noqa: PLW0603 - one per process is the point
+    """Return the loop thread that every asyncio server and client of this process shares."""
+    global _loop_thread  # noqa: PLW0603 - one per process
     with _loop_thread_lock:
         if _loop_thread is None:
             _loop_thread = LoopThread("torchft-coordination")
@@ -328,9 +333,9 @@ def coordination_loop() -> LoopThread:
 
 
 def _leave_loop_to_parent() -> None:
-    global _loop_thread  # noqa: PLW0603 - see above
+    global _loop_thread  # noqa: PLW0603 - one per process
     if _loop_thread is not None:
-        keep_for_ever(_loop_thread)  # with its tasks, which would act as they are destroyed
+        keep_for_ever(_loop_thread)  # its tasks would act as they are destroyed
         _loop_thread = None
 
 

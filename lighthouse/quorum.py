@@ -1,4 +1,4 @@
-"""Who is in the quorum: a pure state machine.
+"""The quorum core: a pure state machine that decides which replicas are in the quorum.
 
 Events and the time at which they happen go in, decisions come out; `next_deadline` says when
 `advance` has to be called if nothing else happens before. The same events always give the same
@@ -10,23 +10,23 @@ quorum possible forms it, and the next round begins. A quorum is possible when
 
 1. it would have at least `min_replicas` members, and
 2. either every member of the last quorum has joined (the *fast* quorum), or
-3. more than half of the healthy have joined, and nobody healthy is still to come or the first to
+3. more than half of the healthy have joined, and no healthy replica is still to come or the first to
    join has waited for `join_timeout`.
 
-A quorum takes everybody who has joined, or, if any of them asked to `shrink_only`, those who were in
-the last quorum; the others stay joined for the next round. These are torchft's rules, except for
-this: there the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
+A quorum takes all replicas that have joined, or, if any of them asked to `shrink_only`, those that were in
+the last quorum; the others stay joined for the next round. These are torchft's rules, except for this: there
+the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
 
-Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left
-out, and stay joined for a later one. No rule above knows of it, so nobody waits for a link; but where fewer
-than `min_replicas`, or no more than half of the healthy, would stay, nobody is left out.
+Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left out,
+and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer than
+`min_replicas`, or no more than half of the healthy, would stay, no replica is left out.
 
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
 others aborted their groups. Ids only grow, over restarts too: the first is handed in (wall-clock
 milliseconds do), and every id that a replica reports counts as used up. Where such an id is beyond those
-of this lighthouse, the clock was set back, and there may be others that nobody has reported yet: the next
+of this lighthouse, the clock was set back, and there may be others that no replica has reported yet: the next
 ids then keep a distance that no other start has, as two quorums with one id would pass for the same.
 
 A restarted lighthouse remembers nothing, but the replicas do. The newest quorum that any of them
@@ -35,14 +35,14 @@ reports becomes the last quorum, and its members count as healthy until they are
 formed a quorum itself it learns no more: whatever is reported then is older, even if its id is greater,
 as it is where the wall clock was set back.
 
-Every quorum has the number of its round as well, which grows even where the id is kept. A lighthouse
-that dies while it hands out a quorum leaves some members with it, who wait in a collective for the
-others, and some without, who ask for the next one. The id alone does not tell them apart when it was
-kept; id and round do, and so those who have the quorum are told that the others came back without it.
+Every quorum has the number of its round as well, which grows even where the id is kept. A lighthouse that
+dies while it hands out a quorum leaves some members with it, which wait in a collective for the others, and
+some without, which ask for the next one. The id alone does not tell them apart when it was kept; id and round
+do, so the members that have the quorum are told that the others came back without it.
 
 A member may also find that it cannot use the process group of the last quorum, perhaps before it has
 met the others in it. Its join says so, and the others are told not to wait for it.
-Only sessions report: of unary callers, who report nothing, nothing is concluded.
+Only sessions report. Nothing is concluded about unary callers, which report nothing.
 """
 
 from __future__ import annotations
@@ -85,28 +85,29 @@ __all__ = [
     "SessionSuperseded",
 ]
 
-# Every survivor of a quorum is told about the first losses in it. By then all of them have aborted,
-# and a thousand that are lost at once must not cost a million messages.
+# Every survivor of a quorum is told about the first losses in it. Then all of them have aborted, and a
+# thousand replicas that are lost at once must not cost a million messages.
 ALARMS_PER_QUORUM_MAX = 16
 
-# A clock that was set back: how far above a reported id the next ones begin, different for each start.
+# If the clock was set back, the next ids begin this far above a reported one at most; each start has its own
+# distance.
 _LEAP_MAX = 1_000_003
 
 
 @dataclass(slots=True)
 class _Join:
-    """A member's part in this round: since when, and where its answer is awaited."""
+    """A member's part in this round: since when it has joined, and where it awaits its answer."""
 
     member: Member
     since: float
     in_session: bool = False
     in_call: bool = False
-    left_out: bool = False  # of a quorum that was formed since
-    told: bool = False  # so, since it joined the last time
+    left_out: bool = False  # left out of a quorum that was formed since
+    told: bool = False  # told so since its last join
 
 
 class QuorumCore:
-    """The lighthouse without its network. `now` is in seconds and never runs backwards.
+    """The lighthouse without its network. `now` is in seconds on any clock that never runs backwards.
 
     Every event costs constant time until the one that forms a quorum, which sorts its members.
     """
@@ -122,7 +123,8 @@ class QuorumCore:
 
         self._number = QuorumNumber(NO_QUORUM, 0)  # of the last quorum
         self._last: frozenset[str] = frozenset()
-        self._departed: set[str] = set()  # of the last quorum: lost, left, or back without it
+        # members of the last quorum that were lost, left, or came back without it
+        self._departed: set[str] = set()
         self._alarms = 0
         self._has_formed = False
 
@@ -138,10 +140,11 @@ class QuorumCore:
     def register(
         self, session: int, replica_id: str, last: QuorumNumber, last_ids: Iterable[str], now: float
     ) -> list[Decision]:
-        """A replica opened a session (a number never used before) and says which quorum it saw last.
+        """Handle a replica that opened a session (a number never used before) and says which quorum it saw
+        last.
 
-        The id of `last` is 0 or less, and `last_ids` empty, for one that has seen none; its round is 0
-        for one that does not know of rounds.
+        For a replica that has seen none, the id of `last` is 0 or less and `last_ids` is empty. For a replica
+        that does not know of rounds, its round is 0.
         """
         decisions = self.advance(now)
         older = self._members.open_session(replica_id, Session(session, last))
@@ -158,7 +161,9 @@ class QuorumCore:
         return decisions
 
     def join(self, session: int, member: Member, now: float) -> list[Decision]:
-        """The replica of this session, and nobody else, asks for the next quorum."""
+        """Handle a join: the replica of this session asks for the next quorum. A join of another replica is
+        ignored.
+        """
         decisions = self.advance(now)
         if self._members.owner_of(session) == member.replica_id:
             self._enter(member, now).in_session = True
@@ -168,7 +173,9 @@ class QuorumCore:
         return decisions
 
     def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
-        """The replica of this session cannot reach these others, and all the rest: for the next quorums."""
+        """Record that the replica of this session cannot reach these others, but all the rest; later quorums
+        heed it.
+        """
         decisions = self.advance(now)
         replica_id = self._members.owner_of(session)
         if replica_id is not None:
@@ -176,7 +183,7 @@ class QuorumCore:
         return decisions
 
     def leave(self, session: int, now: float) -> list[Decision]:
-        """The replica goes in good order: nobody is alarmed."""
+        """Handle the orderly end of a replica, which alarms no other."""
         decisions = self.advance(now)
         replica_id = self._members.owner_of(session)
         if replica_id is not None:
@@ -187,7 +194,7 @@ class QuorumCore:
         return decisions
 
     def lost(self, session: int, reason: str, now: float) -> list[Decision]:
-        """The session ended without a leave."""
+        """Handle a session that ended without a leave."""
         decisions = self.advance(now)
         replica_id = self._members.owner_of(session)
         if replica_id is not None:
@@ -198,7 +205,7 @@ class QuorumCore:
     # -- unary calls of torchft's protocol
 
     def call(self, member: Member, now: float) -> list[Decision]:
-        """A unary Quorum call came in: the replica is healthy while it is open, and has joined."""
+        """Handle a unary Quorum call: the replica is healthy while it is open, and has joined."""
         decisions = self.advance(now)
         self._members.open_call(member.replica_id)
         self._enter(member, now).in_call = True
@@ -206,7 +213,7 @@ class QuorumCore:
         return decisions
 
     def withdraw(self, replica_id: str, now: float) -> list[Decision]:
-        """The last open unary Quorum call of this replica was cancelled by its caller."""
+        """Handle the cancellation of the last open unary Quorum call of this replica by its caller."""
         decisions = self.advance(now)
         self._members.close_call(replica_id, now)
         self._answer_no_more(replica_id, session=False)
@@ -214,7 +221,9 @@ class QuorumCore:
         return decisions
 
     def heartbeat(self, replica_id: str, now: float) -> list[Decision]:
-        """A unary Heartbeat came in. It never forms a quorum: one more that is healthy has not joined."""
+        """Handle a unary Heartbeat. It never forms a quorum: it adds a healthy replica that has not
+        joined.
+        """
         decisions = self.advance(now)
         self._members.saw(replica_id, now)
         self._form(now, decisions)
@@ -223,7 +232,7 @@ class QuorumCore:
     # -- time
 
     def advance(self, now: float) -> list[Decision]:
-        """What is due by now; every event does this first. Harmless when nothing is due."""
+        """Decide what is due by now; every event does this first. Nothing happens when nothing is due."""
         decisions: list[Decision] = []
         if now >= self._deadline:
             silent, missed = self._members.expire(now)
@@ -235,35 +244,35 @@ class QuorumCore:
         return decisions
 
     def next_deadline(self) -> float | None:
-        """When `advance` must be called at the latest; None while only events can change anything."""
+        """Return when `advance` must be called at the latest; None while only events can change anything."""
         return None if self._deadline == math.inf else self._deadline
 
-    # -- for people
+    # -- views for the shell and for operators
 
     def __len__(self) -> int:
-        """How many replicas are healthy."""
+        """Return how many replicas are healthy."""
         return len(self._members)
 
     def __contains__(self, replica_id: str) -> bool:
-        """Whether the replica is healthy."""
+        """Return whether the replica is healthy."""
         return replica_id in self._members
 
     def replica_of(self, session: int) -> str | None:
-        """Whom a session speaks for; None when it ended or was superseded."""
+        """Return the replica that a session speaks for; None if it ended or was superseded."""
         return self._members.owner_of(session)
 
     @property
     def highest(self) -> QuorumNumber:
-        """Ids and rounds up to these are used up."""
+        """The highest id and round that are used up."""
         return QuorumNumber(self._highest_id, self._highest_round)
 
     def session_of(self, replica_id: str) -> int | None:
-        """The open session of a replica."""
+        """Return the open session of a replica."""
         session = self._members.session_of(replica_id)
         return None if session is None else session.number
 
     def describe(self, now: float) -> str:
-        """For people: the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
+        """Describe the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
         facts = Facts(
             last_id=self._number.quorum_id,
             last=self._last,
@@ -299,14 +308,18 @@ class QuorumCore:
         return Verdict.LATE if now >= self._late_at() else Verdict.STRAGGLERS
 
     def _candidates(self) -> int:
-        """How many members a quorum of those who have joined would have."""
+        """Return how many members a quorum of the replicas that have joined would have."""
         return len(self._last) - self._missing if self._is_shrinking() else len(self._joined)
 
     def _is_shrinking(self) -> bool:
         return bool(self._shrinking and self._last)
 
     def _late_at(self) -> float:
-        """Whoever was left out waits for a link: stragglers get as long as they would without it."""
+        """Return when stragglers are left behind, by the first join of a replica that does not wait for a
+        link.
+
+        A replica that was left out would otherwise shorten the time that stragglers get.
+        """
         first = next((join for join in self._joined.values() if not join.left_out), None)
         return (first or next(iter(self._joined.values()))).since + self._join_timeout
 
@@ -327,7 +340,8 @@ class QuorumCore:
             self._deadline = min(self._deadline, self._late_at())
 
     def _choose(self) -> tuple[dict[str, _Join], tuple[Link, ...]]:
-        """Who is in the quorum that is about to be formed, and the links for which some are not.
+        """Choose the members of the quorum that is about to be formed; return them, and the broken links
+        heeded.
 
         INVARIANT: they are more than half of the healthy: the others cannot form a quorum beside them.
         """
@@ -344,7 +358,10 @@ class QuorumCore:
         return max(self._min_replicas, len(self._members) // 2 + 1)
 
     def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
-        """Each is told once a join, people of every change. `shrink_only` was about that quorum: settled."""
+        """Tell each replica once a join, and operators of every change.
+
+        A wish to `shrink_only` concerned the quorum that was formed, and is settled.
+        """
         out = frozenset(i for link in links for i in link if i in self._joined)
         news = [i for i in sorted(out) if not self._joined[i].told]
         if links and (news or (out, links) != self._last_left_out):
@@ -386,10 +403,11 @@ class QuorumCore:
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
         if self._missing or len(chosen) != len(self._last):
             return False
-        return not self._links or chosen.keys() == self._last  # with links, not all who have joined are in
+        # with broken links, not all replicas that have joined are in
+        return not self._links or chosen.keys() == self._last
 
     def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
-        """Those who were not chosen stay joined; the clock of the new round starts for them now."""
+        """Keep the replicas that were not chosen joined; the clock of the new round starts for them now."""
         self._joined = {i: join for i, join in self._joined.items() if i not in chosen}
         for join in self._joined.values():
             join.since = now
@@ -399,7 +417,9 @@ class QuorumCore:
     # -- bookkeeping
 
     def _enter(self, member: Member, now: float) -> _Join:
-        """The replica has joined; if it had before, its news count and its place in time stays."""
+        """Enter a replica into the round; if it has joined before, its news counts and its place in time
+        stays.
+        """
         self._use_up(member.commit_quorum_id)
         join = self._joined.get(member.replica_id)
         if join is None:
@@ -407,13 +427,13 @@ class QuorumCore:
             self._missing -= member.replica_id in self._last
         else:
             self._shrinking -= join.member.shrink_only
-            member = member._replace(shrink_only=member.shrink_only and not join.left_out)  # still settled
-            join.member, join.told = member, False  # a new attempt, which knows nothing
+            member = member._replace(shrink_only=member.shrink_only and not join.left_out)  # settled
+            join.member, join.told = member, False  # a new attempt of the replica, which does not know it yet
         self._shrinking += member.shrink_only
         return join
 
     def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
-        """An answer is awaited no more in the session, or in the call; without both the join is off."""
+        """Await no answer any more in the session, or in the call; without both the join is withdrawn."""
         join = self._joined.get(replica_id)
         if join is None:
             return
@@ -439,18 +459,19 @@ class QuorumCore:
             decisions.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 
     def _depart(self, replica_id: str, reason: str, decisions: list[Decision]) -> bool:
-        """The replica's part in the last quorum is over; False if it had none, or none any more."""
+        """End the replica's part in the last quorum; return False if it had none, or none any more."""
         if replica_id not in self._last or replica_id in self._departed:
             return False
         self._departed.add(replica_id)
         self._alarms += 1
-        # Those who have given the quorum up, too: their operators want to know whom they lost.
+        # Survivors that have given the quorum up are told, too: their operators want to know which replica
+        # was lost.
         survivors = sorted(self._last - {replica_id}) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
         decisions.append(MemberLost(self._number.quorum_id, replica_id, reason, self._sessions(survivors)))
         return True
 
     def _break(self, replica_id: str, decisions: list[Decision]) -> None:
-        """The replica gave the last quorum up; the first alarm in it is enough for everybody else."""
+        """Handle a replica that gave the last quorum up; the first alarm in it is enough for all others."""
         if replica_id not in self._last or self._alarms:
             return
         self._departed.add(replica_id)
@@ -459,7 +480,7 @@ class QuorumCore:
         decisions.append(QuorumBroken(self._number.quorum_id, replica_id, self._sessions(survivors)))
 
     def _is_over(self, number: QuorumNumber) -> bool:
-        """Whether members of that quorum were told to give it up, or have gone on without it."""
+        """Return whether members of that quorum were told to give it up, or have gone on without it."""
         if number.quorum_id <= 0:
             return False
         if number == self._number:
@@ -471,7 +492,9 @@ class QuorumCore:
         return tuple(session.number for session in sessions if session is not None)
 
     def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
-        """A replica reports the last quorum it knows of: news only after this lighthouse was restarted."""
+        """Learn from the last quorum that a replica knows of, which is news only after this lighthouse was
+        restarted.
+        """
         self._use_up(number.quorum_id)
         self._highest_round = max(self._highest_round, number.round)
         ids = frozenset(ids)

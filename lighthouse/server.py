@@ -4,8 +4,8 @@ Everything happens on one asyncio loop and nothing waits in between: an RPC beco
 core, the core's decisions become messages, in the same instant. This module decides nothing about
 quorums. It knows about streams that end, callers that hang up and readers that do not read.
 
-A quorum is serialized once for all sessions and once for all unary callers. What it costs to answer
-a thousand replicas is then the copy of the same bytes into a thousand connections.
+A quorum is serialized once for all sessions and once for all unary callers. Answering a thousand replicas
+then costs a copy of the same bytes into a thousand connections.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ R = TypeVar("R")
 
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
-_REGISTER_S = 10.0  # how long a session may take to say whose it is
-_LINKS_TOLD_MAX = 32  # in an event
-_CALLS_PER_REPLICA_MAX = 8  # unary Quorum calls that are open at a time: one, and some that were given up
+_REGISTER_S = 10.0  # seconds in which a session has to begin with its register
+_LINKS_TOLD_MAX = 32  # links that an event names at most
+_CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
 _SUPERSEDED = Refusal(grpc.StatusCode.ABORTED, "a newer session of this replica took this one's place")
@@ -55,14 +55,14 @@ _TOO_MANY_CALLS = Refusal(grpc.StatusCode.ABORTED, "newer calls of this replica 
 
 
 class Lighthouse:
-    """A running lighthouse. Use it on the loop that started it.
+    """A running lighthouse, to be used on the loop that started it.
 
         lighthouse = await Lighthouse.start(LighthouseConfig(min_replicas=2), parse_address("127.0.0.1:0"))
         print(lighthouse.address.url)
         await lighthouse.stop()
 
-    `events` has one record for each quorum with a new id, register, leave, loss, change of who is left out,
-    and shutdown.
+    `events` has one record for each quorum with a new id, register, leave, loss, change of the replicas that
+    are left out, and shutdown.
     """
 
     def __init__(self, config: LighthouseConfig) -> None:
@@ -73,7 +73,8 @@ class Lighthouse:
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
-        self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}  # oldest first
+        # by replica, the oldest call first
+        self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}
         self._server: grpc.aio.Server | None = None
         self._address: Address | None = None
 
@@ -98,17 +99,19 @@ class Lighthouse:
 
     @property
     def address(self) -> Address:
-        """Where it listens, with the port that it got."""
+        """The address at which the lighthouse listens, with the port that it got."""
         if self._address is None:
             raise RuntimeError("the lighthouse is not running: make it with `await Lighthouse.start(...)`")
         return self._address
 
     def describe(self) -> str:
-        """For people: who is in, who is awaited, and why there is no quorum yet."""
+        """Describe who is in the quorum, who is awaited, and why there is no quorum yet."""
         return self._core.describe(self._loop.time())
 
     async def stop(self, reason: str = "stopped") -> None:
-        """End every session and call with a status that says so, and close the port. May be repeated."""
+        """End every session and call with a status that says so, and close the port. It may be called
+        again.
+        """
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -124,7 +127,7 @@ class Lighthouse:
     # -- RPCs
 
     async def serve_session(self, _requests: object, context: Context) -> None:
-        """A replica group's session, from its register until it ends in one way or another."""
+        """Serve a replica group's session, from its register until it ends in one way or another."""
         session = await self._open_session(context)
         reason = "its connection ended: the process died, or no PING was answered"
         try:
@@ -139,7 +142,7 @@ class Lighthouse:
             raise RefusedError(session.ended)
 
     async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, _: Context) -> bytes:
-        """torchft's Quorum: joins, and is answered with the quorum."""
+        """Serve torchft's Quorum: the caller joins, and is answered with the quorum."""
         message = _well_formed(request).requester
         self._admit(message.replica_id, admission.about_member(message, self.config, self._believable()))
         if self._core.session_of(message.replica_id) is not None:
@@ -149,7 +152,8 @@ class Lighthouse:
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
         self._apply(self._core.call(member, self._loop.time()))
-        waiting = [call for call in calls if not call.done()]  # one that was settled may yet have to wake up
+        # a call that was settled may not have woken up yet
+        waiting = [call for call in calls if not call.done()]
         if len(waiting) > _CALLS_PER_REPLICA_MAX:
             _settle(waiting[0], _TOO_MANY_CALLS)
         try:
@@ -164,7 +168,7 @@ class Lighthouse:
         return result
 
     async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest | None, _: Context) -> bytes:
-        """torchft's Heartbeat."""
+        """Serve torchft's Heartbeat."""
         request = _well_formed(request)
         self._admit(request.replica_id, admission.about_replica(request.replica_id))
         self._apply(self._core.heartbeat(request.replica_id, self._loop.time()))
@@ -176,7 +180,8 @@ class Lighthouse:
         register = await _read_register(context)
         self._admit(register.replica_id, admission.about_register(register, self.config, self._believable()))
         self._check_owner(register)
-        # On its own: a first write that is cancelled halfway would leave gRPC unable to end the stream.
+        # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled
+        # halfway.
         await context.send_initial_metadata(())
         session = ReplicaSession(
             next(self._numbers),
@@ -199,7 +204,7 @@ class Lighthouse:
         return session
 
     async def _serve_session(self, session: ReplicaSession, context: Context) -> str:
-        """Until the replica ends its side; returns why, which nobody hears after a leave."""
+        """Serve requests until the replica ends its side; return why, which is reported unless it left."""
         while True:
             request = await context.read()
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -258,7 +263,9 @@ class Lighthouse:
         return admission.believable(time.time_ns() // 1_000_000, self._core.highest)
 
     def _check_owner(self, register: pb.Register) -> None:
-        """A replica group that comes back has the address that it had; whoever has another is not it."""
+        """Refuse a replica id that is in use: the same replica comes back with its address, another one has
+        another.
+        """
         number = self._core.session_of(register.replica_id)
         live = None if number is None else self._sessions.get(number)
         if live is not None and live.ended is None and live.address != register.address:
@@ -340,7 +347,7 @@ class Lighthouse:
     # -- time
 
     def _arm(self) -> None:
-        """See to it that the core is woken in time. A timer that turns out to be early does no harm."""
+        """Make sure that the core is woken in time. A timer that turns out to be early does no harm."""
         deadline = self._core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
@@ -397,7 +404,9 @@ def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, C
 
 
 def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
-    """Requests are parsed where a malformed one does no more than be refused, answers are bytes already."""
+    """Make the handlers. They refuse malformed requests instead of failing, and send answers that are bytes
+    already.
+    """
     return grpc.method_handlers_generic_handler(
         _SERVICE,
         {

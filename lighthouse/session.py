@@ -17,7 +17,7 @@ import grpc.aio
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an RPC ends without its answer."""
+    """The status and the text with which an RPC ends instead of an answer."""
 
     code: grpc.StatusCode
     text: str
@@ -32,7 +32,7 @@ class RefusedError(Exception):
 
 
 class ReplicaSession:
-    """Made and used on the server's loop, inside the RPC's own task.
+    """An open session, made and used on the server's loop inside the RPC's own task.
 
     `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves;
     `ended` says why this side ended it, if it did.
@@ -84,7 +84,7 @@ class ReplicaSession:
             while self._queue:
                 await self._context.write(self._queue[0])
                 self._queue.popleft()
-        except Exception as error:  # noqa: BLE001 - gRPC promises no type; none of them is more than this
+        except Exception as error:  # noqa: BLE001 - gRPC promises no type; every failure means the same
             self.end(Refusal(grpc.StatusCode.UNAVAILABLE, f"cannot write to the session: {error!r}"))
         finally:
             self._writer = None
