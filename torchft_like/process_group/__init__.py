@@ -49,4 +49,4 @@ __all__ = [
     "trigger_nccl_fr_trace_through_pipe",
 ]
 
-adopt_functions()  # of torch, which would not know our groups
+adopt_functions()  # torch's functions would not know our groups otherwise

@@ -1,13 +1,13 @@
 """A client of torch's TCPStore whose every wait can be ended from another thread.
 
-torch's own client blocks in C++ for as long as its server is stopped or its host silent, nothing
-can end that from outside, and a connection that is lost under it is reported with pages of native
-stack. While a group is being configured that would be time in which no abort is heard. Here the
-socket is ours: `abort` shuts it down, and touches no other socket of the process.
+torch's own client blocks in C++ for as long as its server is stopped or its host silent, nothing can end that
+from outside, and it reports a lost connection with pages of native stack. While a group is being configured,
+it would keep an abort from taking effect. This client owns its socket: `abort` shuts it down, and touches no
+other socket of the process.
 
-It speaks the TCPStore's wire protocol as torch 2.11 to 2.13 do: one byte names the query, strings
-are preceded by their length, integers are 64 bits in the machine's byte order. It knows the few
-queries that process groups make, and nothing about what they are for.
+It speaks the TCPStore's wire protocol as torch 2.11 to 2.13 do: one byte names the query, strings are
+preceded by their length, integers are 64 bits in the machine's byte order. It implements the few queries that
+process groups make, and does not know what they are for.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from torchft_like.process_group.store import StoreAddress
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECONNECT_SECONDS = 0.02
 RECEIVE_BYTES = 64 * 1024
-POLL_MS_MAX = 2**31 - 1  # what the system's call takes is bounded
+POLL_MS_MAX = 2**31 - 1  # the system call takes a C int
 
-# Nobody listens yet, or this host has no such addresses: another address, or a later attempt, may do.
+# The store does not listen yet, or this host has no such addresses: another address, or a later attempt, may
+# work.
 _NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
 
 _VALIDATION_MAGIC = 0x3C85F7CE
@@ -58,12 +59,12 @@ class _Query(IntEnum):
 class AbortableStore(Store):
     """A store client that one thread uses and any thread may abort.
 
-    Its methods raise ProcessGroupAbortedError once it was aborted, TimeoutError when `timeout`
+    Its methods raise ProcessGroupAbortedError once the client was aborted, TimeoutError when `timeout`
     has passed without an answer, ProcessGroupError when the store is gone.
 
     Args:
         address: the store and the prefix of all keys.
-        timeout: for connecting, and for each operation.
+        timeout: the limit of connecting, and of each operation.
     """
 
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
@@ -73,7 +74,7 @@ class AbortableStore(Store):
         self._wire = _Wire(address.server)
 
     def connect(self) -> None:
-        """Reach the store; tries again while it is refused, since the store may be about to start."""
+        """Connect to the store; try again while it refuses, since it may be about to start."""
         self._wire.connect(self._deadline())
         self._wire.send(_Query.VALIDATE, struct.pack("=I", _VALIDATION_MAGIC), self._deadline())
         deadline = self._ask(_Query.PING, struct.pack("=I", os.getpid()))
@@ -81,50 +82,50 @@ class AbortableStore(Store):
             raise ProcessGroupError(f"what answers at {self._wire.server} is not a TCPStore")
 
     def abort(self) -> None:
-        """End every wait, now and later. From any thread, at any time; returns at once."""
+        """End every wait, now and later. Any thread may call this at any time; it returns at once."""
         self._wire.abort()
 
     def close(self) -> None:
-        """Give the connection up; for the thread that uses it."""
+        """Close the connection; only the thread that uses the client may call this."""
         self._wire.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
+        """Store a value under a key."""
         self._ask(_Query.SET, self._key(key) + _with_length(value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits until it has one."""
+        """Return the value of a key, once it has one."""
         self.wait([key])
         return self._wire.receive_bytes(self._ask(_Query.GET, self._key(key)))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that have one, in one question."""
+        """Return the values of keys that all have one, in one query."""
         deadline = self._ask(_Query.MULTI_GET, self._keys(keys))
         return [self._wire.receive_bytes(deadline) for _ in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that starts at 0; gives the sum."""
+        """Add to a counter that starts at 0, and return the sum."""
         return self._integer(self._ask(_Query.ADD, self._key(key) + struct.pack("=q", amount)))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether every key has a value."""
+        """Return whether every key has a value."""
         return self._wire.receive(1, self._ask(_Query.CHECK, self._keys(keys)))[0] == _READY
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until every key has a value."""
+        """Wait until every key has a value."""
         self._wire.receive(1, self._ask(_Query.WAIT, self._keys(keys), timeout))
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it had a value."""
+        """Delete a key; return whether it had a value."""
         return self._integer(self._ask(_Query.DELETE_KEY, self._key(key))) == 1
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Replace a value if it is the expected one; gives the value that stands then."""
+        """Replace a value if it is the expected one; return the value that the key has afterwards."""
         values = _with_length(expected_value) + _with_length(desired_value)
         return self._wire.receive_bytes(self._ask(_Query.COMPARE_SET, self._key(key) + values))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation from now on."""
+        """Set the limit of each later operation."""
         self._limit = timeout
 
     @property
@@ -158,19 +159,23 @@ def _with_length(value: str | bytes) -> bytes:
 class _Wire:
     """One TCP connection, with deadlines, that can be shut down from outside.
 
-    Only the thread that uses it closes the descriptor: were it closed by another, its number
-    could already belong to a stranger when the user's next call reaches it.
+    Only the thread that uses the connection closes its descriptor: if another thread closed it, its number
+    could belong to another file by the time of the next call.
     """
 
     def __init__(self, server: Address) -> None:
         self.server = server
-        self._lock = threading.Lock()  # a shutdown comes before a connection or after, never between
+        self._lock = threading.Lock()  # no shutdown comes while a connection is made
         self._aborted = False
         self._socket: socket.socket | None = None
-        self._unread = bytearray()  # many values come in one answer
+        self._unread = bytearray()  # one answer may hold many values
 
     def connect(self, deadline: float) -> None:
-        """A name may stand for several addresses, `localhost` for one of each family: the store has one."""
+        """Connect to the first address that accepts.
+
+        A name may stand for several addresses, as `localhost` does for one of each family, and the store
+        listens on one.
+        """
         found = self._resolve()
         while True:
             for family, target in found:

@@ -1,6 +1,7 @@
-"""What each collective gives when nobody but the caller takes part: for dummies, and for what is skipped.
+"""The result of each collective when only the caller takes part: for dummies, and for calls that are skipped.
 
-The functions of the table's rows. Each writes to the outputs of a call; an output may be an input, too.
+These are the functions of the table's rows. Each writes to the outputs of a call; an output may be an input,
+too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Tensors = Any
 
 
 def keep(call: Call, rank: int, world_size: int) -> None:
-    """Nothing moves: the outputs are the inputs."""
+    """Move nothing: the outputs are the inputs."""
 
 
 def join(call: Call, rank: int, world_size: int) -> None:
-    """Several tensors are reduced as if each were another rank's, into the first one, as Gloo does it."""
+    """Reduce several tensors into each of them, as if each were another rank's, as Gloo does."""
     combine = _COMBINE.get(hash(call.reduce_op), torch.add) if len(call.outputs) > 1 else torch.add
     for other in call.outputs[1:]:
         call.outputs[0].copy_(combine(call.outputs[0], other))
@@ -33,7 +34,7 @@ def join(call: Call, rank: int, world_size: int) -> None:
         output.copy_(call.outputs[0])
 
 
-# By hash, which is the number of the operation. An average counts ranks, not tensors.
+# The keys are hashes, because an operation's hash is its number. An average counts ranks, not tensors.
 _COMBINE: Mapping[int, Callable[[Tensor, Tensor], Tensor]] = {
     hash(ReduceOp.PRODUCT): torch.mul,
     hash(ReduceOp.MIN): torch.minimum,
@@ -45,7 +46,7 @@ _COMBINE: Mapping[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def repeat_root(call: Call, rank: int, world_size: int) -> None:
-    """Of several tensors, all become the one that the options name."""
+    """Copy the tensor that the options name to all others."""
     root = next((option.rootTensor for option in call.options if hasattr(option, "rootTensor")), 0)
     for output in call.outputs if root < len(call.outputs) else ():
         if output is not call.outputs[root]:
@@ -58,21 +59,23 @@ def clear(call: Call, rank: int, world_size: int) -> None:
 
 
 def spread(call: Call, rank: int, world_size: int) -> None:
-    """Every place of an output list takes the caller's tensor; of several tensors, one after the other."""
+    """Copy the caller's tensor to every place of an output list; several tensors are copied one after the
+    other.
+    """
     for outputs in call.outputs:
         for output, source in zip(outputs, itertools.cycle(call.inputs), strict=False):
             output.copy_(source)
 
 
 def spread_coalesced(call: Call, rank: int, world_size: int) -> None:
-    """Outputs are per rank, then per input."""
+    """Copy the caller's tensors to each rank's outputs: outputs are per rank, then per input."""
     for outputs in call.outputs:
         for output, source in zip(outputs, call.inputs, strict=False):
             output.copy_(source)
 
 
 def fill(call: Call, rank: int, world_size: int) -> None:
-    """An output that joins all ranks' tensors repeats the caller's."""
+    """Repeat the caller's tensor in an output that joins all ranks' tensors."""
     for output, source in zip(_flat(call.outputs), _flat(call.inputs), strict=False):
         if source.numel():
             copies = output.numel() // source.numel()
@@ -80,7 +83,7 @@ def fill(call: Call, rank: int, world_size: int) -> None:
 
 
 def own_item(call: Call, rank: int, world_size: int) -> None:
-    """Each output takes the caller's place in the list that stands for it; zero without a list."""
+    """Copy the caller's place of each input list to its output; zero an output without a list."""
     for output, sources in itertools.zip_longest(call.outputs, call.inputs or ()):
         if sources:
             output.copy_(sources[min(rank, len(sources) - 1)])
@@ -95,18 +98,18 @@ def own_chunk(call: Call, rank: int, world_size: int) -> None:
 
 
 def own_to_own(call: Call, rank: int, world_size: int) -> None:
-    """What the caller sends to itself arrives; nothing else does."""
+    """Copy what the caller sends to itself, and zero what others would have sent."""
     own = min(rank, len(call.outputs) - 1)
     for place, output in enumerate(call.outputs):
         if place == own:
-            output.copy_(call.inputs[place])  # which may be the same tensor
+            output.copy_(call.inputs[place])  # copying a tensor to itself is harmless
         else:
             output.zero_()
 
 
 def own_split(call: Call, rank: int, world_size: int) -> None:
     output_sizes, input_sizes = call.split_sizes
-    own = _split(call.inputs, input_sizes, rank, world_size).clone()  # the output may be the same tensor
+    own = _split(call.inputs, input_sizes, rank, world_size).clone()  # the output may be the input
     clear(call, rank, world_size)
     _split(call.outputs, output_sizes, rank, world_size).copy_(own)
 
@@ -122,7 +125,7 @@ def _flat(nested: Tensors) -> list[Tensor]:
 
 
 def tensors_of(nested: Tensors) -> Iterator[Tensor]:
-    """Every tensor in an argument, however deep the lists."""
+    """Yield every tensor in an argument, however deep its lists."""
     if isinstance(nested, Tensor):
         yield nested
     elif nested is not None:

@@ -1,10 +1,10 @@
 """The arguments of a collective as bytes of the codec (`plain_data`), and back.
 
 Plain values stand for themselves, lists for lists and bytes for tensors; everything else is a tuple that
-begins with its kind. Where a tensor is, the caller says and is told in bytes of its own.
+begins with its kind. The caller describes where a tensor is in bytes of its own.
 
-Options are nearly always those of the call before, and to read or to fill in torch's objects takes longer
-than all the rest: what was encoded or decoded is kept and used again.
+Options are nearly always those of the call before, and reading or filling torch's objects takes longer than
+everything else, so encoded and decoded options are cached.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALL_KEPT_BYTES_MAX = 4096
 
 _OPTIONS_KIND = _Kind.OPTIONS.value
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_OPTIONS = tuple(  # of collectives: torch has others, which no collective takes
+_OPTIONS = tuple(  # torch has other options, which no collective takes
     cls for name, cls in sorted(vars(c10d).items()) if name.endswith("Options") and hasattr(cls, "asyncOp")
 )
 _FIELDS = [
@@ -58,7 +58,7 @@ _encoded_options: dict[tuple[Any, ...], bytes] = {}
 
 
 def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: EncodeTensor) -> bytes:
-    """A call of a collective as bytes.
+    """Encode a call of a collective.
 
     Raises:
         NotSupportedError: an argument is of a type that no collective takes.
@@ -70,10 +70,10 @@ def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
 
 
 def decode_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
-    """The name of a call, and its arguments for `decode`.
+    """Decode the name of a call, and its arguments in the form that `decode` takes.
 
     Raises:
-        PlainDataError: these are not the bytes of a call.
+        PlainDataError: the bytes are no call.
     """
     return (_known_call if len(data) <= CALL_KEPT_BYTES_MAX else _known_call.__wrapped__)(data)
 
@@ -90,10 +90,10 @@ def _encoded_name(name: str) -> bytes:
 
 
 def encode(value: Any, tensor: EncodeTensor) -> bytes:
-    """One argument as bytes.
+    """Encode one argument.
 
     Raises:
-        NotSupportedError: it is of a type that no collective takes.
+        NotSupportedError: the argument is of a type that no collective takes.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -108,7 +108,7 @@ def encode(value: Any, tensor: EncodeTensor) -> bytes:
 
 
 def decode(value: Plain, tensor: DecodeTensor) -> Any:
-    """The argument that `encode` was given."""
+    """Decode an argument that `encode` has encoded."""
     form = type(value)
     if form is list:
         return [decode(item, tensor) for item in value]
@@ -127,7 +127,7 @@ def _encode_options(index: int, fields: tuple[Any, ...]) -> bytes:
     if (known := _encoded_options.get(key)) is None:
         plain = b"".join(
             [encode(field, _no_tensor) for field in fields]
-        )  # one piece, by which it is found again
+        )  # one piece of bytes, which is the key of the cache on the other side
         known = encode_plain([(_OPTIONS_KIND, index, plain)])
         if len(_encoded_options) >= OPTIONS_KEPT_MAX:
             _encoded_options.clear()
@@ -136,7 +136,7 @@ def _encode_options(index: int, fields: tuple[Any, ...]) -> bytes:
 
 
 def _stand_in(field: Any) -> Any:
-    """Something that can be hashed, and is equal for equal fields and for no others."""
+    """Return a hashable value that is equal for equal fields, and for no others."""
     kind = type(field)
     if kind is ReduceOp:
         operation = hash(field)
@@ -151,7 +151,7 @@ def _encode_rare(value: Any, tensor: EncodeTensor) -> bytes:
         return list_of([encode(item, tensor) for item in value])
     if isinstance(value, timedelta):
         return encode_plain([(_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)])
-    if type(value) is ReduceOp:  # of which torch says that its RedOpType were instances, too
+    if type(value) is ReduceOp:  # torch's isinstance counts RedOpType as ReduceOp, too
         operation, factor = cast("tuple[ReduceOp.RedOpType, float | None]", value.__getstate__())
         return encode_plain([(_Kind.REDUCE_OP.value, operation.value, factor)])
     if isinstance(value, ReduceOp.RedOpType):

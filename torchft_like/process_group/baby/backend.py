@@ -1,8 +1,7 @@
-"""A backend in a subprocess, seen from the trainer.
+"""The trainer's side of a backend in a subprocess.
 
-It turns calls of collectives into requests. How the subprocess comes to see the tensors is the business
-of a `Lender`; what happens to an answer, of `requests` and `work`; how a subprocess comes to be, of
-`nursery`.
+It turns calls of collectives into requests. A `Lender` lets the subprocess see the tensors, `requests` and
+`work` handle the answers, and `nursery` starts the subprocesses.
 
 INVARIANT: to end the subprocess is to end every operation. No request counts as over before the process is
 gone, memory, devices and all; what a process that does not die may touch is never used again.
@@ -35,18 +34,18 @@ from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.work import OperationWork
 
-# How much longer than an operation may take its subprocess may say nothing.
+# How much longer than an operation may take its subprocess may send nothing.
 SILENCE_S = 5.0
 GONE_S_MAX = 10.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What runs in the subprocess, each as `module:class`.
+    """The classes that run in the subprocess, each as `module:class`.
 
     Attributes:
-        group: a ReconfigurableProcessGroup whose backend it is.
-        borrower: the other side of the lender.
+        group: a ReconfigurableProcessGroup, whose backend the subprocess makes.
+        borrower: the counterpart of the lender.
     """
 
     group: str
@@ -54,12 +53,12 @@ class Recipe:
 
 
 class RemoteBackend:
-    """See generation.Backend.
+    """A `generation.Backend` whose collectives run in a subprocess.
 
     Args:
-        child: the subprocess, which from now on belongs to this object.
-        lender: for the tensors; used by this object alone.
-        abort: ends the subprocess when it is set.
+        child: the subprocess, which belongs to this object from now on.
+        lender: lets the subprocess see the tensors; only this object uses it.
+        abort: the signal that ends the subprocess.
     """
 
     rest_s_max = None
@@ -69,7 +68,7 @@ class RemoteBackend:
         self._lender = lender
         self._abort = abort
         self._requests = Requests(child.channel, self._end_silent, self._await_end)
-        self._sending = threading.Lock()  # a request comes after the letters that it needs
+        self._sending = threading.Lock()  # a request follows the letters that it needs
         self._timeout_s = 0.0
         self._why_ended: str | None = None
         self._offered: frozenset[str] = frozenset()
@@ -78,10 +77,10 @@ class RemoteBackend:
         abort.add(self._kill)
 
     def begin(self, recipe: Recipe, membership: Membership) -> None:
-        """Have the subprocess make its backend.
+        """Make the subprocess create its backend.
 
         Raises:
-            ProcessGroupError: it could not; the text says why.
+            ProcessGroupError: the subprocess could not; the text says why.
         """
         self._timeout_s = membership.timeout.total_seconds()
         members = (str(membership.store), membership.rank, membership.world_size, self._timeout_s)
@@ -98,11 +97,10 @@ class RemoteBackend:
 
     @property
     def inner(self) -> object:
-        """What has the collectives as methods."""
+        """The object that has the collectives as methods."""
         return self
 
     def targets(self) -> tuple[object, ...]:
-        """See generation.Backend."""
         return (self,)
 
     def __getattr__(self, name: str) -> Callable[..., Work | None]:
@@ -112,21 +110,17 @@ class RemoteBackend:
         return functools.partial(self._run, collective)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See generation.Backend."""
         self._timeout_s = timeout.total_seconds()
         with self._sending:
             self._send((ToChild.SET_TIMEOUT.value, UNASKED, self._timeout_s))
 
     def break_off(self) -> None:
-        """See generation.Backend."""
         self._end("it was ended because an operation had failed")
 
     def is_still(self) -> bool:
-        """See generation.Backend."""
         return self._child.has_ended()
 
     def close(self) -> None:
-        """See generation.Backend."""
         self._abort.remove(self._kill)
         self._kill()
         self._await_end()
@@ -136,16 +130,20 @@ class RemoteBackend:
 
     @property
     def pid(self) -> int:
-        """The subprocess."""
+        """The process id of the subprocess."""
         return self._child.pid
 
     def num_active_work(self) -> int:
-        """How many operations are not over."""
+        """Return how many operations are not over."""
         self._requests.look()
         return self._requests.count()
 
     def wait_over(self) -> None:
-        """Until no operation is under way, or the subprocess is gone. Raises what the device raises."""
+        """Wait until no operation is under way, or the subprocess is gone.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         pauses = growing_pauses()
         while not self._child.has_ended() and self._is_busy():
             time.sleep(next(pauses))
@@ -157,21 +155,20 @@ class RemoteBackend:
             return self._lender.is_busy()
 
     def lost(self) -> Exception | None:
-        """The error if the subprocess is gone."""
+        """Return the error that the subprocess is gone, if it is."""
         return self._gone() if self._child.has_ended() else None
 
     def cut_off(self) -> int:
-        """How many operations were not over when the subprocess was killed from here."""
+        """Return how many operations were not over when this side killed the subprocess."""
         with self._ending:
             return self._cut_off or 0
 
     def describe(self, request: Request) -> Exception:
-        """See work.Failures."""
         return self._gone() if request.outcome is None else outcomes.error_from(request.answer)
 
     def _run(self, collective: Collective, *args: Any, **kwargs: Any) -> Work | None:
         call = collective.bind(args, kwargs)
-        refuse_overlap(call)  # the subprocess may see copies
+        refuse_overlap(call)  # the subprocess may work on copies, in which an overlap would be lost
         with self._sending:
             loan = self._lender.lend(call)
             details = self._encoded(call, loan)
@@ -195,7 +192,8 @@ class RemoteBackend:
     def _send(self, message: Message) -> None:
         """Send a message, after the letters that it needs.
 
-        What is left half sent is of no use to anybody: the subprocess goes, and the requests with it.
+        A message that is sent in part makes the channel useless: the subprocess is ended, and the requests
+        with it.
         """
         deadline = time.monotonic() + self._timeout_s + SILENCE_S
         channel = self._child.channel
@@ -205,7 +203,7 @@ class RemoteBackend:
                 self._lender.letter_sent()
             channel.send(message, (), deadline, self._requests.look)
         except ChannelClosedError:
-            pass  # whoever reads the channel finds that out, too, and settles the request
+            pass  # the thread that reads the channel finds that out, too, and settles the request
         except TimeoutError:
             self._end_silent()
         except BaseException as error:
@@ -213,7 +211,7 @@ class RemoteBackend:
             raise
 
     def _patience_s(self, call: Call | None) -> float:
-        """How long the subprocess may say nothing: longer than the operation may take."""
+        """Return for how long the subprocess may send nothing: longer than the operation may take."""
         own = None if call is None else call.timeout
         return (self._timeout_s if own is None else own.total_seconds()) + SILENCE_S
 
@@ -232,7 +230,9 @@ class RemoteBackend:
         self._child.kill()
 
     def _await_end(self) -> None:
-        """After its end of the channel is closed, or a kill: until nothing of it can touch a tensor."""
+        """Wait until nothing of the subprocess can touch a tensor, after its channel is closed or it was
+        killed.
+        """
         if not self._child.wait_ended(GONE_S_MAX):
             self._lender.abandon()
 

@@ -1,6 +1,7 @@
-"""Blocks of memory that a subprocess sees, cut out of segments and used again and again.
+"""Blocks of memory that a subprocess sees, cut out of segments and reused.
 
-A segment is what the two processes share, known by a number; of which kind of memory, is not known here.
+A segment is memory that the two processes share, named by a number. This module does not know which kind of
+memory it is.
 
 INVARIANT: a block is given back only when nobody can touch it any more.
 """
@@ -24,11 +25,11 @@ SLAB_BLOCKS_MAX = 64
 
 
 class Numbered(Protocol):
-    """A segment."""
+    """A segment of shared memory."""
 
     @property
     def number(self) -> int:
-        """Never stands for two segments."""
+        """The segment's number, which never stands for two segments."""
 
 
 S = TypeVar("S", bound=Numbered)
@@ -36,7 +37,7 @@ S = TypeVar("S", bound=Numbered)
 
 @dataclass(frozen=True, eq=False)
 class Block(Generic[S]):
-    """A part of a segment. `life` is that of the blocks from one `close` to the next."""
+    """A part of a segment. `life` identifies the blocks made between two calls of `close`."""
 
     segment: S
     storage: torch.UntypedStorage
@@ -46,7 +47,9 @@ class Block(Generic[S]):
 
 
 class Blocks(ABC, Generic[S]):
-    """What it holds is what the operations under way at the busiest moment needed, until `close`."""
+    """A pool of blocks. Until `close` it keeps as many as the operations under way at the busiest moment
+    needed.
+    """
 
     BLOCK_BYTES_MIN = 64
 
@@ -56,33 +59,33 @@ class Blocks(ABC, Generic[S]):
         self._life = object()
 
     def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
-        """A block with room for the tensor's elements, one after the other.
+        """Return a block with room for the tensor's elements, in contiguous order, and its description.
 
         Raises:
-            ProcessGroupError: there is no memory left for it.
+            ProcessGroupError: there is no memory left for the block.
         """
         block = self._take(tensor.numel() * tensor.element_size())
         return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
 
     def give_back(self, blocks: Iterable[Block[S]]) -> None:
-        """The blocks may be used for other tensors."""
+        """Let the blocks be used for other tensors."""
         with self._lock:
             for block in blocks:
                 if block.life is self._life:
                     self._free[block.nbytes].append(block)
 
     def close(self) -> None:
-        """Let go of the memory, of that of a block in use when it is dropped."""
+        """Release the memory; that of a block in use is released when the block is dropped."""
         with self._lock:
             self._free.clear()
             self._life = object()
 
     @abstractmethod
     def _make_segment(self, nbytes: int) -> tuple[S, torch.UntypedStorage]:
-        """A new segment, and the storage that it is in this process."""
+        """Make a segment; return it, and the storage that it is in this process."""
 
     def _size(self, nbytes: int) -> int:
-        """Of the block that is used for so many bytes."""
+        """Return the size of the block that is used for `nbytes` bytes."""
         return max(self.BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
 
     def _take(self, nbytes: int) -> Block[S]:

@@ -1,10 +1,10 @@
 """Messages with file descriptors between a trainer and the subprocesses that are its own forks.
 
-A message is a tuple of two numbers and of parts: a fixed struct, and what the codec (`plain_data`) writes.
-Answers mostly have no parts, and requests one that is bytes already: these cost no more than the struct.
-The socket keeps messages apart; one that is too long for it travels as a file in memory.
+A message is a tuple of two numbers and of parts: a fixed struct, and the output of the codec (`plain_data`).
+Most answers have no parts, and most requests one that is bytes already: these cost no more than the struct.
+The socket keeps the boundaries of messages; a message that is too long for it travels as a file in memory.
 
-It knows nothing of what the messages mean.
+This module does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOREVER = math.inf
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
 _POLL_MILLISECONDS_MAX = 2**31 - 1
 
-# Every message comes by these, and socket's enums take microseconds to calculate with.
+# Plain integers: every message needs these flags, and arithmetic with socket's enums takes microseconds.
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
@@ -46,15 +46,17 @@ class ChannelClosedError(ConnectionError):
 
 
 class DescriptorsLostError(OSError):
-    """A message came without its descriptors: this process has none left. The next one may be whole."""
+    """A message came without its descriptors, because this process has none left. The next one may be
+    whole.
+    """
 
 
 class ForeignMessageError(Exception):
-    """What came is no message: the other end is not what it was."""
+    """The received bytes are no message: the other end does not speak this protocol."""
 
 
 class Channel:
-    """One end. Any thread may send; one at a time may receive."""
+    """One end of a connection. Any thread may send; one thread at a time may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -66,11 +68,11 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[socket.socket, socket.socket]:
-        """Two connected ends, not yet channels."""
+        """Make two connected ends, which are not channels yet."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def send(
@@ -83,13 +85,13 @@ class Channel:
         """Send a message; the receiver gets duplicates of the descriptors.
 
         Args:
-            while_full: called, again and again, while the other end takes nothing: to read what it wants
-                to say first.
+            while_full: called repeatedly while the other end takes nothing, so that the caller can read the
+              messages that the other end has to send first.
 
         Raises:
             ChannelClosedError: the other end is gone.
             TimeoutError: the other end has taken nothing until `deadline` (of `time.monotonic`).
-            OSError: the system has no room for it.
+            OSError: the system has no room for the message.
             PlainDataError: a part is of a type that does not travel.
         """
         data = _encoded(message)
@@ -100,13 +102,13 @@ class Channel:
             self._send(_LONG, [*descriptors, file], deadline, while_full)
 
     def receive(self, deadline: float = FOREVER) -> tuple[Message, list[int]]:
-        """The next message, with descriptors that now belong to the caller.
+        """Return the next message, with descriptors that now belong to the caller.
 
         Raises:
             ChannelClosedError: the other end is gone, and everything it sent was received.
             TimeoutError: no message came until `deadline` (of `time.monotonic`).
             DescriptorsLostError: there was no room for the descriptors of this message, which is lost.
-            ForeignMessageError: what came is no message.
+            ForeignMessageError: the received bytes are no message.
         """
         if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
             raise TimeoutError("no message until the deadline")
@@ -132,15 +134,15 @@ class Channel:
             raise
 
     def is_ready(self) -> bool:
-        """`has_message`, for the thread that receives."""
+        """Do as `has_message`, for the thread that receives: it needs no poller of its own."""
         return bool(self._readable.poll(0))
 
     def has_message(self) -> bool:
-        """Whether `receive` would return, or raise, at once; not once this end is closed."""
+        """Return whether `receive` would return or raise at once; False once this end is closed."""
         return bool(self._poll(select.POLLIN, 0))
 
     def close(self) -> None:
-        """Let go of this end."""
+        """Close this end."""
         self._socket.close()
 
     def _receive(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
@@ -174,7 +176,9 @@ class Channel:
             raise TimeoutError("the other end takes no messages")
 
     def _poll(self, events: int, timeout_ms: float | None) -> list[tuple[int, int]]:
-        """With a poller of its own, as `receive` may be waiting in the other; nothing once it is closed."""
+        """Poll with a poller of its own, as `receive` may be waiting in the other; find nothing once it is
+        closed.
+        """
         if (descriptor := self._socket.fileno()) < 0:
             return []
         traffic = select.poll()
@@ -183,8 +187,8 @@ class Channel:
 
 
 _HEAD = struct.Struct("<qqB")  # the two numbers of a message, and how many parts follow
-_ONLY_BYTES = 255  # in that place: all that follows is one part, which is bytes
-_LONG = b"\x00"  # instead of a message that is in a file
+_ONLY_BYTES = 255  # in that place: one part follows, which is bytes
+_LONG = b"\x00"  # stands for a message that is in a file
 _LONG_BYTES_MAX = _HEAD.size + CALLS.limits.structure_bytes
 
 
@@ -198,7 +202,7 @@ def _encoded(message: Message) -> bytes:
 
 
 def _decoded(data: bytes, descriptors: list[int]) -> Message:
-    """The message; that of a long one is taken off `descriptors`."""
+    """Decode a message; take the file of a long one off `descriptors`."""
     try:
         if data == _LONG:
             data = _take_file(descriptors.pop())

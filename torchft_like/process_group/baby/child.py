@@ -1,12 +1,12 @@
-"""The life of a fork: it is told what to be, and then carries out collectives.
+"""A fork's life: the trainer tells it which backend to create, and then which collectives to run.
 
-It runs on two kinds of threads. The first one reads requests and starts operations, in the order in
-which they come, and never sleeps until one is over. Answers are sent by whichever thread of the backend
-finishes the operation, or, where a backend finishes only what is waited for, by one that waits for it. What
-is over soon the first thread answers itself: to run Python on the backend's thread takes longer than an
-operation on a few bytes.
+It runs on two kinds of threads. The first one reads requests and starts operations in the order in which they
+come, and never sleeps until one is over. The backend's thread that finishes an operation sends the answer;
+where a backend finishes only operations that are waited for, a thread that waits for the operation sends it.
+Operations that are over soon are answered by the first thread: to run Python on the backend's thread takes
+longer than an operation on a few bytes.
 
-It ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
+The fork ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
 server is gone. It never runs the trainer's code, and never Python's cleanup at exit.
 """
 
@@ -41,22 +41,22 @@ from torchft_like.process_group.generation import Backend, Membership
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
-WATCHED_MAX = 16  # operations, of many that are asked for at once
+WATCHED_MAX = 16  # operations that are watched, of many that are asked for at once
 
 
 def serve(channel: Channel, trainer: int) -> None:
     """Serve a trainer until it has gone.
 
     Args:
-        channel: to the trainer.
-        trainer: its pidfd.
+        channel: the channel to the trainer.
+        trainer: the trainer's pidfd.
     """
     threading.Thread(target=_end_with, args=(trainer,), name="torchft-baby-watch", daemon=True).start()
     try:
         _Server(channel).run()
     except ChannelClosedError:
         pass
-    except BaseException as error:  # the trainer hears of it, and all ends
+    except BaseException as error:  # the trainer is told, and the fork ends
         with contextlib.suppress(ChannelClosedError):
             channel.send((UNASKED, Outcome.FAILED.value, f"it failed with {error!r}"))
         raise
@@ -81,10 +81,10 @@ class _Server:
         self._abort.add(self._end)
 
     def run(self) -> None:
-        """Until the trainer's end is closed.
+        """Serve requests until the trainer's end is closed.
 
         Raises:
-            ChannelClosedError: it is.
+            ChannelClosedError: the trainer's end is closed.
         """
         handlers: dict[int, Callable[..., None]] = {
             ToChild.RUN.value: self._run,
@@ -137,7 +137,8 @@ class _Server:
         name, args, kwargs = decode_call(call)
         has_started = False
         try:
-            with borrower.entered(context):  # first: what it brings counts, also where the call is refused
+            # entered first, because it may free events of the trainer's even if the call is refused
+            with borrower.entered(context):
                 arguments = [decode(value, borrower.tensor) for value in args]
                 named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
                 start = functools.partial(self._methods[name], *arguments, **named)
@@ -165,7 +166,9 @@ class _Server:
             self._leave_to_backend(request, work)
 
     def _answer_what_is_over_soon(self) -> None:
-        """Until a request comes; what takes longer is left to the backend's threads."""
+        """Answer operations as they end, until a request comes; leave longer ones to the backend's
+        threads.
+        """
         while self._watched:
             started = time.monotonic()
             has_news = self._patience.watch(self._has_news, math.inf)
@@ -188,11 +191,11 @@ class _Server:
         return any(work.is_completed() for _, work in self._watched) or self._channel.is_ready()
 
     def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
-        """Each on a thread of its own: one of many receives must not keep a send from being answered."""
+        """Wait on a new thread: one of many receives must not keep a send from being answered."""
         threading.Thread(target=self._wait, args=(request, wait, work), daemon=True).start()
 
     def _finish(self, request: int, done: Future[Any]) -> None:
-        """On a thread of the backend."""
+        """Send the answer, on a thread of the backend."""
         try:
             done.value()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
@@ -214,12 +217,14 @@ class _Server:
         return self._borrower
 
     def _end(self) -> None:
-        """The backend has given up, and nothing of it may go on: the trainer hears why, and all ends."""
+        """Tell the trainer why the backend gave up, and end the process, so that nothing of the backend goes
+        on.
+        """
         self._answer(UNASKED, Outcome.FAILED, str(self._abort.reason))
         os._exit(1)
 
     def _answer(self, request: int, outcome: Outcome, *parts: Any) -> None:
-        with contextlib.suppress(ChannelClosedError):  # the reading thread finds it out, too
+        with contextlib.suppress(ChannelClosedError):  # the thread that reads the channel finds that out, too
             self._channel.send((request, outcome.value, *parts))
 
 
@@ -247,5 +252,5 @@ def _source_of(work: Work | None) -> tuple[int, ...]:
         return ()
     try:
         return (work._source_rank(),)
-    except RuntimeError:  # it is known for receives from any source only
+    except RuntimeError:  # only receives from any source know it
         return ()

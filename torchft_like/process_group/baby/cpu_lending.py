@@ -1,4 +1,6 @@
-"""CPU tensors for a subprocess: where they are if they live in shared memory, staged if not."""
+"""CPU tensors that a subprocess sees: in place if they live in shared memory, copied into staging blocks if
+not.
+"""
 
 from __future__ import annotations
 
@@ -32,81 +34,79 @@ from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 from torchft_like.writing import writing_to
 
-TENSORS_KEPT_MAX = 1024  # of one storage; a tensor is a view and takes about a kilobyte
+TENSORS_KEPT_MAX = 1024  # per storage; a tensor is a view and takes about a kilobyte
 
 
 class CpuLender:
-    """See lending.Lender.
+    """A `lending.Lender` of CPU tensors.
 
     Args:
-        staging: room for tensors that do not live in shared memory.
+        staging: blocks for tensors that do not live in shared memory.
     """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
         self._exports = Exports()
         self._mapped: set[int] = set()
-        # With what keeps its descriptor open until it is sent.
+        # Each letter comes with the object that keeps its descriptor open until it is sent.
         self._letters: deque[tuple[Letter, object]] = deque()
         self._on_its_way: tuple[Letter, object] | None = None
         self._is_abandoned = False
 
     def lend(self, call: Call) -> _CpuLoan:
-        """See lending.Lender."""
         return _CpuLoan(call, self)
 
     def next_letter(self) -> Letter | None:
-        """See lending.Lender."""
         for number in self._exports.take_dead():
             self._mapped.discard(number)
             self._letters.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
-        with contextlib.suppress(IndexError):  # `close` may come at any time, and takes what is left
+        with contextlib.suppress(IndexError):  # `close` may drop the letters at any time
             self._on_its_way = self._letters.popleft()
             return self._on_its_way[0]
         return None
 
     def letter_sent(self) -> None:
-        """See lending.Lender."""
         self._on_its_way = None
 
     def greeting(self) -> None:
-        """Nothing has to be known."""
+        """Return None: the subprocess has to know nothing beforehand."""
 
     def greeted(self, greeting: None) -> None:
-        """Nothing has to be known."""
+        """Do nothing: the subprocess has nothing to tell beforehand."""
 
     def cut_off(self) -> int:
-        """None: what has begun and is not over has not been answered either, and its work fails."""
+        """Return 0: an operation that has begun and is not over has not been answered, so its work fails
+        anyway.
+        """
         return 0
 
     def is_busy(self) -> bool:
-        """No: what is over is answered when its results are there."""
+        """Return False: an operation is answered when its results are there."""
         return False
 
     def abandon(self) -> None:
-        """See lending.Lender."""
         self._is_abandoned = True
 
     def close(self) -> None:
-        """See lending.Lender. The memory went with the process."""
+        """Drop the exports and the letters; the subprocess's view of the memory went with the process."""
         self._exports.close()
         self._letters.clear()
 
     def find(self, tensor: Tensor) -> TensorSpec | None:
-        """Where a tensor in shared memory is; None for any other."""
+        """Return where a tensor in shared memory is; None for any other."""
         if (found := self._exports.find(tensor)) is None:
             return None
         self._note(found[0], tensor)
         return found[1]
 
     def stage(self, tensor: Tensor) -> tuple[Block[Segment], TensorSpec]:
-        """Room for a tensor."""
+        """Make room for a tensor."""
         block, spec = self._staging.stage(tensor)
         self._note(block.segment, block)
         return block, spec
 
     def give_back(self, blocks: Iterable[Block[Segment]]) -> None:
-        """Their request is settled."""
+        """Take back the blocks of a request that is settled."""
         if not self._is_abandoned:
             self._staging.give_back(blocks)
 
@@ -118,7 +118,7 @@ class CpuLender:
 
 
 class _CpuLoan:
-    """See lending.Loan."""
+    """A `lending.Loan` of CPU tensors."""
 
     def __init__(self, call: Call, lender: CpuLender) -> None:
         self._call = call
@@ -149,7 +149,7 @@ class _CpuLoan:
             if request.outcome is Outcome.DONE:
                 for tensor, staged in self._copies:
                     _copy(tensor, staged)
-        except RuntimeError as error:  # an output that nothing can be written to
+        except RuntimeError as error:  # an output that cannot be written to
             request.outcome, request.answer = Outcome.REFUSED, outcomes.answer_for(error)
         finally:
             blocks, self._blocks = self._blocks, []
@@ -180,17 +180,17 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 class CpuBorrower:
-    """See lending.Borrower."""
+    """A `lending.Borrower` of CPU tensors."""
 
     def __init__(self, _: None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}  # of each storage, as a job uses them again
+        # per storage, as a job uses its tensors again
+        self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}
 
     def greeting(self) -> None:
-        """Nothing has to be known."""
+        """Return None: the trainer has to know nothing beforehand."""
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
-        """See lending.Borrower."""
         number, nbytes = details
         (descriptor,) = descriptors
         self._storages[number] = open_segment(descriptor, nbytes)
@@ -198,12 +198,10 @@ class CpuBorrower:
         os.close(descriptor)
 
     def unmap(self, storage: int) -> None:
-        """See lending.Borrower."""
         self._storages.pop(storage, None)
         self._tensors.pop(storage, None)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """See lending.Borrower."""
         storage = storage_of(spec)
         known = self._tensors[storage]
         if (tensor := known.get(spec)) is None:
@@ -213,9 +211,11 @@ class CpuBorrower:
         return tensor
 
     def entered(self, context: None) -> AbstractContextManager[None]:
-        """Nothing is special."""
+        """Return a context that does nothing."""
         return _NOTHING
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:
-        """The answer says that the outputs are there."""
+        """Answer at once if there is no work; else leave the answer to the end, when the outputs are
+        there.
+        """
         return () if work is None else None

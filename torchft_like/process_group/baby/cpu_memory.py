@@ -1,8 +1,8 @@
 """CPU memory that a subprocess can see.
 
-A segment is a file in memory, known by number, that the trainer hands to the subprocess once. A
-tensor that lives in shared memory is a segment by itself and is never copied. Any other is *staged*:
-copied into a block of ours and, where the operation writes it, copied back.
+A segment is a file in memory, named by a number, whose descriptor the trainer sends to the subprocess once. A
+tensor that lives in shared memory is a segment by itself and is never copied. Any other is *staged*: copied
+into a block of the group's and, if the operation writes it, copied back.
 
 INVARIANTS
 * A segment's number never stands for two storages.
@@ -31,7 +31,7 @@ _maps = Path("/proc/self/maps")
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A file in memory, by its number, and its descriptor in this process."""
+    """A file in memory: its number, and its descriptor in this process."""
 
     number: int
     descriptor: int
@@ -39,10 +39,10 @@ class Segment:
 
 
 def require_dense(tensor: Tensor) -> None:
-    """Raise unless the tensor is made of a CPU storage.
+    """Refuse a tensor that is not a dense one in CPU memory.
 
     Raises:
-        NotSupportedError: it is not.
+        NotSupportedError: the tensor is sparse, quantized or on another device.
     """
     if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
         kind = tensor.dtype if tensor.is_quantized else tensor.layout
@@ -53,7 +53,7 @@ def require_dense(tensor: Tensor) -> None:
 
 
 def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    """The storage that a descriptor stands for, mapped into this process."""
+    """Map the file of a descriptor into this process as a storage."""
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined] # the stub lacks it
         descriptor, nbytes
     )
@@ -61,7 +61,7 @@ def open_segment(descriptor: int, nbytes: int) -> torch.UntypedStorage:
 
 
 class Exports:
-    """Storages of the trainer that live in shared memory already; for one thread at a time."""
+    """The trainer's storages that live in shared memory already; for one thread at a time."""
 
     def __init__(self) -> None:
         self._known: dict[int, Segment] = {}
@@ -69,7 +69,7 @@ class Exports:
         self._dead: deque[int] = deque()
 
     def find(self, tensor: Tensor) -> tuple[Segment, TensorSpec] | None:
-        """Where the tensor is; None if it must be staged."""
+        """Return where the tensor is; None if it must be staged."""
         storage = tensor.untyped_storage()
         if not storage.is_shared() or tensor.is_conj() or tensor.is_neg():
             return None
@@ -79,11 +79,11 @@ class Exports:
         return None if segment is None else (segment, spec_of(tensor, segment.number))
 
     def take_dead(self) -> list[int]:
-        """The numbers of the segments that nobody uses any more, each once."""
+        """Return the numbers of the segments whose storages are gone, each once."""
         return [self._dead.popleft() for _ in range(len(self._dead))]
 
     def close(self) -> None:
-        """Take no more notice of any storage."""
+        """Stop watching all storages."""
         for watch in list(self._watches.values()):
             watch.detach()
         self._watches.clear()
@@ -91,7 +91,7 @@ class Exports:
 
     def _export(self, storage: torch.UntypedStorage) -> Segment | None:
         descriptor, nbytes = storage._share_fd_cpu_()
-        if descriptor < 0:  # a file that was mapped, and unlinked: torch has kept no descriptor of it
+        if descriptor < 0:  # torch has kept no descriptor of a file that was mapped and then unlinked
             return None
         segment = Segment(next(_numbers), descriptor, nbytes)
         key = storage._cdata
@@ -101,7 +101,7 @@ class Exports:
         return segment
 
     def _forget(self, key: int, segment: Segment) -> None:
-        # This runs wherever the last reference is dropped, also within the methods of this object.
+        # The finalizer runs wherever the last reference is dropped, also within the methods of this object.
         self._watches.pop(segment.number, None)
         if self._known.get(key) is segment:
             del self._known[key]
@@ -109,7 +109,7 @@ class Exports:
 
 
 def _is_nameless(storage: torch.UntypedStorage) -> bool:
-    """Whether the shared memory is of the nameless kind; torch would silently copy the other one."""
+    """Return whether the shared memory is of the nameless kind; torch would silently copy the other one."""
     address = storage.data_ptr()
     for line in _maps.read_text().splitlines():
         start, _, rest = line.partition("-")

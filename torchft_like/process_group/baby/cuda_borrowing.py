@@ -1,4 +1,4 @@
-"""The subprocess's side of `cuda_lending`."""
+"""The subprocess's counterpart of `cuda_lending`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torchft_like.process_group.cuda_ipc import (
 
 
 class CudaBorrower:
-    """See lending.Borrower.
+    """A `lending.Borrower` of CUDA tensors.
 
     Args:
-        greeting: the lender's.
+        greeting: the greeting of the lender.
     """
 
     def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
@@ -40,24 +40,24 @@ class CudaBorrower:
             self._peers.open(event)
 
     def greeting(self) -> list[EventMessage]:
-        """Events to be opened while nothing runs."""
+        """Return events that the trainer opens now, while nothing runs."""
         return self._events.prepare(self._cuda.current_stream(), EVENTS_PREPARED)
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
-        """See lending.Borrower."""
         number, device, handle, nbytes, offset = details
         self._memory.map((number, device, handle, nbytes, offset))
 
     def unmap(self, storage: int) -> None:
-        """Nobody asks for it: the arena outlives this process."""
+        """Do nothing: the trainer never sends this, as its arena outlives this process."""
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """See lending.Borrower."""
         return tensor_at(self._memory.storage(storage_of(spec)), spec)
 
     @contextlib.contextmanager
     def entered(self, context: bytes) -> Iterator[None]:
-        """On the counterpart of the caller's stream, after what the caller has queued there."""
+        """Enter the counterpart of the caller's stream, after the work that the caller has queued on that
+        stream.
+        """
         event, (device, stream_id, priority, *freed) = read_note(context)
         stream = self._streams.get((device, stream_id, priority))
         self._events.free(freed)
@@ -67,7 +67,9 @@ class CudaBorrower:
             yield
 
     def answer_when_started(self, work: Work | None) -> tuple[bytes]:
-        """The event that stands for the end, and what the trainer may use again."""
+        """Return the event that marks the end of the operation, and the events that the trainer may use
+        again.
+        """
         if work is not None:
             work.wait()
         stream = self._cuda.current_stream()

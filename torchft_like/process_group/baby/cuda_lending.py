@@ -1,4 +1,4 @@
-"""CUDA tensors for a subprocess: staged in the group's own memory, in an order that events give.
+"""CUDA tensors that a subprocess sees: staged in the group's own memory, and ordered by CUDA events.
 
 A request comes after the caller's stream has copied the inputs, and carries an event that this stream has
 recorded. The subprocess runs the operation on a stream of its own that waits for it, and answers, as soon as
@@ -7,11 +7,11 @@ one, and copy the outputs. No thread waits for the device.
 
 INVARIANTS
 * The outputs are copied once: by the first stream that waits for the operation, or, where it is found to be
-  over before anybody has waited, by a stream of the lender's. So after a subprocess was killed nothing is
-  written to a tensor but by a stream that its caller made wait.
-* A block is given back when its operation is over and its outputs are copied. What of a failed one is
-  still on its way, nobody can tell: its blocks are kept until the subprocess is dead.
-* An event's number is given back once, when nothing of this side can touch the event any more.
+  over before a stream has waited, by a stream of the lender's. So after a subprocess was killed, only a
+  stream that its caller made wait writes to a tensor.
+* A block is given back when its operation is over and its outputs are copied. What a failed one still writes
+  is unknown: its blocks are kept until the subprocess is dead.
+* An event's number is given back once, when nothing on this side can touch the event any more.
 """
 
 from __future__ import annotations
@@ -53,29 +53,30 @@ EVENTS_PREPARED = 16
 ASK_S_MAX = 0.01
 TORCH_CUDA = TorchCuda()
 
-_NOTE = struct.Struct("<qqI")  # number and device of an event, how many numbers follow; the handle comes last
+# number and device of an event, how many numbers follow; the event's handle comes last
+_NOTE = struct.Struct("<qqI")
 
 
 def note_of(event: EventMessage, numbers: Sequence[int]) -> bytes:
-    """An event and numbers as a fixed struct: what every request and every answer has to say."""
+    """Pack an event and numbers into a fixed struct: the content of every request and every answer."""
     number, device, handle = event
     head = _NOTE.pack(number, device, len(numbers))
     return head + struct.pack(f"<{len(numbers)}q", *numbers) + (handle or b"")
 
 
 def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
-    """What `note_of` was given."""
+    """Unpack what `note_of` has packed."""
     number, device, count = _NOTE.unpack_from(note)
     numbers = struct.unpack_from(f"<{count}q", note, _NOTE.size)
     return (number, device, note[_NOTE.size + 8 * count :] or None), numbers
 
 
 class CudaLender:
-    """See lending.Lender.
+    """A `lending.Lender` of CUDA tensors.
 
     Args:
-        device: the group's.
-        arena: the group's memory.
+        device: the device of the group.
+        arena: the memory of the group.
     """
 
     def __init__(self, device: torch.device, arena: Arena, cuda: TorchCuda = TORCH_CUDA) -> None:
@@ -94,51 +95,45 @@ class CudaLender:
         self._is_abandoned = False
 
     def lend(self, call: Call) -> _CudaLoan:
-        """See lending.Lender."""
         self._forget_what_is_over()
         return _CudaLoan(call, self)
 
     def next_letter(self) -> Letter | None:
-        """See lending.Lender."""
         return self._letters[0] if self._letters else None
 
     def letter_sent(self) -> None:
-        """See lending.Lender."""
         self._letters.popleft()
 
     def greeting(self) -> Any:
-        """The device's index, and events to be opened while nothing runs."""
+        """Return the device's index, and events that the subprocess opens now, while nothing runs."""
         with self._lock:
             events = self._events.prepare(self.cuda.current_stream(self.device), EVENTS_PREPARED)
         return self.device.index, events
 
     def greeted(self, greeting: list[EventMessage]) -> None:
-        """See lending.Lender."""
         with self._lock:
             for event in greeting:
                 self._peers.open(event)
 
     def cut_off(self) -> int:
-        """See lending.Lender. What cannot be asked counts as cut off."""
+        """Return how many operations were cut off; one whose state cannot be asked counts as cut off."""
         with beside_captures(self.device):
             return sum(not loan.has_ended(ASK_S_MAX) for loan in tuple(self._running))
 
     def is_busy(self) -> bool:
-        """See lending.Lender."""
         self._forget_what_is_over()
         return bool(self._running)
 
     def abandon(self) -> None:
-        """See lending.Lender. The caller's tensors are safe: the subprocess sees the arena alone."""
+        """Keep the arena for ever. The caller's tensors are safe: the subprocess sees only the arena."""
         self._is_abandoned = True
         self._arena.lose()
 
     def close(self) -> None:
-        """See lending.Lender."""
         with beside_captures(self.device):
             with self._lock:
                 self._is_dead = True
-                self._peers = PeerEvents(self.cuda)  # a dead process's events must not be touched
+                self._peers = PeerEvents(self.cuda)  # the events of a dead process must not be touched
             while self._running:
                 self._running.popleft().let_go()
             while self._failed:
@@ -146,11 +141,11 @@ class CudaLender:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the subprocess is dead, or as good as dead."""
+        """Whether the subprocess is dead, or cannot be killed."""
         return self._is_dead
 
     def stage(self, tensor: Tensor) -> tuple[Block[Export], TensorSpec]:
-        """Room for a tensor, of which the subprocess is told."""
+        """Make room for a tensor, and tell the subprocess of its memory."""
         if tensor.device != self.device or tensor.layout is not torch.strided:
             raise NotSupportedError(
                 f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a "
@@ -164,7 +159,9 @@ class CudaLender:
         return block, spec
 
     def give_back(self, blocks: list[Block[Export]], is_past: IsPast | None = None) -> None:
-        """Nobody touches the blocks any more, once the device has passed a point of this process's."""
+        """Take back blocks that are used no more, once the device has passed a point of this process's, if
+        given.
+        """
         if self._is_abandoned:
             return
         if is_past is None:
@@ -173,13 +170,17 @@ class CudaLender:
             self._arena.give_back_when(is_past, blocks)
 
     def context(self, stream: torch.cuda.Stream) -> bytes:
-        """The event that the operation comes after, the stream, and the events that may be used again."""
+        """Pack the event that the operation comes after, the stream, and the events that may be used
+        again.
+        """
         with self._lock:
             event, passed = self._events.record(stream), self._peers.take_passed()
         return note_of(event, (*stream_message(stream), *passed))
 
     def started(self, answer: tuple[Any, ...]) -> int:
-        """The subprocess has queued the operation; gives the number of the event that stands for its end."""
+        """Note that the subprocess has queued the operation; return the number of the event that marks its
+        end.
+        """
         end, passed = read_note(*answer)
         with self._lock:
             self._peers.open(end)
@@ -187,22 +188,26 @@ class CudaLender:
         return end[0]
 
     def keep(self, loan: _CudaLoan) -> None:
-        """Until the operation is over."""
+        """Keep the loan until the operation is over."""
         self._running.append(loan)
 
     def keep_failed(self, loan: _CudaLoan) -> None:
-        """Until the subprocess is dead."""
+        """Keep the loan until the subprocess is dead."""
         self._failed.append(loan)
 
     def order_after(self, end: int, stream: torch.cuda.Stream) -> bool:
-        """Make the stream wait for the end of an operation. False if nobody can tell it."""
+        """Make the stream wait for the end of an operation; return False if that end cannot be told any
+        more.
+        """
         with self._lock:
             if not self._is_dead:
                 self._peers.order(end, stream)
             return not self._is_dead
 
     def is_over(self, end: int, patience_s: float = -1) -> bool:
-        """Whether the device has come to the end of an operation, as far as can be told in time."""
+        """Return whether the device has reached the end of an operation, as far as can be told in
+        `patience_s` seconds.
+        """
         if not self._lock.acquire(timeout=patience_s):
             return False
         try:
@@ -211,19 +216,21 @@ class CudaLender:
             self._lock.release()
 
     def new_stream(self) -> torch.cuda.Stream:
-        """On which nothing waits for anything of the caller's."""
+        """Make a stream that waits for nothing of the caller's."""
         return self.cuda.new_stream(self.device.index, 0)
 
     def take_event(self) -> torch.cuda.Event:
-        """One of this process alone."""
+        """Return an event that only this process uses."""
         return self._private.pop() if self._private else self.cuda.private_event()
 
     def give_event_back(self, event: torch.cuda.Event) -> None:
-        """Nobody will wait for it, or ask it."""
+        """Take back an event that is neither waited for nor queried any more."""
         self._private.append(event)
 
     def _forget_what_is_over(self) -> None:
-        """The first one that is not over stands for all behind it: one after the other is close enough."""
+        """Retire the loans that are over, up to the first that is not: operations end nearly in their
+        order.
+        """
         while self._running and self._running[0].is_over():
             number = self._running.popleft().retire()
             with self._lock:
@@ -231,9 +238,9 @@ class CudaLender:
 
 
 class _CudaLoan:
-    """See lending.Loan.
+    """A `lending.Loan` of CUDA tensors.
 
-    It goes through three states: the end of the operation is yet to be waited for (`_end`), the results are
+    It goes through three states: a stream has to wait for the end of the operation (`_end`), the results have
     to be copied, and `_done` has been recorded behind the copies.
     """
 
@@ -247,10 +254,10 @@ class _CudaLoan:
         self._blocks: list[Block[Export]] = []
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._outputs: list[tuple[Tensor, Tensor]] = []
-        self._stream: torch.cuda.Stream | None = None  # the caller's, once the inputs are being copied
-        self._number = -1  # of the event that stands for the end
-        self._end: int | None = None  # the same, as long as it has to be waited for
-        self._has_ended = False  # as was seen; else `_done` tells
+        self._stream: torch.cuda.Stream | None = None  # the caller's stream, once it copies the inputs
+        self._number = -1  # the number of the event that marks the end
+        self._end: int | None = None  # the same number, as long as a stream has to wait for it
+        self._has_ended = False  # an end that was seen; otherwise `_done` tells
         self._done: torch.cuda.Event | None = None
 
     def locate(self, tensor: Tensor) -> TensorSpec:
@@ -273,12 +280,12 @@ class _CudaLoan:
 
     def settle(self, request: Request) -> None:
         if request.outcome is Outcome.DONE:
-            with self._lock, beside_captures(self.device):  # on whatever thread reads the answer
+            with self._lock, beside_captures(self.device):  # the answer may be read on any thread
                 self._number = self._end = self._lender.started(request.answer)
             self._lender.keep(self)
         elif request.outcome is Outcome.FAILED:
             self._lender.keep_failed(self)
-        else:  # it was not begun, or the subprocess is dead
+        else:  # the operation was not begun, or the subprocess is dead
             with beside_captures(self.device):
                 self.let_go()
 
@@ -289,23 +296,27 @@ class _CudaLoan:
 
     @property
     def device(self) -> torch.device:
-        """Where the operation runs."""
+        """The device on which the operation runs."""
         return self._lender.device
 
     @property
     def is_lost(self) -> bool:
-        """Whether the subprocess is dead, and nobody can tell what it did."""
+        """Whether the subprocess is dead before the operation's end was seen, so that its results are
+        unknown.
+        """
         return self._end is not None and self._lender.is_dead
 
     def order_current_stream(self) -> bool:
-        """Make the device's current stream wait for the operation; False if nobody can tell its end."""
+        """Make the device's current stream wait for the operation; return False if its end is lost."""
         return self.order(self._lender.cuda.current_stream(self.device), is_callers=True)
 
     def order(self, stream: torch.cuda.Stream, *, is_callers: bool) -> bool:
-        """Make a stream wait for the results of an operation that has been queued; False if they are lost.
+        """Make a stream wait for the results of an operation that has been queued; return False if they are
+        lost.
 
         Args:
-            is_callers: what the caller does next comes after the operation, so the tensors are safe.
+            is_callers: whether the stream is the caller's. Then the caller's next work comes after the
+              operation, and the loan need not keep its tensors alive.
         """
         with self._lock:
             if self._end is not None and not self._lender.order_after(self._end, stream):
@@ -320,7 +331,7 @@ class _CudaLoan:
             return True
 
     def is_over(self) -> bool:
-        """Whether the device is past the operation and its results are where they belong, or it is lost."""
+        """Return whether the operation is lost, or over with its results in the caller's tensors."""
         if not self.has_ended():
             return False
         with self._lock:
@@ -329,7 +340,7 @@ class _CudaLoan:
             return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def has_ended(self, patience_s: float = -1) -> bool:
-        """Whether the device is past the operation, as far as can be told in time; nothing is copied."""
+        """Return whether the device is past the operation, as far as can be told in time; copy nothing."""
         if not self._lock.acquire(timeout=patience_s):
             return False
         try:
@@ -344,7 +355,9 @@ class _CudaLoan:
             self._lock.release()
 
     def retire(self) -> int:
-        """It is over; gives the number of the event, which nobody waits for any more."""
+        """Release what an operation that is over holds; return the number of its event, which is needed no
+        more.
+        """
         with self._lock:
             done, self._done, blocks, self._blocks = self._done, None, self._blocks, _GONE
             self._call = None
@@ -354,7 +367,9 @@ class _CudaLoan:
         return self._number
 
     def let_go(self) -> None:
-        """No subprocess touches the blocks any more, or ever will; streams of this process may."""
+        """Release the blocks: no subprocess touches them any more, or ever will, but streams of this process
+        may.
+        """
         with self._lock:
             if self._end is None and self._number >= 0 and self._done is None:
                 self._bring_back(self._lender.new_stream())
@@ -370,7 +385,7 @@ class _CudaLoan:
             self._lender.give_back(blocks, is_past)
 
     def _bring_back(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream that comes after the operation copy its outputs, once."""
+        """Make a stream that comes after the operation copy its outputs, once."""
         outputs, self._outputs = self._outputs, []
         self._done = self._lender.take_event()
         try:
@@ -380,12 +395,12 @@ class _CudaLoan:
             self._done.record(stream)
 
 
-# In place of blocks that were given back: what is left of the operation is over.
+# Stands in for blocks that were given back.
 _GONE: list[Block[Export]] = []
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """To each first one from the second."""
+    """Copy the second tensor of each pair to the first."""
     if not pairs:
         return
     targets, sources = map(list, zip(*pairs, strict=True))
@@ -397,7 +412,7 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class RemoteCudaOperation(RemoteOperation):
-    """An operation on the device that a subprocess has queued.
+    """An operation that a subprocess has queued on the device.
 
     `wait` makes the current stream wait, and the thread only until the subprocess has queued the
     operation. For the thread to wait as well, synchronize the stream after it.
@@ -415,25 +430,27 @@ class RemoteCudaOperation(RemoteOperation):
         self._loan = loan
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Make the current stream wait; see RemoteOperation.wait for the errors."""
+        """Make the current stream wait; the errors are those of RemoteOperation.wait."""
         super().wait(deadline)
         if not self._loan.order_current_stream():
             raise self._lost_error().with_traceback(None)
 
     def is_over(self) -> bool:
-        """Whether the device has come to its end, or it has failed."""
+        """Return whether the device has come to the operation's end, or it has failed."""
         if not super().is_over():
             return False
         return self._request.outcome is not Outcome.DONE or self._loan.is_over()
 
     def error(self) -> Exception | None:
-        """Why it failed, or that the subprocess is gone and the device does not tell its end."""
+        """Return why the operation failed, or that the subprocess is gone before the device reached its
+        end.
+        """
         if (error := self._error_of_request()) is not None:
             return error
         return self._lost_error() if self._request.is_settled and self._loan.is_lost else None
 
     def source_rank(self) -> int:
-        """NCCL has no receive from any source."""
+        """Return -1: NCCL has no receive from any source."""
         return -1
 
     def _new_future(self) -> Future[Any]:
@@ -441,7 +458,8 @@ class RemoteCudaOperation(RemoteOperation):
 
     def _set_result(self, future: Future[Any]) -> None:
         with beside_captures(self._loan.device):
-            # The future records where this stream is, and whoever waits for it waits for that.
+            # The future records this stream's position, and a stream that waits for the future waits for
+            # that.
             stream = torch.cuda.Stream(self._loan.device)  # type: ignore[no-untyped-call]
             if not self._loan.order(stream, is_callers=False):
                 future.set_exception(self._lost_error())

@@ -1,13 +1,13 @@
-"""Device memory of a group that its subprocesses see, in which the tensors of operations are staged.
+"""A group's device memory that its subprocesses see, in which the tensors of operations are staged.
 
-To export a tensor of the caller's, and to map and unmap it, takes longer than to copy it, and torch waits for
+Exporting, mapping and unmapping a tensor of the caller's takes longer than copying it, and torch waits for
 the device once a thousand are exported. So the group has memory of its own, which each subprocess maps once.
-And none ever touches the caller's tensors.
+No subprocess ever touches the caller's tensors.
 
 INVARIANTS
 * A block is given back when the device has passed all that both processes do with it.
-* An arena lives for as long as anybody may touch its memory: its group, lenders until their subprocess is
-  dead, copies that the device has not passed. Of a subprocess that does not die, for ever.
+* An arena lives for as long as its memory may be touched: by its group, by lenders until their subprocess is
+  dead, by copies that the device has not passed. If a subprocess does not die, the arena lives for ever.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LARGE_BYTES = 2 * 1024 * 1024
 
 
 class Arena(Blocks[Export]):
-    """Blocks on one device.
+    """A pool of blocks on one device.
 
     Args:
-        device: the group's.
+        device: the device of the group.
     """
 
-    BLOCK_BYTES_MIN = 512  # as torch's own allocator aligns
+    BLOCK_BYTES_MIN = 512  # the alignment of torch's own allocator
 
     def __init__(self, device: torch.device, cuda: TorchCuda) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Arena(Blocks[Export]):
         weakref.finalize(self, _release, self._exports).atexit = False
 
     def give_back_when(self, is_past: IsPast, blocks: Iterable[Block[Export]]) -> None:
-        """As `give_back`, as soon as the device has passed a certain point."""
+        """Take blocks back as soon as the device has passed the point that `is_past` asks about."""
         with _settling:
             self._late.append((is_past, list(blocks)))
             _with_late_blocks.add(self)
 
     def lose(self) -> None:
-        """A subprocess that cannot be killed maps it."""
+        """Keep the arena for ever, because a subprocess that cannot be killed maps it."""
         _lost.append(self)
 
     def _take(self, nbytes: int) -> Block[Export]:
@@ -64,7 +64,7 @@ class Arena(Blocks[Export]):
         return -(-nbytes // LARGE_BYTES) * LARGE_BYTES
 
     def _make_segment(self, nbytes: int) -> tuple[Export, torch.UntypedStorage]:
-        # On another stream the caller's may still use memory that is free by the order of that stream.
+        # The current stream may still use memory that is free only by the order of its work.
         stream = self._cuda.new_stream(self.device.index, 0)
         try:
             with self._cuda.on(stream):

@@ -5,9 +5,8 @@ shares the memory. A trainer cannot be forked itself: its threads, and its CUDA 
 survive. So each trainer has a server that it starts from this module, never from the trainer's own
 main module: a script without a main guard, a notebook and `python -c` are all the same to it.
 
-INVARIANTS
-* One thread: a fork of several copies locks that nobody will ever release.
-* It ends, and its forks with it, when the trainer does: it watches the trainer's pidfd, the kernel
+INVARIANTS * One thread: a fork of a process with several threads would copy locks that are never released.
+* The server ends, and its forks with it, when the trainer does: it watches the trainer's pidfd, the kernel
   kills each fork when the server dies, and each fork watches the trainer, too.
 """
 
@@ -22,7 +21,7 @@ import socket
 import traceback
 from pathlib import Path
 
-# Loaded here so that no fork has to.
+# These modules are loaded here so that no fork has to load them.
 import torch.distributed
 
 import torchft_like.process_group
@@ -34,7 +33,8 @@ ENDS_KNOWN_MAX = 64
 GONE_S_MAX = 1.0
 
 _PR_SET_PDEATHSIG = 1
-# They are the trainer's to handle: Ctrl-C in a terminal, and the SIGTERM of many a launcher, reach everybody.
+# Signals for the trainer to handle: Ctrl-C in a terminal, and the SIGTERM of many launchers, reach every
+# process of a group.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 __all__ = ["main"]
@@ -42,32 +42,32 @@ _loaded = (torch.distributed, torchft_like.process_group)
 
 
 def main(control: int, trainer_pid: int) -> None:
-    """Serve the trainer that started this process; returns in no process.
+    """Serve the trainer that started this process, and end the process.
 
     Args:
-        control: descriptor of the channel to it.
-        trainer_pid: its process id.
+        control: the descriptor of the channel to the trainer.
+        trainer_pid: the trainer's process id.
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     trainer = _watch(trainer_pid)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it has handed that down
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores the signal has passed that on
     code = 1
     try:
         channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
         if channel is not None:
             child.serve(channel, trainer)
         code = 0
-    except BaseException:  # noqa: BLE001 - whatever it is, this process ends, and says why
+    except BaseException:  # noqa: BLE001 - after any error this process prints it and ends
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
 def _watch(pid: int) -> int:
-    """The parent's pidfd; ends this process if it is gone already."""
+    """Return the parent's pidfd; end this process if the parent is gone already."""
     watch = os.pidfd_open(os.getppid())
     if os.getppid() != pid:
         os._exit(0)
@@ -78,14 +78,14 @@ class _ForkServer:
     def __init__(self, control: Channel, trainer: int) -> None:
         self._control = control
         self._trainer = trainer
-        self._forks: dict[int, int] = {}  # pid by pidfd
+        self._forks: dict[int, int] = {}  # process ids, by pidfd
         self._ends: dict[int, str] = {}
         self._events = select.poll()
         for descriptor in (control.fileno(), trainer):
             self._events.register(descriptor, select.POLLIN)
 
     def run(self) -> Channel | None:
-        """Serve until the trainer is gone; returns a channel in each fork."""
+        """Serve until the trainer is gone; in each fork, return its channel."""
         try:
             while True:
                 for descriptor, _ in self._events.poll():
@@ -94,7 +94,8 @@ class _ForkServer:
                     if descriptor == self._control.fileno():
                         if (channel := self._obey()) is not None:
                             return channel
-                    elif descriptor in self._forks:  # one that was asked for just now is reaped already
+                    # a fork may have been reaped by `_tell_end` since the poll
+                    elif descriptor in self._forks:
                         self._reap(descriptor)
         except ChannelClosedError:
             self._end_forks()
@@ -123,7 +124,7 @@ class _ForkServer:
         return Channel(ours)
 
     def _fork_and_tell(self) -> socket.socket | None:
-        """Returns the fork's end of its channel, in the fork only."""
+        """Fork and tell the trainer; return the fork's end of its channel in the fork only."""
         theirs, ours = Channel.pair()
         with theirs, ours:
             pid = os.fork()
@@ -137,7 +138,7 @@ class _ForkServer:
         return None
 
     def _forget_server(self) -> None:
-        """In a fork: keep nothing open that belongs to the server or to another fork."""
+        """Close everything that belongs to the server or to another fork; runs in a fork."""
         self._control.close()
         for watch in self._forks:
             os.close(watch)
@@ -164,11 +165,11 @@ class _ForkServer:
 
 
 def _watched_fork(pid: int) -> int:
-    """Its pidfd; where there is none to be had, the fork is ended."""
+    """Return the fork's pidfd; end the fork if there is none to be had."""
     try:
         return os.pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         os.waitpid(pid, 0)
         raise
 
@@ -180,7 +181,7 @@ def _is_readable(descriptor: int, limit_s: float) -> bool:
 
 
 def _die_with(server: int) -> None:
-    """Have the kernel kill this process when the server dies, even if that has happened already."""
+    """Make the kernel kill this process when the server dies, and end it if the server has died already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(0)

@@ -1,7 +1,7 @@
 """Process groups whose backend runs in a subprocess.
 
-The worst that a backend can do, to block for ever, to corrupt its state, to end the process, it does
-to a process that can be killed. That is how such a group is aborted, and how it is configured anew.
+A backend that blocks for ever, corrupts its state or ends its process does so in a process that can be
+killed. Such a group is aborted by a kill, and configured anew with another subprocess.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 class ProcessGroupBaby(ReconfigurableProcessGroup):
     """The base of groups whose backend runs in a subprocess; a subclass names the backend.
 
-    The subprocess is a fork of a process that has torch loaded; it never runs the caller's main module.
-    A spare is kept ready, so only `prepare`, or else the first `configure` of a process, waits for torch
-    to load, which does not count against the timeout. It ends with this process, however that ends. When it
-    dies, or is killed, what is under way raises SubprocessLostError at once, and the next `configure` uses
-    another.
+    The subprocess is a fork of a process that has torch loaded; it never runs the caller's main module. A
+    spare is kept ready, so only `prepare`, or else the first `configure` of a process, waits for torch to
+    load, which does not count against the timeout. The subprocess ends with this process, however that ends.
+    When it dies or is killed, operations under way raise SubprocessLostError at once, and the next
+    `configure` uses another.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
-        check_collectives: see ReconfigurableProcessGroup.
+        check_collectives: whether the ranks compare their calls, as in ReconfigurableProcessGroup.
 
     Attributes:
-        WORK_CLASS: what its collectives return.
+        WORK_CLASS: the class of the works that its collectives return.
     """
 
     WORK_CLASS: ClassVar[type[Work]] = OperationWork
@@ -60,26 +60,28 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         nursery.start()
 
     def prepare(self, timeout: timedelta) -> None:
-        """See ProcessGroup.prepare: torch is loaded by the process whose forks run the backends."""
+        """Wait until torch is loaded by the process whose forks run the backends."""
         nursery.wait_for_spare(timeout.total_seconds(), self._warm_up())
 
     def errored(self) -> Exception | None:
-        """See ProcessGroup.errored; notices that the subprocess is gone, even if nobody waits for it."""
+        """Return why the group is unusable, if it is; a subprocess that is gone is noticed even while no call
+        waits.
+        """
         if (error := super().errored()) is not None or (backend := self._remote()) is None:
             return error
         return backend.lost()
 
     def num_active_work(self) -> int:
-        """How many operations are not over."""
+        """Return how many operations are not over."""
         backend = self._remote()
         return 0 if backend is None else backend.num_active_work()
 
     def _lender(self) -> Lender:
-        """For the tensors of a new generation."""
+        """Make the lender of the tensors of a new generation."""
         raise NotImplementedError
 
     def _warm_up(self) -> Message | None:
-        """What a spare is told beforehand."""
+        """Return the message that a spare subprocess gets beforehand, if any."""
         return None
 
     def _remote(self) -> RemoteBackend | None:
@@ -120,12 +122,12 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         self._staging = Staging()
 
     def shutdown(self) -> None:
-        """See ProcessGroup.shutdown."""
+        """Shut the group down, and release the staging memory."""
         super().shutdown()
         self._staging.close()
 
     def getBackendName(self) -> str:  # noqa: N802
-        """torchft-baby-gloo."""
+        """Return `torchft-baby-gloo`."""
         return "torchft-baby-gloo"
 
     def _lender(self) -> CpuLender:
@@ -139,7 +141,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     `wait` makes the current stream wait, not the thread.
 
     Args:
-        timeout, check_collectives: see ProcessGroupBaby.
+        timeout, check_collectives: as in ProcessGroupBaby.
 
     Raises:
         NotSupportedError: this torch has no NCCL, or sees no GPU.
@@ -160,20 +162,23 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         self._arena: Arena | None = None
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """See ProcessGroup.configure."""
+        """Configure the group on the device that is current now."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         super().configure(store_addr, rank, world_size, **about)
 
     def shutdown(self) -> None:
-        """See ProcessGroup.shutdown."""
+        """Shut the group down. Its memory is torch's again when the subprocess is dead and the copies are
+        over.
+        """
         super().shutdown()
-        self._arena = None  # its memory is torch's again when the subprocess is dead, and the copies are over
+        self._arena = None
 
     def errored(self) -> Exception | None:
-        """Wait until what was begun is over, then tell what made the group unusable, if anything.
+        """Wait until every operation that was begun is over, then return the error that made the group
+        unusable, if any.
 
-        ProcessGroupAbortedError means that every operation was over before the abort; any other error that
-        some were not, so that their outputs hold anything.
+        ProcessGroupAbortedError means that every operation was over before the abort; any other error means
+        that some were not, so that the contents of their outputs are undefined.
         """
         try:
             if self._latest is not None:
@@ -187,7 +192,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         return error
 
     def getBackendName(self) -> str:  # noqa: N802
-        """torchft-baby-nccl."""
+        """Return `torchft-baby-nccl`."""
         return "torchft-baby-nccl"
 
     @property
@@ -207,5 +212,5 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             device = torch.cuda.current_device()
         else:
-            return None  # a guess would make a context on another rank's device
+            return None  # a guess could make a context on another rank's device
         return (ToChild.WARM_UP.value, UNASKED, dict(os.environ), device)
