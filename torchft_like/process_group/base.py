@@ -1,10 +1,10 @@
 """The interface of a process group that can be configured again and again.
 
-A torch process group is made once for a fixed set of processes. One of ours outlives its members:
-`configure` gives it a new set, `abort` ends whatever it is doing, and between the two the same
-object stays in the hands of DDP, FSDP or a device mesh.
+A torch process group is made once for a fixed set of processes. A group of this package outlives its members:
+`configure` gives it a new set, `abort` ends its operations, and DDP, FSDP or a device mesh keeps using the
+same object.
 
-It knows how torch addresses a group, and nothing about backends or quorums.
+This module knows how torch addresses a group, and nothing about backends or quorums.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from torchft_like.process_group.work import Operation, operation_of
 class About(TypedDict, total=False):
     """What a caller may say when it configures a group, mostly about itself."""
 
-    replica_id: str | None  # whose rank this is
-    quorum_id: int | None  # why it configures
-    group_rank: int | None  # which rank of its replica group this is
-    group_world_size: int | None  # out of how many
-    global_ranks: Sequence[int] | None  # of the members in the job, in the order of their ranks here
-    timeout: timedelta | None  # of this `configure`; the group's own if it is left out
-    ends_with: AbortSignal | None  # the caller's: when it is set, before, during or after, this ends, too
+    replica_id: str | None  # the replica that the caller belongs to
+    quorum_id: int | None  # the quorum because of which it configures
+    group_rank: int | None  # the caller's rank in its replica group
+    group_world_size: int | None  # the size of its replica group
+    # the members' ranks in the job, in the order of their ranks in this group
+    global_ranks: Sequence[int] | None
+    timeout: timedelta | None  # the limit of this `configure`; the group's own if it is left out
+    # the caller's signal: when it is set, before, during or after, this configuration ends
+    ends_with: AbortSignal | None
 
 
 @install_collectives
@@ -52,11 +54,11 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
     defines. Any function of `torch.distributed` takes the group as `group=`.
     """
 
-    # Whether the backend divides for an average as it adds; else that takes a pass over the result.
+    # Whether the backend itself divides for an average. If not, the average takes a pass over the result.
     divides = False
-    # Whether errors are kept to itself, where `hidden_error` tells them.
+    # Whether the group hides errors from its works, so that only `hidden_error` reports them.
     hides_errors = False
-    # Whether an average is of those that take part in a step, whom a manager counts.
+    # Whether an average is over the replicas that take part in a step, as a manager counts them.
     counts_participants = False
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         self._configuration = Configuration()
         self._global_ranks: Sequence[int] | None = None
         self._checks_nan = is_nan_check_wanted()
-        self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # being coalesced, by thread
+        self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # operations being coalesced, by thread
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,13 +80,13 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         world_size: int,
         **about: Unpack[About],
     ) -> None:
-        """Leave the present members and meet new ones; blocks until the group is usable.
+        """Leave the present members and meet new ones; block until the group is usable.
 
         torchft 0.2.0's order is taken too: store_addr, replica_id, rank, world_size, and the rest of `about`.
 
         Args:
             store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
-            rank: of the caller among the new members, `0 <= rank < world_size`.
+            rank: the caller's rank among the new members, `0 <= rank < world_size`.
             world_size: how many members meet.
             about: who configures, and why; all of it may be left out.
 
@@ -96,37 +98,40 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         raise NotImplementedError
 
     def prepare(self, timeout: timedelta) -> None:
-        """Do now what would make the first `configure` slow, while others wait in it: nothing, mostly.
+        """Do the slow part of the first `configure` now, so that other ranks need not wait for it there.
 
-        Blocks, for `timeout` at the longest, and never fails: `configure` tells what is wrong.
+        Most groups have nothing to do. This blocks for at most `timeout`, and never fails: `configure`
+        reports what is wrong.
         """
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End every operation, present and future, until the next `configure`.
 
-        From any thread, at any time; returns at once. It ends a `configure` that is under way, too; one that
-        another thread is about to call ends with the signal that it is given as `ends_with`.
+        Any thread may call this at any time; it returns at once. It ends a `configure` that is under way,
+        too; one that another thread is about to call ends with the signal that it is given as `ends_with`.
 
         Args:
-            reason: for the messages of the errors that follow.
+            reason: the text of the errors that follow.
         """
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Abort, and wait until the resources are given back."""
+        """Abort, and wait until the resources are released."""
         raise NotImplementedError
 
     def errored(self) -> Exception | None:
-        """The error that made the group unusable, None while it is fine."""
+        """Return the error that made the group unusable; None while it is usable."""
         raise NotImplementedError
 
     def hidden_error(self) -> Exception | None:
-        """The error that the group has kept to itself, as those do whose collectives never fail."""
+        """Return the error that the group has hidden, if its collectives never fail; else None."""
         return None
 
     @property
     def configuration(self) -> Configuration:
-        """The present one: an error of an earlier one is no news. It is set when it is over."""
+        """The present configuration, which is set when it is over: an error of an earlier one is out of
+        date.
+        """
         return self._configuration
 
     @property
@@ -136,62 +141,64 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
 
     @property
     def store_address(self) -> StoreAddress | None:
-        """Where the present members have met, if that is known."""
+        """The store in which the present members have met; None if it is not known."""
         return None
 
     def _begin_configuration(self, ends_with: AbortSignal | None = None) -> None:
-        """From now on there is another one; for groups that have nothing to end when it is over."""
+        """Begin another configuration; for groups that have nothing to end when one is over."""
         before, self._configuration = self._configuration, Configuration(self._configuration.number + 1)
         before.set(ANEW)
         if ends_with is not None:
             self._configuration.end_with(ends_with, self._configuration.set)
 
     def innermost(self) -> ProcessGroup:
-        """The group that the wrappers around it hand their calls to; itself if it is no wrapper."""
+        """Return the group inside of all wrappers, or the group itself if it is no wrapper."""
         return self
 
     def make_alike(self) -> ProcessGroup | None:
-        """Another group like this one, not configured; None if it cannot be made."""
+        """Make another group like this one, not configured; return None if that is impossible."""
         return None
 
     def size(self) -> int:
-        """The number of members."""
+        """Return the number of members."""
         raise NotImplementedError
 
     def rank(self) -> int:
-        """The caller's place among the members."""
+        """Return the caller's rank among the members."""
         raise NotImplementedError
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What the group is called in messages and registrations."""
+        """Return the group's name in messages and registrations."""
         raise NotImplementedError
 
     def issue(self, collective: Collective, *args: Any) -> Operation:
-        """Begin a collective that does not block, for a caller who makes the handle around its operation."""
+        """Begin a collective that does not block, for a caller that makes its own work around the
+        operation.
+        """
         return operation_of(getattr(self, collective.name)(*args))
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        """Carry out one collective; None only for those that block."""
+        """Run one collective; return None only if it blocks."""
         raise NotImplementedError
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The group itself, whatever the device: there is no other object that stays."""
+        """Return the group itself, for any device: no other object outlives a configuration."""
         return self
 
-    # What torch asks a backend before it uses one of these of its own accord.
+    # torch reads these before it uses one of the features of its own accord.
     supports_coalescing = supports_shrinking = supports_splitting = False
     supports_time_estimate = _supports_time_estimate = False  # the second name from torch 2.15 on
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """No: whoever wants memory that a backend registers must ask that backend."""
+        """Return False: memory that a backend registers has to come from that backend."""
         return False
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Until `_end_coalescing`, the operations that the calling thread begins are one."""
+        """Begin a batch: the operations that the calling thread begins until `_end_coalescing` are one."""
         self._batches[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """The operations since `_start_coalescing`, which have begun already, as one work.
+        """Return the operations since `_start_coalescing`, which have begun already, as one work.
 
         Raises:
             ProcessGroupError: there was no `_start_coalescing`.
@@ -212,12 +219,13 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         input: torch.Tensor,  # noqa: A002 - torch's name
         opts: GatherOptions | None = None,
     ) -> Work:
-        """As `gather`, into one tensor: the concatenation of all ranks' tensors, or the stack of them.
+        """Gather into one tensor: the concatenation of all ranks' tensors, or the stack of them.
 
         Args:
-            output: at the root; elsewhere it is not looked at.
-            input: of the same shape and dtype on every rank.
-            opts: name the root, rank 0 if they are left out.
+            output: the result at the root: the concatenation or the stack of the inputs. Other ranks may pass
+              anything.
+            input: a tensor of the same shape and dtype on every rank.
+            opts: the options that name the root; rank 0 if they are left out.
 
         Raises:
             ProcessGroupError: the output at the root has another shape or dtype.
@@ -229,7 +237,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
     gather_into_tensor = gather_single
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
-        """Send one tensor from `root` to all."""
+        """Send one tensor from rank `root` to all ranks."""
         options = BroadcastOptions()
         options.rootRank = root
         return self.broadcast([tensor], options)
@@ -240,21 +248,21 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         except ProcessGroupError:
             return ()
 
-    # C++ callers (DDP's reducer among them) ask under these names.
+    # C++ callers, such as DDP's reducer, use these names.
 
     def getSize(self) -> int:  # noqa: N802
-        """`size`, for C++."""
+        """Return `size()`, for C++."""
         return self.size()
 
     def getRank(self) -> int:  # noqa: N802
-        """`rank`, for C++."""
+        """Return `rank()`, for C++."""
         return self.rank()
 
     def _get_backend_name(self) -> str:
         return self.getBackendName()
 
     def name(self) -> str:
-        """`getBackendName`."""
+        """Return `getBackendName()`."""
         return self.getBackendName()
 
     @property
@@ -274,10 +282,11 @@ _TORCHFT_ORDER = (
 
 
 def _in_either_order(configure: Callable[..., None]) -> Callable[..., None]:
-    """Take the arguments in torchft 0.2.0's order too: the replica's id comes before the rank.
+    """Let a class's `configure` take torchft 0.2.0's order of arguments, too: the replica's id before the
+    rank.
 
-    torchft's own signature has no `ends_with`: a class that has it is aborted if the signal is set meanwhile.
-    Nor do such classes say that a configuration has begun.
+    torchft's own signature has no `ends_with`: a group with that signature is aborted if the signal is set
+    meanwhile. Such a class does not record that a configuration has begun, either, so this does.
     """
     parameters = inspect.signature(configure).parameters.values()
     takes_signal = any(each.name == "ends_with" or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -1,11 +1,11 @@
 """Every collective of `torch.distributed.ProcessGroup`, described once.
 
-A row says what a collective is called, which of its arguments are results, and what it does in a
-group that has nobody but the caller. Forwarding, dummies, error swallowing, fault injection and
-the managed group are derived from the rows; no class writes a collective out by hand.
+A row says what a collective is called, which of its arguments are results, and what it does in a group of
+which the caller is the only member. Forwarding, dummies, error swallowing, fault injection and the managed
+group are derived from the rows; no class writes a collective out by hand.
 
-The table knows argument positions and shapes of nesting, nothing about backends: how bytes move,
-and what may fail, is for the classes that use it.
+The table knows argument positions and shapes of nesting, and nothing about backends: the classes that use it
+know how bytes move, and what may fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchft_like.writing import share_memory, writing_to
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument: where it stands, its names in the overloads, how deep its lists nest.
+    """A tensor argument: its place, its names in the overloads, and how deep its lists nest.
 
     The shorter overloads pass a tensor where the full one has a list of one; `depth` is that of
     the full one, and `Call` always shows it.
@@ -51,7 +51,7 @@ class Argument:
     depth: int
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensors:
-        """The argument of one call, nested to `depth`.
+        """Return the argument of one call, nested to `depth`.
 
         Raises:
             TypeError: the call does not have it.
@@ -59,7 +59,7 @@ class Argument:
         if len(args) > self.index:
             value = args[self.index]
             if self.depth == 1 and type(value) is list and value and type(value[0]) is Tensor:
-                return value  # as nearly always
+                return value  # the usual case
             return _nest(value, self.depth)
         for name in self.names:
             if name in kwargs:
@@ -70,7 +70,7 @@ class Argument:
 class Call(NamedTuple):
     """One call of a collective, with its tensor arguments in the nesting of the full overload.
 
-    A tuple, because every operation makes one and a frozen dataclass takes a microsecond more.
+    It is a tuple, because every operation makes one and a frozen dataclass takes a microsecond more.
     """
 
     collective: Collective
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
     @property
     def reduce_op(self) -> ReduceOp:
-        """The reduction asked for, however the overload spells it; SUM when none was named."""
+        """The reduction asked for, in whichever form the overload has it; SUM if none is named."""
         # The options come last, and to look at torch's enums takes longer than all the rest.
         for value in (*self.kwargs.values(), *reversed(self.args)):
             if (found := getattr(value, "reduceOp", None)) is not None:
@@ -92,13 +92,13 @@ class Call(NamedTuple):
 
     @property
     def root(self) -> int:
-        """The rank that the options name; 0 when they name none."""
+        """The rank that the options name; 0 if they name none."""
         roots = (getattr(option, "rootRank", option) for option in self.options)
         return next((root for root in roots if isinstance(root, int)), 0)
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The other arguments, in the order in which they were given."""
+        """The arguments other than tensors, in the order in which they were given."""
         places, names = self.collective.tensor_places, self.collective.tensor_names
         positional = (value for place, value in enumerate(self.args) if place not in places)
         return *positional, *(value for name, value in self.kwargs.items() if name not in names)
@@ -113,7 +113,7 @@ class Call(NamedTuple):
         return None
 
     def reduction(self) -> tuple[list[Tensor], AllreduceOptions]:
-        """An allreduce as torch's own functions spell it: its tensors, and options."""
+        """Return the tensors and the options of an allreduce, as torch's own functions pass them."""
         options = next((option for option in self.options if hasattr(option, "reduceOp")), None)
         if options is None:
             is_coalesced = self.collective.name == "allreduce_coalesced"
@@ -124,7 +124,9 @@ class Call(NamedTuple):
 
     @property
     def split_sizes(self) -> tuple[list[int], list[int]]:
-        """How an `alltoall_base` splits its output and its input among the ranks; empty is evenly."""
+        """How an `alltoall_base` splits its output and its input among the ranks; an empty list is an even
+        split.
+        """
         return self._sizes(2, "output_split_sizes"), self._sizes(3, "input_split_sizes")
 
     def _sizes(self, index: int, name: str) -> list[int]:
@@ -132,7 +134,7 @@ class Call(NamedTuple):
         return list(found) if isinstance(found, list | tuple) else []
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, positional and by name, with each tensor replaced by what `change` makes of it."""
+        """Return the arguments, positional and by name, with each tensor replaced by `change(tensor)`."""
         places, names = self.collective.tensor_places, self.collective.tensor_names
         positional = (_map(v, change) if place in places else v for place, v in enumerate(self.args))
         named = {name: _map(v, change) if name in names else v for name, v in self.kwargs.items()}
@@ -140,7 +142,7 @@ class Call(NamedTuple):
 
     @property
     def result(self) -> list[Any]:
-        """What the call's future carries: the outputs, as Gloo's own futures hold them."""
+        """The value of the call's future: the outputs, as Gloo's own futures hold them."""
         if self.outputs is None:
             return []
         depth = self.collective.output.depth if self.collective.output is not None else 1
@@ -151,10 +153,10 @@ class Call(NamedTuple):
         return list(self.outputs)
 
     def apply_locally(self, rank: int, world_size: int) -> None:
-        """Leave in the outputs what the call gives when nobody else takes part.
+        """Leave in the outputs the result of a call in which only the caller takes part.
 
-        The caller's own share is where it belongs, what only a peer could have sent is zero, and
-        a tensor that is both input and output keeps its value.
+        The caller's own share is in its place, what only a peer could have sent is zero, and a tensor that is
+        both input and output keeps its value.
         """
         with writing_to(*tensors_of(self.outputs)):
             self.collective.alone(self, rank, world_size)
@@ -166,13 +168,13 @@ class Collective:
 
     Attributes:
         name: the method's name; `aliases` are its other names, newer or older.
-        signature: of the full overload, for introspection.
-        output, input: the tensor arguments, None where there is none.
-        alone: what it does in a group of one, see `Call.apply_locally`.
-        blocking: it returns None after it is done, not a Work.
-        everyone: its result makes sense only if every member takes part, because tensors are shared
+        signature: the parameters of the full overload, for introspection.
+        output, input: the tensor arguments; None if there is none.
+        alone: the function that writes its result in a group of one, for `Call.apply_locally`.
+        blocking: whether it returns None once it is over, not a Work.
+        everyone: whether its result makes sense only if every member takes part, because tensors are shared
             out by rank or the reduction counts the members.
-        agreement: what the members' arguments must have in common, see `agreement.rules`.
+        agreement: what the members' arguments must have in common: a rule of `agreement.rules`.
     """
 
     name: str
@@ -192,17 +194,17 @@ class Collective:
 
     @functools.cached_property
     def tensor_places(self) -> frozenset[int]:
-        """Where tensors stand among the positional arguments."""
+        """The places of the tensors among the positional arguments."""
         return frozenset(argument.index for argument in (self.output, self.input) if argument is not None)
 
     @functools.cached_property
     def tensor_names(self) -> frozenset[str]:
-        """The names that the tensor arguments have in the overloads."""
+        """The names of the tensor arguments in the overloads."""
         arguments = [argument for argument in (self.output, self.input) if argument is not None]
         return frozenset(name for argument in arguments for name in argument.names)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Read one call.
+        """Read the arguments of one call.
 
         Raises:
             TypeError: a tensor argument is missing.
@@ -214,7 +216,7 @@ class Collective:
         return Call(self, args, kwargs, outputs, inputs)
 
     def find_on(self, *targets: object) -> Callable[..., Any] | None:
-        """The method that carries it out, on the first of `targets` that has it under any name."""
+        """Return the method of this collective, from the first of `targets` that has it under any name."""
         for target in targets:
             for name in self.names:
                 if (method := getattr(target, name, None)) is not None:
@@ -223,10 +225,10 @@ class Collective:
 
 
 def refuse_overlap(call: Call) -> None:
-    """For backends, before a call begins.
+    """Refuse a call of which two tensors overlap; a backend calls this before a call begins.
 
     Raises:
-        CollectiveRefusedError: it joins tensors of which two share memory, without being the same one.
+        CollectiveRefusedError: the call joins tensors of which two share memory, but are not the same tensor.
     """
     for one, other in itertools.combinations(call.outputs if call.collective.name in JOINING else (), 2):
         if one is not other and share_memory(one, other):
@@ -237,10 +239,10 @@ def refuse_overlap(call: Call) -> None:
 
 
 def refuse_nan(call: Call, rank: int) -> None:
-    """For TORCH_DIST_NAN_CHECK, before a call begins.
+    """Refuse a call whose inputs have a NaN, for TORCH_DIST_NAN_CHECK.
 
     Raises:
-        CollectiveRefusedError: what the caller gives has a NaN. What it only receives is not looked at.
+        CollectiveRefusedError: an input of the caller's has a NaN. Tensors that only receive are not checked.
     """
     if call.collective.name == "broadcast" and call.root != rank:
         return
@@ -278,7 +280,7 @@ def _row(
     signature: str,
     alone: Callable[[Call, int, int], None],
     output: Argument | None = None,
-    input: Argument | None = None,  # noqa: A002 - the word for it
+    input: Argument | None = None,  # noqa: A002 - torch's name
     **more: Any,
 ) -> Collective:
     return Collective(
@@ -302,10 +304,10 @@ _INPUTS = _second("input_tensors", "inputs", "input_tensor", "input")
 _OUTPUT_LISTS = _first("output_tensors", "output_lists", depth=2)
 _INPUT_LISTS = _second("input_tensors", "input_tensor", "input", depth=2)
 
-# Operations of two ranks, which Gloo carries out in the thread that waits for them.
+# Operations between two ranks, which Gloo runs in the thread that waits for them.
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 
-# Those that make one of several tensors, while they write to them.
+# Collectives that make one result of several tensors, while they write to them.
 JOINING = frozenset({"allreduce", "broadcast"})
 
 COLLECTIVES: tuple[Collective, ...] = (
@@ -414,17 +416,18 @@ BY_NAME: Mapping[str, Collective] = MappingProxyType(
 
 ALLREDUCE = BY_NAME["allreduce"]
 
-# What newer torches call with one tensor in place of a row's list: `ProcessGroup` turns it into that row.
+# Methods of newer torches that take one tensor in place of a row's list; `ProcessGroup` runs them by that
+# row.
 IN_ONE_TENSOR: Mapping[str, Collective] = MappingProxyType(
     dict.fromkeys(("gather_single", "gather_into_tensor"), BY_NAME["gather"])
 )
 
 
 def parts_of(output: Tensor, source: Tensor, world_size: int) -> list[Tensor]:
-    """The part of one output that takes each rank's tensor.
+    """Return the part of one output tensor that takes each rank's tensor, in the order of ranks.
 
     Raises:
-        ProcessGroupError: it is neither the concatenation nor the stack of tensors such as `source`.
+        ProcessGroupError: the output is neither the concatenation nor the stack of tensors such as `source`.
     """
     stacked = (world_size, *source.shape)
     joined = (world_size * source.shape[0], *source.shape[1:]) if source.dim() else stacked
@@ -441,7 +444,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 def install_collectives(cls: ClassT) -> ClassT:
-    """Class decorator: one method per row and name, each of which calls `self._run`."""
+    """Add one method per row and name to a class; each of them calls `self._run`."""
     for name, collective in BY_NAME.items():
         setattr(cls, name, _method(name, collective))
     return cls

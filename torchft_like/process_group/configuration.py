@@ -1,8 +1,8 @@
 """Which configuration of a group something belongs to, and what ends it.
 
-A group that is configured a hundred times has a hundred configurations, one after the other. Whatever is
-of one of them (an operation, an error, a part of the group) keeps its `Configuration` and compares it, by
-identity, with the group's present one; nothing else says what belongs to which.
+A group that is configured a hundred times has a hundred configurations, one after the other. Whatever belongs
+to one of them (an operation, an error, a part of the group) keeps its `Configuration` and compares it, by
+identity, with the group's present one. There is no other mark.
 
 INVARIANTS
 * A signal is set once, by the first caller; later reasons are dropped.
@@ -25,7 +25,7 @@ ANEW = "the group is being configured anew"
 
 
 class AbortSignal:
-    """Set once, by the first caller; runs the hooks that end what is under way.
+    """A signal that is set once, by the first caller, and runs the hooks that end operations under way.
 
     A hook runs on the thread that aborts, must not block, and runs at once if the signal is set
     already.
@@ -37,7 +37,7 @@ class AbortSignal:
         self.reason: str | None = None
 
     def set(self, reason: str) -> bool:
-        """Abort; whether this call was the first."""
+        """Abort; return whether this call was the first."""
         with self._lock:
             if self.reason is not None:
                 return False
@@ -49,7 +49,7 @@ class AbortSignal:
 
     @contextlib.contextmanager
     def ends(self, hook: Callable[[], object]) -> Any:
-        """For the time of a block, `hook` is what an abort calls."""
+        """Call `hook` at an abort, for the time of a `with` block."""
         self.add(hook)
         try:
             yield
@@ -57,7 +57,7 @@ class AbortSignal:
             self.remove(hook)
 
     def add(self, hook: Callable[[], object]) -> None:
-        """From now on an abort calls `hook`."""
+        """Call `hook` at an abort, from now on; at once if it has happened."""
         with self._lock:
             late = self.reason is not None
             if not late:
@@ -66,14 +66,14 @@ class AbortSignal:
             hook()
 
     def remove(self, hook: Callable[[], object]) -> None:
-        """An abort calls `hook` no more."""
+        """Call `hook` at an abort no more."""
         with self._lock, contextlib.suppress(ValueError):
             self._hooks.remove(hook)
 
     def end_with(self, other: AbortSignal, end: Callable[[str], object]) -> None:
-        """From now on `end` is called, with the reason, when `other` is set; at once if it is.
+        """Call `end` with the reason when `other` is set; at once if it is set already.
 
-        `other` may live longer than what is ended: it lets go of `end` when this one is set.
+        `other` may live longer than what `end` refers to: it drops `end` when this signal is set.
         """
 
         def hook() -> None:
@@ -83,7 +83,7 @@ class AbortSignal:
         self.add(lambda: other.remove(hook))
 
     def check(self) -> None:
-        """Raise if it is set.
+        """Raise an error if the signal is set.
 
         Raises:
             ProcessGroupAbortedError: it is set.

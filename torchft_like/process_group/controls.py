@@ -1,7 +1,7 @@
-"""What torch asks of a group, or sets on it, besides collectives.
+"""Methods by which torch asks a group, or sets something on it, besides collectives.
 
-In torch a backend in C++ answers, which a group that is configured anew does not have. Left to torch's base
-class, some of these do nothing, and some end the process.
+In torch a backend in C++ answers them, which a group that is configured anew does not have. In torch's base
+class some of them do nothing, and some end the process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ class Controls:
         raise NotImplementedError
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation, and of `configure`, from now on."""
+        """Set the limit of each later operation, and of `configure`."""
         raise NotImplementedError
 
     @property
     def options(self) -> GroupOptions:
-        """As of torch's backends: its name, its members, and its timeout, which can be set."""
+        """The settings in the form of torch's backends: the name, the members, and the timeout, which can be
+        set.
+        """
         return GroupOptions(self)
 
     def get_group_store(self) -> Store:
-        """A store that the present members share.
+        """Return a store that the present members share.
 
         Raises:
             NotSupportedError: this group has none.
@@ -45,27 +47,29 @@ class Controls:
         return self._ask_inner("get_group_store")  # type: ignore[no-any-return]
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        """For torch before 2.14."""
+        """Set the timeout, under its name in torch before 2.14."""
         self.set_timeout(timeout)
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """For torch, which means the watchdog of its own NCCL; there is none here."""
+        """Warn that this has no effect: torch means the watchdog of its own NCCL, which this group does not
+        have.
+        """
         warnings.warn("an ephemeral timeout has no effect on this group; use set_timeout", stacklevel=2)
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many operations the backend has begun since `configure`."""
+        """Return how many operations the backend has begun since `configure`."""
         return int(self._ask_inner("_get_sequence_number_for_group"))
 
     def _set_sequence_number_for_group(self) -> None:
-        """They begin at 0."""
+        """Do what torch's backends do under this name: let the sequence numbers begin at 0."""
         self._ask_inner("_set_sequence_number_for_group")
 
-    # For the options of torch's own groups, which are refused here: each configuration makes a device itself.
+    # torch's own groups need these for their options. Here each configuration makes its device itself.
     create_device = staticmethod(ProcessGroupGloo.create_device)
     create_default_device = staticmethod(ProcessGroupGloo.create_default_device)
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not with members that change."""
+        """Refuse: the members of this group change."""
         raise NotSupportedError(
             "a group whose members change is neither split nor merged: make another one with dist.new_group"
         )
@@ -73,13 +77,13 @@ class Controls:
     merge_remote_group = split_group
 
     def _register_on_completion_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only torch's own NCCL has it."""
+        """Refuse: only torch's own NCCL has these hooks."""
         raise NotSupportedError("only torch's own NCCL has completion hooks; use the futures of the works")
 
     _wait_for_pending_works = _register_on_completion_hook
 
     def _ask_inner(self, name: str) -> Any:
-        """Call a method of whatever carries out the collectives now."""
+        """Call a method of the object that runs the collectives now."""
         method: Callable[[], Any] | None = getattr(getattr(self, "parent", None), name, None)
         if method is None:
             raise NotSupportedError(f"{type(self).__name__} has no {name}")
@@ -106,7 +110,7 @@ class GroupOptions(Backend.Options):
 
 
 def adopt_functions() -> None:
-    """Have functions of torch that look for its own classes take our groups as well; again does no harm.
+    """Make functions of torch that look for its own classes take this package's groups, too. May be repeated.
 
     `monitored_barrier` asks for the backend's name, and before torch 2.14 `_set_pg_timeout` for its class.
     """
@@ -145,11 +149,13 @@ _TAKEN_OVER = {"monitored_barrier": _take_barrier, "_set_pg_timeout": _take_time
 
 
 def _own(group: Any) -> Any:
-    """The group, or the default one, if it is one of ours."""
+    """Return the group, or the default one, if this package made it; else None."""
     target = c10d.GroupMember.WORLD if group is None else group
     return target if isinstance(target, Controls) else None
 
 
 def is_nan_check_wanted() -> bool:
-    """Whether what collectives are given is to be checked, as torch does from 2.14 on."""
+    """Return whether TORCH_DIST_NAN_CHECK asks to check the inputs of collectives, as torch does from 2.14
+    on.
+    """
     return os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"

@@ -1,16 +1,16 @@
-"""Memory, order and streams of a GPU, shared between a trainer and a subprocess of its own.
+"""Memory, events and streams of a GPU, shared between a trainer and its own subprocess.
 
-Three things cross the border, all of them as plain data (integers and bytes):
+Three things go from one process to the other, all of them as plain data (integers and bytes):
 
 * *memory*: a storage is exported once, mapped by each subprocess once, and used under its number;
 * *order*: an event that one side has recorded and the other side's stream waits for;
 * *streams*: each of the trainer's has a counterpart in the subprocess.
 
-torch counts who maps a storage in a file that both sides write to: the one that maps decrements when
-it is done, and only then the memory of a storage that has died is used again. A subprocess that is
-killed never decrements, and the memory is lost. The trainer cannot make up for it, either, because
-it cannot know whether the subprocess had come to it; a count that is one too low loses the memory,
-too. So here the subprocess maps under a counter that does not exist, which torch ignores.
+torch counts the processes that map a storage, in a file that both sides write to: the one that maps
+decrements when it is done, and only then the memory of a storage that has died is used again. A subprocess
+that is killed never decrements, and the memory is lost. The trainer cannot make up for it, either, because it
+cannot know whether the subprocess had decremented; a count that is one too low loses the memory, too. So here
+the subprocess maps under a counter that does not exist, which torch ignores.
 
 INVARIANTS
 * A counter is taken from one to zero by the trainer, exactly once: when no subprocess maps the
@@ -18,8 +18,8 @@ INVARIANTS
 * A subprocess unmaps nothing: torch would have its thread wait for the stream that is current.
 * An event is recorded anew only when the device has passed every wait for it.
 
-How messages travel, and how a subprocess is started and ended, is not known here. The driver takes a
-dead process's work off the device before the process can be reaped; the first invariant leans on it.
+This module does not know how messages travel, nor how a subprocess is started and ended. The driver removes a
+dead process's work from the device before the process can be reaped; the first invariant relies on that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 
 from torchft_like.errors import NotSupportedError
 
-# Whether the device has passed a certain point.
+# Returns whether the device has passed a certain point.
 IsPast = Callable[[], bool]
 
 # (number, device, handle of the allocation, bytes, offset in it)
@@ -44,27 +44,27 @@ EventMessage = tuple[int, int, bytes | None]
 # (device, torch's id of the stream, priority)
 StreamMessage = tuple[int, int, int]
 
-# No process makes a counter file of this name: torch's own begin with /torch_.
+# No process makes a counter file of this name: torch's own names begin with /torch_.
 _NO_COUNTER = b"/torchft-nobody-counts-here"
 
 
 class TorchCuda:
-    """What is asked of torch, in one place."""
+    """The calls of torch that this module needs; tests replace them."""
 
     def use_device(self, index: int) -> None:
-        """Make it the thread's current device."""
+        """Make a device the thread's current one."""
         torch.cuda.set_device(index)
 
     def current_stream(self, device: torch.device | None = None) -> torch.cuda.Stream:
-        """Of a device, or of the current one."""
+        """Return the current stream of a device, or of the current device."""
         return torch.cuda.current_stream(device)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """In the block this is the current stream."""
+        """Make a stream the current one for the time of a block."""
         return torch.cuda.stream(stream)
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        """Make the memory mappable for others; sets a new counter to one."""
+        """Make the memory mappable for other processes; torch sets a new counter to one."""
         description: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
         return description
 
@@ -81,31 +81,31 @@ class TorchCuda:
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
 
     def new_event(self) -> torch.cuda.Event:
-        """One that can be shared."""
+        """Make an event that can be shared."""
         return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
 
     def handle_of(self, event: torch.cuda.Event) -> bytes:
-        """What `open_event` needs; for an event that was recorded."""
+        """Return the handle that `open_event` needs, of an event that was recorded."""
         return bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
 
     def open_event(self, device: int, handle: bytes) -> torch.cuda.Event:
-        """Another process's event."""
+        """Open another process's event."""
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
     def private_event(self) -> torch.cuda.Event:
-        """One of this process alone, which costs a tenth of one that can be shared."""
+        """Make an event of this process alone, which costs a tenth of one that can be shared."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return event
 
     def mark(self, stream: torch.cuda.Stream) -> IsPast:
-        """Whether the stream has come to where it is now."""
+        """Return a function that tells whether the stream has passed the point at which it is now."""
         event = self.private_event()
         event.record(stream)
         return event.query
 
     def new_stream(self, device: int, priority: int) -> torch.cuda.Stream:
-        """One from torch's pool."""
+        """Return a stream of torch's pool."""
         stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         return stream
 
@@ -117,7 +117,7 @@ class Export:
     """Memory of this process that any number of subprocesses may map, one after the other.
 
     Raises:
-        NotSupportedError: the memory cannot be shared; says why.
+        NotSupportedError: the memory cannot be shared; the text says why.
     """
 
     def __init__(self, storage: torch.UntypedStorage, cuda: TorchCuda = _TORCH) -> None:
@@ -134,11 +134,11 @@ class Export:
 
     @property
     def number(self) -> int:
-        """What stands for the memory in messages."""
+        """The number of the memory in messages."""
         return self.message[0]
 
     def release(self) -> None:
-        """No subprocess maps it any more, and none will: the memory goes back to torch with its storage."""
+        """Return the memory to torch with its storage: no subprocess maps it any more, and none will."""
         self._cuda.decrement(*self._counter)
 
 
@@ -153,19 +153,19 @@ class MemoryImports:
         self._mapped: dict[int, torch.UntypedStorage] = {}
 
     def map(self, message: MemoryMessage) -> None:
-        """Map what an `Export` says, for as long as this process lives."""
+        """Map the memory that an `Export` describes, for as long as this process lives."""
         number, device, handle, nbytes, offset = message
         self._mapped[number] = self._cuda.open(device, handle, nbytes, offset)
 
     def storage(self, number: int) -> torch.UntypedStorage:
-        """The storage of that number."""
+        """Return the storage with this number."""
         return self._mapped[number]
 
 
 class OwnEvents:
     """Events that this side records and the other side's streams wait for; for one thread at a time.
 
-    It makes as many as are in use at once, and no more.
+    It makes no more events than are in use at once.
     """
 
     def __init__(self, cuda: TorchCuda = _TORCH) -> None:
@@ -175,7 +175,7 @@ class OwnEvents:
         self._free: dict[int, list[int]] = defaultdict(list)
 
     def record(self, stream: torch.cuda.Stream) -> EventMessage:
-        """Record an event on the stream; the message is for `PeerEvents.wait`."""
+        """Record an event on the stream; return the message for `PeerEvents.wait`."""
         device = stream.device_index
         if self._free[device]:
             number = self._free[device].pop()
@@ -188,16 +188,16 @@ class OwnEvents:
         return len(self._events) - 1, device, self._cuda.handle_of(event)
 
     def prepare(self, stream: torch.cuda.Stream, count: int) -> list[EventMessage]:
-        """Make some that the other side may open now, while nothing runs.
+        """Make events that the other side may open now, while nothing runs.
 
-        Opening one later may wait for a device that is busy, and the thread with it.
+        Opening one later may block the thread until a busy device is done.
         """
         messages = [self.record(stream) for _ in range(count)]
         self.free(number for number, _, _ in messages)
         return messages
 
     def free(self, numbers: Iterable[int]) -> None:
-        """The other side's device has passed its waits for these."""
+        """Reuse these events: the other side's device has passed its waits for them."""
         for number in numbers:
             self._free[self._devices[number]].append(number)
 
@@ -205,7 +205,7 @@ class OwnEvents:
 class PeerEvents:
     """Events that the other side has recorded; for one thread at a time.
 
-    Once the other side is dead its events must not be touched: forget this object.
+    Once the other side is dead its events must not be touched: drop this object.
     """
 
     def __init__(self, cuda: TorchCuda = _TORCH) -> None:
@@ -215,30 +215,32 @@ class PeerEvents:
         self._unused: list[int] = []
 
     def open(self, message: EventMessage) -> None:
-        """Take note of an event that is to be waited for, or not, later."""
+        """Open an event that a stream may wait for later."""
         number, device, handle = message
         if handle is not None:
             self._events[number] = self._cuda.open_event(device, handle)
 
     def order(self, number: int, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for it; the caller says with `skip` when the device has passed that."""
+        """Make the stream wait for the event; the caller reports with `skip` when the device has passed that
+        wait.
+        """
         self._events[number].wait(stream)
 
     def wait(self, number: int, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for it."""
+        """Make the stream wait for the event."""
         self.order(number, stream)
         self._waits.append((number, self._cuda.mark(stream)))
 
     def is_over(self, number: int) -> bool:
-        """Whether the other side's device has come to it."""
+        """Return whether the other side's device has reached the event."""
         return bool(self._events[number].query())  # type: ignore[no-untyped-call]
 
     def skip(self, number: int) -> None:
-        """Nobody waits for it any more, or will."""
+        """Note that nothing waits for the event any more, or will."""
         self._unused.append(number)
 
     def take_passed(self) -> list[int]:
-        """The numbers that nothing waits for any more, for `OwnEvents.free`; each is given once."""
+        """Return the numbers that nothing waits for any more, for `OwnEvents.free`; each is returned once."""
         passed, self._unused = self._unused, []
         waits, self._waits = self._waits, []
         for number, is_past in waits:
@@ -250,14 +252,14 @@ class PeerEvents:
 
 
 def stream_message(stream: torch.cuda.Stream) -> StreamMessage:
-    """What names a stream of the trainer's to `MirroredStreams`."""
+    """Describe a stream of the trainer's for `MirroredStreams`."""
     return stream.device_index, stream.stream_id, stream.priority
 
 
 class MirroredStreams:
-    """The subprocess's counterparts of the trainer's streams: what one orders, the other does, too.
+    """The subprocess's counterparts of the trainer's streams, which order its operations in the same way.
 
-    As many as the trainer uses, of which torch's own pool has 32 for each priority.
+    There are as many as the trainer uses; torch's own pool has 32 for each priority.
     """
 
     def __init__(self, cuda: TorchCuda = _TORCH) -> None:
@@ -265,7 +267,7 @@ class MirroredStreams:
         self._streams: dict[StreamMessage, torch.cuda.Stream] = {}
 
     def get(self, message: StreamMessage) -> torch.cuda.Stream:
-        """The counterpart."""
+        """Return the counterpart of a stream."""
         if (stream := self._streams.get(message)) is None:
             device, _, priority = message
             stream = self._streams[message] = self._cuda.new_stream(device, priority)

@@ -1,14 +1,14 @@
-"""Operations that end on a device, where no thread waits for them.
+"""A watch over operations that end on a device, where no thread waits for them.
 
-What a GPU is told to do it does later, in the order of a stream, and the host hears of the end only if
-it asks. So somebody has to ask: here one thread of each generation, a few times a second, and only
-while something is under way. It finds what failed and what takes too long, and says so once.
+A GPU runs its operations later, in the order of a stream, and the host learns of their end only by asking. So
+one thread of each generation asks, a few times a second, and only while an operation is under way. It finds
+operations that failed or take too long, and reports the first of them.
 
 It deliberately knows neither CUDA nor NCCL: an operation is a function that says whether it is over.
 
 INVARIANTS
-* An operation, with the tensors that it holds, is kept until it is over: memory that a device still
-  writes must not become somebody else's.
+* An operation, with the tensors that it holds, is kept until it is over: memory that a device still writes
+  must not be used for another tensor.
 * Whether an operation was cut off is decided once, before anything is torn down, and for each one: an
   operation that was over is good for ever, any other one is not.
 * What an operation costs the thread that issues it, which holds the lock for it, depends on no other one,
@@ -29,14 +29,14 @@ from torchft_like.patience import growing_pauses
 
 PERIOD_S = 0.25
 DECISION_S_MAX = 5.0
-# After so many operations the thread that asks sleeps: a thread that only lets go of the GIL takes it again
+# After so many operations the asking thread sleeps: a thread that merely releases the GIL takes it again
 # before another one is awake.
 ASKED_AT_ONCE = 16
 REST_S = 20e-6
 
 _logger = logging.getLogger(__name__)
 
-# Whether the device is done with an operation; raises if the device failed. Must not block.
+# Returns whether the device is done with an operation; raises if the device failed. It must not block.
 IsOver = Callable[[], bool]
 
 
@@ -45,13 +45,13 @@ class Watched:
     """An operation under way.
 
     Attributes:
-        name: for messages.
-        is_over: as of now; may be replaced by a better way to ask, together with `settle`.
-        settle: called when it was cut off; gives what `is_over` is from then on, for a communicator
-            that is being torn down must not be asked.
-        limit_s: how long it may take.
-        started: when it was (of `time.monotonic`).
-        was_cut_off: it was not over when the generation was; its outputs hold anything.
+        name: the operation's name in messages.
+        is_over: asks for the present state; may be replaced by a better way to ask, together with `settle`.
+        settle: called when the operation was cut off; returns the `is_over` from then on, because a
+          communicator that is being torn down must not be asked.
+        limit_s: how long it may take, in seconds.
+        started: when it was started (of `time.monotonic`).
+        was_cut_off: whether it was not over when the generation was; its outputs are then undefined.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Watched:
 
     @property
     def is_late(self) -> bool:
-        """Whether it should be over."""
+        """Whether the operation should be over by now."""
         return self.started + self.limit_s < time.monotonic()
 
 
 class DeviceWatch:
-    """Those of one generation.
+    """The operations of one generation.
 
     Args:
-        failure: says what is wrong with the communicator, None while it is fine. Must not block.
-        give_up: called, once, with the reason for which the generation has to end; must lead to `cut_off`.
-        within: gives the context in which the thread asks.
+        failure: returns what is wrong with the communicator, None while it is fine. It must not block.
+        give_up: called once, with the reason for which the generation has to end; it must lead to `cut_off`.
+        within: returns the context in which the thread asks.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class DeviceWatch:
         self._give_up = give_up
         self._within = within
         self._changed = threading.Condition()
-        # By limit: of those with the same one, the first is the first to be late, and mostly to be over.
+        # By limit: of the operations with the same one, the first is the first to be late, and usually to be
+        # over.
         self._under_way: dict[float, deque[Watched]] = {}
         self._cut_off_names: list[str] = []
         self._is_torn = False
@@ -96,7 +97,7 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def watch(self, name: str, is_over: IsOver, settle: Callable[[], IsOver], limit_s: float) -> Watched:
-        """From now on the operation is asked after. Once the end has been decided, it is cut off."""
+        """Watch an operation from now on; if the end has been decided already, the operation is cut off."""
         watched = Watched(name, is_over, settle, limit_s, time.monotonic())
         with self._changed:
             is_torn = self._is_torn
@@ -109,11 +110,11 @@ class DeviceWatch:
         return watched
 
     def look(self, rest_s: float = 0.0) -> None:
-        """Ask after everything once; with `rest_s`, sleep for so long after every few operations."""
+        """Ask for the state of all operations once; sleep for `rest_s` seconds after every few of them."""
         try:
             failure = self._failure()
             late = None if failure is not None else self._late(rest_s)
-        except Exception as error:  # noqa: BLE001 - the reason, whatever it is, is passed on
+        except Exception as error:  # noqa: BLE001 - any error is passed on as the reason
             failure, late = error, None
         if failure is not None:
             self._end(f"the device or its communicator failed: {failure}")
@@ -121,13 +122,17 @@ class DeviceWatch:
             self._end(f"{late.name} was not done within {late.limit_s:g} s")
 
     def wait_over(self) -> None:
-        """Until nothing is under way any more, or the end has been decided. Raises what the device raises."""
+        """Wait until nothing is under way any more, or the end has been decided.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         pauses = growing_pauses()
         while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
             time.sleep(next(pauses))
 
     def cut_off(self) -> None:
-        """The generation is over: decide which operations had ended before, and which never will."""
+        """Decide at the end of the generation which operations had ended before it, and which never will."""
         with self._changed:
             if self._is_torn:
                 return
@@ -141,32 +146,32 @@ class DeviceWatch:
         self._decided.set()
 
     def wait_decided(self) -> None:
-        """After the end has begun: until `cut_off` has decided. A moment, unless the device is dead."""
+        """Wait until `cut_off` has decided, once the end has begun: a moment, unless the device is dead."""
         if not self._decided.wait(DECISION_S_MAX):
             _logger.error("the device does not say which operations it has finished")
 
     def cut_off_operations(self) -> tuple[str, ...]:
-        """The names of those that were cut off, in the order in which they were started."""
+        """Return the names of the operations that were cut off, in the order in which they were started."""
         with self._changed:
             return tuple(self._cut_off_names)
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way any more. A device that failed runs nothing, either."""
+        """Return whether nothing is under way any more. A device that failed runs nothing, either."""
         return next(self._first_ones(lambda watched: _is_over(watched, if_failed=True)), None) is None
 
     def close(self) -> None:
-        """End the thread. What is under way is kept by nobody any more."""
+        """End the thread, and drop the operations that are still under way."""
         with self._changed:
             self._closed.set()
             self._changed.notify()
 
     def _late(self, rest_s: float) -> Watched | None:
-        """Drop what is over; one that is not and should be."""
+        """Drop the operations that are over; return one that is not, but should be."""
         first_ones = self._first_ones(lambda watched: watched.is_over(), rest_s)
         return next((first for first in first_ones if first.is_late), None)
 
     def _first_ones(self, is_over: Callable[[Watched], bool], rest_s: float = 0.0) -> Iterator[Watched]:
-        """Of those with each limit the first that is not over. Those before it are dropped."""
+        """Yield, for each limit, the first operation that is not over; drop those before it."""
         asked = 0
         with self._changed:
             lines = list(self._under_way.items())
@@ -184,8 +189,8 @@ class DeviceWatch:
             return line[0] if line else None
 
     def _drop(self, watched: Watched, limit_s: float, line: deque[Watched]) -> None:
-        watched.is_over = _yes  # later there may be nobody to ask
-        watched.settle = lambda: _yes  # which would keep the tensors for as long as somebody has the handle
+        watched.is_over = _yes  # later the communicator may be gone
+        watched.settle = lambda: _yes  # the old one would keep the tensors as long as the work
         with self._changed:
             if line and line[0] is watched:
                 line.popleft()

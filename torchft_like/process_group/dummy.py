@@ -17,9 +17,9 @@ from torchft_like.process_group.work import FOREVER, FinishedOperation, Operatio
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Every collective is done at once, with the result that a group of one has; and is counted.
+    """A group whose collectives are over at once, with the result that a group of one has, and are counted.
 
-    For code that insists on a group where none is wanted, and for tests.
+    It is for code that needs a group where there is nothing to communicate, and for tests.
 
     Args:
         rank: 0.
@@ -30,7 +30,7 @@ class ProcessGroupDummy(ProcessGroup):
         configure_count, wait_count, get_future_count: how often each of these was called.
 
     Raises:
-        ValueError: another rank or world.
+        ValueError: another rank or world was given.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -44,45 +44,44 @@ class ProcessGroupDummy(ProcessGroup):
         self.get_future_count = 0
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """Only counts: whoever the members are, this group has one."""
+        """Count the call: this group has one member, whoever the others are."""
         self.configure_count += 1
         self._begin_configuration(about.get("ends_with"))
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Nothing goes on that could be ended, but for what is of this configuration."""
+        """End what belongs to this configuration; no operation is ever under way."""
         self._configuration.set(reason)
 
     def shutdown(self) -> None:
-        """As `abort`: there is nothing to give back."""
+        """Do as `abort`: there is nothing to release."""
         self._configuration.set("the group was shut down")
 
     def errored(self) -> Exception | None:
-        """Never."""
+        """Return None: no operation fails."""
         return None
 
     @property
     def timeout(self) -> timedelta:
-        """What was set: nothing takes time."""
+        """The timeout that was set; nothing takes time."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing takes time."""
+        """Set the timeout, without effect: nothing takes time."""
         self._timeout = timeout
 
     def size(self) -> int:
-        """1."""
+        """Return 1."""
         return 1
 
     def rank(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     def make_alike(self) -> ProcessGroupDummy:
-        """See ProcessGroup.make_alike."""
         return ProcessGroupDummy(0, 1)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """torchft-dummy."""
+        """Return `torchft-dummy`."""
         return "torchft-dummy"
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:

@@ -1,13 +1,12 @@
-"""What a backend says to all its peers through a store, said and heard at once.
+"""A store through which a backend and all its peers exchange their values in one step.
 
-Gloo asks the store for every peer's addresses one after the other, three questions each, and the
-members of a group of n ask 3n² questions together, which one thread of the store answers. Here a
-member keeps what it sets to itself until it first asks for something. Then it publishes all of that
-under one key, waits for the keys of all members in one question, and fetches them in another; from
-there on it answers Gloo from memory.
+Gloo queries the store for every peer's addresses one after the other, three times each, so the members of a
+group of n send 3n² queries together, which one thread of the store answers. Here a member keeps the values
+that it sets to itself until it first asks for one. Then it publishes all of them under one key, waits for the
+keys of all members in one query, and fetches them in another; from then on it answers Gloo from memory.
 
-It knows that every member says something before it asks, which is how a full mesh is made, and
-nothing about what is said. What is set, or asked for, later goes to the store itself.
+It relies on every member setting its values before it asks for one, as in a full mesh, and knows nothing
+about the values. Values that are set, or asked for, later go to the store itself.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _LENGTH = struct.Struct("=I")
 
 
 class ExchangeStore(Store):
-    """The store as a backend sees it while it is made.
+    """The store in the form in which a backend sees it while it is made.
 
     Args:
-        store: through which the members hear each other.
-        rank, world_size: of the caller among the members.
+        store: the store through which the members exchange their values.
+        rank, world_size: the caller's rank among the members, and their number.
     """
 
     def __init__(self, store: AbortableStore, rank: int, world_size: int) -> None:
@@ -41,7 +40,7 @@ class ExchangeStore(Store):
         self._is_gathered = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Say something; it is heard once the caller asks."""
+        """Set a value, which is published once the caller first asks for one."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         if self._is_gathered:
             self._store.set(key, data)
@@ -49,29 +48,29 @@ class ExchangeStore(Store):
             self._known[key] = data
 
     def get(self, key: str) -> bytes:
-        """What was said under a key; waits until it was."""
+        """Return the value of a key, once it has one."""
         return self._known[key] if self._has([key]) else self._store.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether something was said under every key."""
+        """Return whether every key has a value."""
         return self._has(keys) or self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until something was said under every key."""
+        """Wait until every key has a value."""
         if not self._has(keys):
             self._store.wait([key for key in keys if key not in self._known], timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """See AbortableStore.add."""
+        """Add to a counter of the store itself, and return the sum."""
         return self._store.add(key, amount)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each question."""
+        """Set the limit of each query."""
         self._store.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of each question."""
+        """The limit of each query."""
         return self._store.timeout
 
     def _has(self, keys: list[str]) -> bool:

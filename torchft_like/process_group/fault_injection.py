@@ -26,7 +26,7 @@ ANY = "any"
 
 
 class FaultInjectingProcessGroup(ProcessGroupWrapper):
-    """Hands every call to `pg` except those that a fault was planted for.
+    """A wrapper that hands every call to `pg`, except those for which a fault was planted.
 
     Faults outlive `configure`. `call` counts the calls of the collective from the planting on,
     beginning with 1; the collective "any" counts all of them.
@@ -42,11 +42,11 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         self.injected = 0
 
     def report_future_error(self, e: Exception) -> None:
-        """The next collective runs, and then fails with `e`, in `wait()` and in its future."""
+        """Let the next collective run, and then fail with `e`, in `wait()` and in its future."""
         self.fail(ANY, e)
 
     def fail(self, collective: str, error: Exception, call: int = 1) -> None:
-        """A call runs, and then fails with `error`, in `wait()` and in its future."""
+        """Let a call run, and then fail with `error`, in `wait()` and in its future."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
             work = run()
@@ -55,7 +55,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         self._plant(collective, call, inject)
 
     def refuse(self, collective: str, error: Exception, call: int = 1) -> None:
-        """A call raises `error` and never runs."""
+        """Let a call raise `error` without running."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
             raise error
@@ -63,7 +63,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         self._plant(collective, call, inject)
 
     def delay(self, collective: str, seconds: float, call: int = 1) -> None:
-        """A call begins late; its caller is blocked until then, or until an abort."""
+        """Block the caller of a call for `seconds`, or until an abort, before it begins."""
 
         def inject(run: Callable[[], Work | None]) -> Work | None:
             self._over().wait(seconds)
@@ -72,7 +72,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         self._plant(collective, call, inject)
 
     def hang(self, collective: str, call: int = 1) -> None:
-        """A call never runs and never ends, until an abort fails it."""
+        """Keep a call from running and from ending, until an abort fails it."""
 
         def inject(run: Callable[[], Work | None]) -> Work:
             return OperationWork(_HungOperation(self._over()))
@@ -107,7 +107,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
             return due
 
     def _over(self) -> threading.Event:
-        """Set when the present configuration is over, which ends delays and hangs."""
+        """Return an event that is set when the present configuration is over, which ends delays and hangs."""
         over = threading.Event()
         self.configuration.add(over.set)
         return over
@@ -126,7 +126,7 @@ class _Fault:
 
 
 class _FailedOperation(Operation):
-    """Runs to its end, then fails."""
+    """An operation that runs to its end, and then fails."""
 
     def __init__(self, inner: Operation, failure: Exception) -> None:
         self._inner = inner
@@ -152,7 +152,7 @@ class _FailedOperation(Operation):
 
 
 class _HungOperation(Operation):
-    """Waits for an abort and fails with it."""
+    """An operation that waits for an abort, and fails with it."""
 
     def __init__(self, aborted: threading.Event) -> None:
         self._aborted = aborted

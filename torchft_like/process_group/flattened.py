@@ -1,11 +1,11 @@
 """One group over two: the ranks of a replica group, and their counterparts in the other ones.
 
-It is what flattening a mesh over an elastic dimension gives: the group of every rank that shares the
-data, over which a script averages its loss or counts its tokens. No such group of connections exists,
-nor could it be kept over the death of a replica group; so an operation is carried out within the
-replica group first, and then across.
+A mesh that is flattened over an elastic dimension gives such a group: all ranks that share the data, over
+which a script averages its loss or counts its tokens. There are no connections between all these ranks, nor
+could they be kept over the death of a replica group. So an operation runs within the replica group first, and
+then across.
 
-It knows nothing of meshes, and of the two groups no more than that both are process groups.
+This module knows nothing of meshes, and of the two groups no more than that both are process groups.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchft_like.process_group.work import finished_work
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 Handler = Callable[[Call], Work]
-# Those that make one of several tensors.
+# Collectives that make one result of several tensors.
 _ONE_TENSOR = frozenset({"allreduce", "broadcast"})
 
 
 class FlattenedProcessGroup(ProcessGroupWrapper):
-    """The ranks of `within`, times those of `across`.
+    """A group of the ranks of `within` times the members of `across`.
 
     It has the reductions to all, broadcast, gathering to all and the barrier. The first half of an
     operation is waited for before the second begins, so only the second is asynchronous.
@@ -39,9 +39,9 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
     group may know of before another does: all of them do the same, and none waits for one that does not.
 
     Args:
-        within: a group of torch's that joins the ranks of this replica group.
-        across: the elastic group of this rank and its counterparts; what configures, aborts and ends
-            this group is passed on to it.
+        within: torch's group of the ranks of this replica group.
+        across: the elastic group of this rank and its counterparts, to which `configure`, `abort` and
+          `shutdown` are passed on.
         inner_size: how many consecutive ranks have the same place in `across`. All of `within` if its
             dimension is the outer one; a divisor if the elastic one stands between two others.
     """
@@ -60,16 +60,16 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         }
 
     def size(self) -> int:
-        """Ranks of the replica group times members across."""
+        """Return the number of ranks of the replica group times the number of members across."""
         return int(self._within.size() * self._across_size())
 
     def rank(self) -> int:
-        """The caller's place in row-major order of the dimensions that were flattened."""
-        across_rank = min(self.parent.rank(), self._across_size() - 1)  # one that heals may have a higher one
+        """Return the caller's place in row-major order of the dimensions that were flattened."""
+        across_rank = min(self.parent.rank(), self._across_size() - 1)  # a healing rank may have a higher one
         return self._rank_of(across_rank, self._within.rank())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of the operations across; those within keep the timeout that torch was given."""
+        """Set the limit of the operations across; those within keep the timeout that torch was given."""
         self.parent.set_timeout(timeout)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
@@ -86,15 +86,20 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         return handler(call)
 
     def _within_then_across(self, call: Call) -> Work:
-        """Averages come out right, as replica groups are equally large; and whoever has met across knows
-        that all have met within."""
+        """Run the collective within the replica group, then across.
+
+        Averages are right, as replica groups are equally large. A rank that has met its counterparts across
+        knows that all ranks have met within.
+        """
         name = call.collective.name
         getattr(self._within, name)(*call.args, **call.kwargs).wait()
         work: Work = getattr(self.parent, name)(*call.args, **call.kwargs)
         return work
 
     def _broadcast(self, call: Call) -> Work:
-        """Within, then across from every rank of the root's replica group."""
+        """Broadcast within the root's replica group and all others, then across, from every rank of the
+        root's.
+        """
         across_root, within_root = self._split(_root_of(call))
         self._within.broadcast(call.outputs, _options(within_root)).wait()
         work: Work = self.parent.broadcast(call.outputs, _options(across_root))
@@ -115,7 +120,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         return parts
 
     def _across_size(self) -> int:
-        """1 while nobody is known."""
+        """Return the number of members across; 1 while none is known."""
         return max(1, int(self.parent.size()))
 
     def _rank_of(self, across_rank: int, within_rank: int) -> int:
@@ -123,7 +128,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         return (outer * self._across_size() + across_rank) * self._inner_size + inner
 
     def _split(self, rank: int) -> tuple[int, int]:
-        """Ranks across and within, of a rank here."""
+        """Return the ranks across and within, of a rank of this group."""
         outside, inner = divmod(rank, self._inner_size)
         outer, across_rank = divmod(outside, self._across_size())
         return across_rank, outer * self._inner_size + inner
@@ -145,10 +150,10 @@ def _root_of(call: Call) -> int:
 
 
 def _gathered(call: Call, size: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each tensor to be gathered, and the tensors that take it, in the order of ranks.
+    """Return each tensor to be gathered with the tensors that take it, in the order of ranks.
 
     Raises:
-        ValueError: another number of tensors than there are ranks.
+        ValueError: there are fewer or more outputs than ranks.
     """
     if call.collective.name == "_allgather_base":
         source = call.inputs

@@ -1,4 +1,4 @@
-"""NCCL's flight recorder: torch keeps the last collectives of a process, and writes them down when asked."""
+"""NCCL's flight recorder: torch keeps a record of a process's last collectives, and writes it when asked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _logger = logging.getLogger(__name__)
 
 
 def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
-    """Ask torch's monitor for a trace, through the pipe of the rank; does not wait until it is written.
+    """Ask torch's monitor for a trace, through the pipe of the rank; do not wait until it is written.
 
     Returns:
-        Whether somebody reads that pipe: torch makes it where TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set.
+        Whether a monitor reads that pipe: torch makes it if TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set.
     """
     prefix = os.environ.get(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR)
     if not prefix:
@@ -25,7 +25,7 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
         return False
     pipe = f"{prefix}{rank}.pipe"
     try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails if no monitor reads the pipe
         try:
             os.write(descriptor, b"1\n")
         finally:
@@ -38,18 +38,18 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
 
 
 def is_wanted_on_abort() -> bool:
-    """Whether the operator wants a trace whenever a group is aborted."""
+    """Return whether the operator wants a trace whenever a group is aborted."""
     return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
 
 
 class DumpPath:
-    """Where torch writes traces: one folder for each quorum, if TORCH_FR_DUMP_TEMP_FILE is set."""
+    """The place where torch writes traces: one folder for each quorum, if TORCH_FR_DUMP_TEMP_FILE is set."""
 
     def __init__(self) -> None:
         self._prefix = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
 
     def follow(self, quorum_id: int | None, rank: int) -> None:
-        """From now on traces go to PREFIX_quorum_ID/RANK; a folder that cannot be made is logged."""
+        """Send later traces to PREFIX_quorum_ID/RANK; log a folder that cannot be made."""
         if not self._prefix or quorum_id is None:
             return
         folder = Path(f"{self._prefix}_quorum_{quorum_id}")

@@ -1,11 +1,11 @@
-"""One life of a reconfigurable group, from the start of `configure` to the last socket.
+"""What runs one configuration of a reconfigurable group, from the start of `configure` to the last socket.
 
-Each configuration of a group has a generation: what carries it out. It is made, used, ended and cleaned
-up on its own, so an abort, an error or a late callback of one cannot reach another.
+Each configuration of a group has a generation, which is made, used, ended and cleaned up on its own, so an
+abort, an error or a late callback of one cannot reach another.
 
-The backend is made on a thread of its own: neither an abort nor Ctrl-C ever waits for C++. A
-generation that is aborted while it is being made is left to that thread, which throws away what it
-gets. It knows nothing of any particular backend.
+The backend is made on a thread of its own: neither an abort nor Ctrl-C ever waits for C++. A generation that
+is aborted while it is being made is left to that thread, which closes the backend that it gets. This module
+knows nothing of any particular backend.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import NOTHING, ExplainedOperation, Operation, OperationWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
-# How much later than its own limits a `configure` is given up, whatever it does.
+# Seconds after its own limits at which a `configure` is given up, whatever it waits for.
 CONFIGURE_GRACE_S = 5.0
 _NO_NAMES: Mapping[str, Any] = {}
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Membership:
-    """What a generation is made for."""
+    """The members for which a generation is made, and the limit of its operations."""
 
     store: StoreAddress
     rank: int
@@ -60,30 +60,34 @@ class Membership:
 
 
 class Backend(Protocol):
-    """What a generation runs its collectives on."""
+    """The object on which a generation runs its collectives."""
 
     @property
     def rest_s_max(self) -> float | None:
-        """After an abort: how long it may take to come to rest before it is given up; None is as most."""
+        """How long it may take to come to rest after an abort before it is given up; None for the usual
+        time.
+        """
 
     @property
     def inner(self) -> object:
         """The group of the library that moves the bytes."""
 
     def targets(self) -> tuple[object, ...]:
-        """Objects that have torch's collectives as methods; the first that has one is asked."""
+        """Return objects that have torch's collectives as methods; the first one that has a method is
+        used.
+        """
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation from now on."""
+        """Set the limit of each later operation."""
 
     def break_off(self) -> None:
-        """Break the connections to the peers; must not block."""
+        """Break the connections to the peers, without blocking."""
 
     def is_still(self) -> bool:
-        """After an abort: whether nothing can touch a tensor any more, as far as two calls can tell."""
+        """Return whether nothing can touch a tensor any more after an abort, as far as two calls can tell."""
 
     def close(self) -> None:
-        """Give everything back; may block for a moment."""
+        """Release everything; this may block for a moment."""
 
 
 Create = Callable[[Membership, AbortSignal], Backend]
@@ -91,7 +95,7 @@ Create = Callable[[Membership, AbortSignal], Backend]
 
 @dataclass(eq=False)
 class Generation:
-    """See the module. `end` may be called from any thread, everything else by the group."""
+    """The backend of one configuration. Any thread may call `end`; only the group calls the other methods."""
 
     membership: Membership
     configuration: Configuration = field(default_factory=Configuration)
@@ -107,11 +111,11 @@ class Generation:
         _living.add(self)
 
     def make(self, create: Create) -> None:
-        """Have the backend made; blocks until it is, or until an abort.
+        """Make the backend; block until it is made, or until an abort.
 
         Raises:
-            ProcessGroupAbortedError: aborted meanwhile.
-            ProcessGroupError: it could not be made; the cause says why.
+            ProcessGroupAbortedError: the group was aborted during the wait.
+            ProcessGroupError: the backend could not be made; the cause says why.
         """
         if self.configuration.reason is None:
             _run_aside(self._make, create)
@@ -134,14 +138,14 @@ class Generation:
         if collective.blocking or collective.name in POINT_TO_POINT:
             work = self._start(collective, args, kwargs)
             return None if work is None else OperationWork(self.take(collective, work))
-        handle = OperationWork(NOTHING)  # made before, see GroupOperation
+        handle = OperationWork(NOTHING)  # made first, for the reason given at GroupOperation
         handle.operation = self.issue(collective, args, kwargs)
         return handle
 
     def issue(
         self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_NAMES
     ) -> Operation:
-        """As `run`, of a collective that does not block, for a caller who makes the handle."""
+        """Start a collective that does not block, for a caller that makes the work itself."""
         operation = self.operations.begin(self.explain)
         work = self._start(collective, args, kwargs)
         if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
@@ -156,7 +160,7 @@ class Generation:
         if (name := collective.name) not in methods:
             raise NotImplementedError(f"the backend has no {name}")
         try:
-            # The bound method is in no variable: an error that somebody keeps must not keep the backend.
+            # No variable holds the bound method: an error that the caller keeps must not keep the backend.
             return methods[name](*args, **kwargs)
         except RuntimeError as error:
             if self.configuration.reason is not None:
@@ -164,7 +168,7 @@ class Generation:
             raise
 
     def take(self, collective: Collective, work: Work) -> Operation:
-        """The operation behind a handle of the backend, which gets the group's words for errors."""
+        """Return the operation behind a work of the backend, which raises errors in the group's words."""
         if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
             work.operation.explain = self.explain
             return work.operation
@@ -175,56 +179,62 @@ class Generation:
         return operation
 
     def explain(self, error: Exception) -> Exception | None:
-        """An operation failed: what the caller shall see instead of the error, if anything.
+        """Return the error that the caller of a failed operation gets instead of `error`; None to keep it.
 
-        After one failure the backend is of no use, and a peer may wait for what will never come:
-        the connections are given up, so that it fails, too. An operation that was refused has not
-        reached the backend.
+        After one failure the backend is of no use, and a peer may wait for data that will never come: the
+        connections are broken, so that the peer fails, too. An operation that was refused has not reached the
+        backend.
         """
         if self.configuration.reason is not None:
             return self._aborted()
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
         if self._failure is None:
-            self._failure = type(error)(*error.args)  # a copy: frames would keep the backend
+            # a copy, because the frames of the original would keep the backend
+            self._failure = type(error)(*error.args)
         with self._lock:
             if self._backend is not None:
                 self._backend.break_off()
         return None
 
     def error(self) -> Exception | None:
-        """What ended the generation, None while it is fine."""
+        """Return the error that ended the generation; None while it is usable."""
         if self.configuration.reason is not None:
             return self._aborted()
         return self._failure
 
     def end(self, reason: str) -> None:
-        """End what is under way, refuse what comes, clean up aside. From any thread; returns at once."""
+        """End the operations under way, refuse later ones, and clean up on another thread.
+
+        Any thread may call this; it returns at once.
+        """
         self.configuration.set(reason)
         if (backend := self._take_backend()) is not None:
             _run_aside(self._dispose, backend)
         self._settled.set()
 
     def end_with(self, signal: AbortSignal) -> None:
-        """From now on it ends when `signal` is set, at once if it is; also if its user has dropped it."""
+        """End when `signal` is set, at once if it is set already, even if the caller has dropped this
+        object.
+        """
         self.configuration.end_with(signal, self.end)
 
     def wait_gone(self, seconds: float) -> bool:
-        """Until an ended generation has given everything back; whether it has."""
+        """Wait until an ended generation has released everything; return whether it has."""
         return self._gone.wait(seconds)
 
     def target(self) -> object:
-        """What carries the collectives out.
+        """Return the object that runs the collectives.
 
         Raises:
-            ProcessGroupError: nothing does now.
+            ProcessGroupError: no object does now.
         """
         if (backend := self._backend) is None:
             raise self._unusable()
         return backend.inner
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation from now on."""
+        """Set the limit of each later operation."""
         if (backend := self._backend) is not None:
             backend.set_timeout(timeout)
 
@@ -236,7 +246,7 @@ class Generation:
     def _make(self, create: Create) -> None:
         try:
             backend = create(self.membership, self.configuration)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the group is configured
+        except BaseException as error:  # noqa: BLE001 - the error is raised where the group is configured
             self._failure = self._failed(error)
             self._gone.set()
         else:
@@ -267,7 +277,7 @@ class Generation:
                 ):
                     _logger.warning("%s was aborted, and did not come to rest: %s", self.membership, backend)
             finally:
-                backend.close()  # or the backend would be destroyed by whoever drops the last reference to it
+                backend.close()  # else the thread that drops the last reference would destroy the backend
         except Exception:
             _logger.exception("cleaning up after %s", self.membership)
         finally:
@@ -289,11 +299,11 @@ _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _aside: set[threading.Thread] = set()
 _starting = lock_of_each_process(
     threading.RLock
-)  # so that whoever finds a thread in `_aside` can wait for it
+)  # held while a thread is started, because only a thread that runs can be joined
 
 
 def _run_aside(work: Callable[..., None], *args: Any) -> None:
-    """On a thread of its own, which ends with the work and is waited for a little at exit."""
+    """Run `work` on a new thread, which ends with it and is joined, within limits, at exit."""
 
     def run() -> None:
         try:
@@ -308,9 +318,9 @@ def _run_aside(work: Callable[..., None], *args: Any) -> None:
 
 
 def _leave_to_the_parent() -> None:
-    """In a fork, of a data loader for example: what was inherited is the parent's, sockets included."""
+    """Leave the backends to the parent, sockets included; runs in a fork, such as a data-loader worker."""
     for generation in _living:
-        keep_for_ever(generation)  # as the destructors of backends wait for their threads
+        keep_for_ever(generation)  # the destructors of backends would wait for their threads
     _living.clear()
     _aside.clear()
 
@@ -320,7 +330,10 @@ in_each_fork(Turn.LOCKS, _leave_to_the_parent)
 
 @atexit.register
 def _clean_up() -> None:
-    """A backend's thread that lets go of a tensor in a finished interpreter ends the process with a crash."""
+    """End all generations at exit.
+
+    A backend's thread that drops a tensor in a finished interpreter ends the process with a crash.
+    """
     for generation in list(_living):
         generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT

@@ -1,11 +1,11 @@
 """A reconfigurable group over Gloo, whose every wait can be ended.
 
-Gloo joins CPUs over TCP and cannot be interrupted by itself. What blocks, and what ends it:
+Gloo connects CPUs over TCP and cannot be interrupted by itself. These are its waits, and what ends them:
 
-* a wait for the store: `AbortableStore`, whose socket is ours;
+* a wait for the store: `AbortableStore`, which owns its socket;
 * a wait for a peer's data: `GlooDevice.cut` shuts the group's connections down;
-* a wait for a peer to connect: `GlooDevice.knock` connects in its place, then `cut`. An abort ends it so, and
-  in the end the group's timeout.
+* a wait for a peer to connect: `GlooDevice.knock` connects in the peer's place, then `cut` ends that
+  connection. An abort does so, and the group's timeout.
 
 The store is needed only while the group is made. A group of one rank asks no store at all.
 """
@@ -38,11 +38,11 @@ from torchft_like.process_group.stillness import Sleep, Stillness
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
-# They run the collectives.
+# The threads that run the collectives.
 GLOO_THREADS = ("pt_gloo_runloop",)
-# It moves bytes, and has none to move without connections.
+# The thread that moves bytes; without connections there are none to move.
 GLOO_LOOP = ("gloo_tcp_loop",)
-# Gloo closes what was cut, if it ever does, as soon as its thread runs.
+# Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
@@ -59,7 +59,7 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     """
 
     def getBackendName(self) -> str:  # noqa: N802
-        """torchft-gloo."""
+        """Return `torchft-gloo`."""
         return "torchft-gloo"
 
     def _create(self, membership: Membership, abort: AbortSignal) -> _GlooBackend:
@@ -75,7 +75,7 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
 
 
 class _GlooBackend:
-    """One Gloo group with the device that its connections belong to."""
+    """One Gloo group, and the device that its connections belong to."""
 
     rest_s_max = None
 
@@ -85,7 +85,7 @@ class _GlooBackend:
         self._device = GlooDevice(host)
         self._stillness = Stillness(GLOO_THREADS)
         self._looks = 0
-        self._rest: Sleep | None = None  # of Gloo's loop, since connections were silenced
+        self._rest: Sleep | None = None  # the rest of Gloo's loop since connections were silenced
         abort.add(self._device.cut)
         try:
             with _broken_off(self._device, membership, abort):
@@ -97,7 +97,7 @@ class _GlooBackend:
             raise
 
     def __str__(self) -> str:
-        """What keeps it from rest."""
+        """Describe what keeps the backend from rest."""
         connected, rest = self._device.connections(), self._rest
         silenced = "none silenced" if rest is None else f"some silenced; {GLOO_LOOP[0]}: {rest}"
         return f"{connected} connections, {silenced}; {GLOO_THREADS[0]}: {self._stillness}"
@@ -108,25 +108,26 @@ class _GlooBackend:
         return self._gloo
 
     def targets(self) -> tuple[object, ...]:
-        """Gloo itself, and torch's shell around it for what it does not offer to Python."""
+        """Return Gloo itself, and torch's shell around it for the methods that Gloo does not offer to
+        Python.
+        """
         if (gloo := self._gloo) is None:
             return ()
         gaps = GlooGaps(gloo, self._shell, self._membership.rank, self._membership.world_size)
         return _Replacements(gaps, self._abort), gaps, gloo, self._shell
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See generation.Backend."""
         if (gloo := self._gloo) is not None:
             gloo.set_timeout(timeout)
 
     def break_off(self) -> None:
-        """See generation.Backend."""
         self._device.cut()
 
     def is_still(self) -> bool:
-        """See generation.Backend. What could not be cut for want of a descriptor is cut now.
+        """Return whether nothing can touch a tensor any more; cut connections that lacked a descriptor
+        before.
 
-        What Gloo does not close nevertheless it will never close: it is silenced.
+        A connection that Gloo has still not closed it will never close: it is silenced.
         """
         self._device.cut()
         if self._is_connected():
@@ -134,7 +135,9 @@ class _GlooBackend:
         return (self._rest is None or self._rest.has_come()) and self._stillness.look()
 
     def _is_connected(self) -> bool:
-        """Look once; what is connected after many looks is silenced, and at the next one counts no more."""
+        """Look once; silence what is connected after many looks, so that it does not count at the next
+        look.
+        """
         if not self._device.connections():
             return False
         self._looks += 1
@@ -144,7 +147,7 @@ class _GlooBackend:
         return True
 
     def close(self) -> None:
-        """See generation.Backend. Gloo's destructor joins its threads, which the cut has freed."""
+        """Close everything. Gloo's destructor joins its threads, which the cut has freed."""
         self._abort.remove(self._device.cut)
         self._device.cut()
         for _ in range(LOOKS_UNTIL_SILENCED + 1):
@@ -157,14 +160,14 @@ class _GlooBackend:
 
 
 class _Replacements:
-    """What has to be done in another way than Gloo does it."""
+    """Operations that this backend runs in another way than Gloo does."""
 
     def __init__(self, gloo: GlooGaps, abort: AbortSignal) -> None:
         self._gloo = gloo
         self._abort = abort
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        """Gloo notices no broken connection while it waits for any of them."""
+        """Receive from any rank, and end at an abort: Gloo notices no broken connection in this operation."""
         work = self._gloo.recv_anysource(tensors, tag)
         return OperationWork(AbandonableOperation(work, self._until_abort))
 
@@ -189,17 +192,17 @@ def _shell_around(gloo: TorchGloo, membership: Membership) -> TorchProcessGroup:
     shell._register_backend(torch.device("cpu"), TorchProcessGroup.BackendType.GLOO, gloo)
     shell._set_group_name(
         GroupName(membership.store.prefix)
-    )  # what torch's flight recorder calls it, on all ranks
+    )  # torch's flight recorder uses this name, on all ranks
     shell._set_group_desc("torchft-gloo")
     return shell
 
 
 @contextlib.contextmanager
 def _broken_off(device: GlooDevice, membership: Membership, abort: AbortSignal) -> Iterator[None]:
-    """While Gloo connects in the block, an abort breaks every connection until it gives up.
+    """Break every connection at an abort, again and again, while Gloo connects in the block.
 
-    Once is not enough: Gloo tries again, and goes on to the next peer. Nor does it give up in the group's
-    timeout, which it takes for each attempt.
+    Once is not enough: Gloo tries again, and goes on to the next peer. The group's timeout does not end it
+    either: Gloo takes it for each attempt.
 
     Raises:
         TimeoutError: the timeout is over.
@@ -232,5 +235,5 @@ def _broken_off(device: GlooDevice, membership: Membership, abort: AbortSignal) 
         failure = error
     finally:
         done.set()
-    if is_late.is_set():  # also if Gloo took a knock for the peer
+    if is_late.is_set():  # also if Gloo took a connection made by `knock` for the peer
         raise TimeoutError(f"not all peers were connected after {limit_s:g} s") from failure

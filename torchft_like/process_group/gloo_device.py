@@ -1,30 +1,28 @@
 """A Gloo device whose connections can be broken from another thread.
 
-Gloo cannot be told to give up: its abort marks the group and leaves every thread that waits for a
-stopped peer waiting until the timeout. What ends a wait at once is the end of the connection, so
-that is what `GlooDevice.cut` brings about: it shuts down the sockets of the device.
+Gloo's own abort only marks the group: a thread that waits for a stopped peer waits until the timeout. The end
+of the connection ends such a wait at once, so `GlooDevice.cut` shuts down the sockets of the device.
 
-INVARIANT: abort touches no socket but this group's. Other threads open and close sockets all the
-time, and descriptor numbers are reused, so sockets are never told apart by when they appeared or
-by their numbers or addresses. Each device has an epoll instance of its own, with which Gloo
-registers every socket of that device for as long as it is open. We hold a duplicate of that epoll
-descriptor, which therefore means this device until we close it; the kernel lists what is registered
-(`/proc/self/fdinfo`) by descriptor and inode; and a socket is duplicated, its inode compared, and
-only then shut down. A descriptor that was closed and reused meanwhile has another inode.
+INVARIANT: abort touches no socket but this group's. Other threads open and close sockets all the time, and
+descriptor numbers are reused, so sockets are never told apart by when they appeared or by their numbers or
+addresses. Each device has an epoll instance of its own, with which Gloo registers every socket of that device
+for as long as it is open. This object holds a duplicate of that epoll descriptor, which therefore means this
+device until it is closed; the kernel lists what is registered (`/proc/self/fdinfo`) by descriptor and inode;
+and a socket is duplicated, its inode compared, and only then shut down. A descriptor that was closed and
+reused meanwhile has another inode.
 
-Gloo reads what comes in order, and nothing at all while it has nowhere to put the next message. That stays
-so when an operation fails before a peer's part of it has come: the message is for nobody, whoever waits for a
-later one waits in vain, and not even the end of the connection is noticed, for which Gloo's thread is called
+Gloo reads messages in order, and nothing at all while it has no buffer for the next one. If an operation
+fails before a peer's part of it has come, that part never gets a buffer. Every wait for a later message is
+then in vain, and Gloo does not notice the end of the connection either, although its thread is woken for it
 again and again. Such a connection is silenced (`silence`): it stays registered, but only for events that Gloo
 ignores, and each of them once. A connection that is silenced cannot touch a tensor.
 
-An abort needs no descriptor that it does not have: what it reads is open all the time, and one
-descriptor is held in reserve for the duplicates. A process that has run out of them may be just the
-one that has to give up.
+An abort opens no descriptor: the file that it reads stays open, and one descriptor is held in reserve for the
+duplicates. A process that has run out of descriptors may be the very one that has to abort.
 
-The epoll instance is recognised once, when the device is made: it watches a listening socket whose
-inode did not exist before. If another thread opened such a pair at the same moment there are two,
-the device is thrown away and made again.
+The epoll instance is recognised once, when the device is made: it watches a listening socket whose inode did
+not exist before. If another thread opened such a pair at the same moment there are two; then the device is
+dropped and another one made.
 
 A thread that waits for a peer to connect has no socket to shut down. It is woken by connecting in
 the peer's place (`knock`): Gloo's listener takes a connection for pair number n when the first
@@ -57,28 +55,28 @@ ATTEMPTS_MAX = 20
 KNOCK_SECONDS_MAX = 0.2
 
 _EPOLL_CTL_MOD = 3
-# The kernel's struct: only on this machine without a gap.
+# The kernel's struct is packed on x86-64 only.
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
 
 
 class _Registered(NamedTuple):
-    """What an epoll instance watches."""
+    """A socket that an epoll instance watches."""
 
-    fd: int  # that it was registered under
-    inode: int  # behind it
+    fd: int  # the descriptor under which it was registered
+    inode: int  # the socket's inode
     events: int
     data: int
 
     @property
     def is_silenced(self) -> bool:
-        """Whether Gloo is told neither of data nor of room for more."""
+        """Whether Gloo is notified neither of data nor of room for more."""
         return not self.events & (select.EPOLLIN | select.EPOLLOUT)
 
 
 _logger = logging.getLogger(__name__)
 _descriptors = "/proc/self/fd"
 _descriptor_info = "/proc/self/fdinfo"
-_creation = lock_of_each_process()  # our own devices shall not be mistaken for each other
+_creation = lock_of_each_process()  # keeps the devices of this package from being mistaken for each other
 _devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
 
 
@@ -86,7 +84,7 @@ class GlooDevice:
     """A device on one local address.
 
     Args:
-        host: the local address to listen on. `GLOO_SOCKET_IFNAME` beats it, as everywhere in torch.
+        host: the local address to listen on. `GLOO_SOCKET_IFNAME` overrides it, as everywhere in torch.
     """
 
     def __init__(self, host: str) -> None:
@@ -98,36 +96,38 @@ class GlooDevice:
         _devices.add(self)
 
     def cut(self) -> int:
-        """Shut down every connection of the device; gives their number. Never blocks."""
+        """Shut down every connection of the device, and return their number. This never blocks."""
         with self._lock:
             found = () if self._epoll is None else self._epoll.sockets()
             return sum(_shut_down(own) for _, own in found)
 
     def connections(self) -> int:
-        """How many connections of the device are open, and not silenced."""
+        """Return how many connections of the device are open and not silenced."""
         with self._lock:
             found = () if self._epoll is None else self._epoll.sockets()
             return sum(_is_connection(own) for entry, own in found if not entry.is_silenced)
 
     def silence(self) -> None:
-        """Have Gloo read no more from any connection that it has not closed; see the module. Never blocks.
+        """Keep Gloo from reading any connection that it has not closed. This never blocks.
 
-        What its thread is about to read may still come.
+        Gloo's thread may still finish a read that it has begun.
         """
         with self._lock:
             for entry, own in () if self._epoll is None else self._epoll.sockets():
                 if own is not None and not _listens(own) and not entry.is_silenced:
-                    self._epoll.silence(entry)  # type: ignore[union-attr] # it has just given this
+                    self._epoll.silence(entry)  # type: ignore[union-attr] # it has just returned this entry
 
     def leave_to_parent(self) -> None:
-        """In a fork: hold no copy of a socket of the device. Takes no lock: its owner may not exist here."""
+        """Give up the copies of the device's sockets; runs in a fork. It takes no lock: the owner may not
+        exist here.
+        """
         if self._epoll is not None:
             replace_sockets(self._epoll.inherited())
 
     def knock(self, world_size: int) -> None:
         """Connect in the place of every peer that has not connected yet.
 
-        Only after this the threads that wait for such a peer find their connection broken.
+        Only then a `cut` wakes the threads that wait for such a peer.
         """
         if self._address is None:
             return
@@ -138,15 +138,15 @@ class GlooDevice:
                 visitor.sendall(struct.pack("=q", number))
 
     def hand_over(self) -> None:
-        """From now on only Gloo's group keeps torch's object.
+        """Drop torch's object, so that only Gloo's group keeps it.
 
-        Whoever is last destroys it, which takes Gloo up to 10 ms: the group does it without the
-        interpreter's lock, a variable of ours would do it with it.
+        The last owner destroys it, which takes Gloo up to 10 ms: the group does so without the GIL, this
+        object would do so with it.
         """
         self.torch_device = None
 
     def close(self) -> None:
-        """Let the connections go, which `cut` reaches no more."""
+        """Release the descriptors; `cut` reaches the connections no more."""
         self.torch_device = None
         with self._lock:
             if self._epoll is not None:
@@ -174,19 +174,22 @@ class GlooDevice:
 
 
 class _Epoll:
-    """A device's epoll instance, and what it takes to look at its sockets: three descriptors."""
+    """A device's epoll instance, and the descriptors to look at its sockets with: three in all."""
 
     def __init__(self, epoll: int) -> None:
         with contextlib.ExitStack() as undo:
             self._own = os.dup(epoll)
             undo.callback(os.close, self._own)
-            self._info = open(f"{_descriptor_info}/{self._own}")  # noqa: SIM115 - closed by `close`
+            self._info = open(f"{_descriptor_info}/{self._own}")  # noqa: SIM115 - `close` closes it
             undo.callback(self._info.close)
             self._reserve = os.dup(epoll)
             undo.pop_all()
 
     def sockets(self) -> Iterator[tuple[_Registered, socket.socket | None]]:
-        """What it watches now; each is closed when the next is asked for. None: it cannot be looked at."""
+        """Yield the sockets that are watched now; None for one that cannot be looked at.
+
+        Each is closed when the next one is asked for.
+        """
         self._info.seek(0)
         for entry in [_entry(line) for line in self._info if line.startswith("tfd:")]:
             try:
@@ -198,21 +201,21 @@ class _Epoll:
                     yield entry, own
 
     def inherited(self) -> list[int]:
-        """In a fork: the descriptors of the sockets that it watches.
+        """Return the descriptors of the sockets that are watched; runs in a fork.
 
-        They are read from a file of the fork's own. The parent's has one position for both processes, and the
-        parent may be reading.
+        The fork opens a file of its own to read them: the parent's has one position for both processes, and
+        the parent may be reading.
         """
         watched = _registered(self._own)
         return [entry.fd for entry in watched if _is_open_socket(entry.fd, entry.inode)]
 
     def silence(self, entry: _Registered) -> None:
-        """Tell of errors and the end only, which are always told of, and only once."""
+        """Register the socket for errors and its end only, which are always reported, and only once."""
         event = struct.pack(_EPOLL_EVENT, select.EPOLLET, entry.data)
         ctypes.CDLL(None).epoll_ctl(self._own, _EPOLL_CTL_MOD, entry.fd, event)  # fails if Gloo has closed it
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the descriptors."""
         self._info.close()
         os.close(self._reserve)
         os.close(self._own)
@@ -220,7 +223,7 @@ class _Epoll:
     def _by_reserve(self, fd: int, inode: int) -> Iterator[socket.socket | None]:
         try:
             os.dup2(fd, self._reserve, inheritable=False)
-        except OSError:  # closed meanwhile, or the limit was lowered below the reserve
+        except OSError:  # it was closed since, or the limit was lowered below the reserve's number
             yield None
             return
         try:
@@ -245,14 +248,16 @@ def _make_device(host: str) -> object:
 
 
 def _open_sockets() -> Iterator[int]:
-    """Their inodes."""
+    """Yield the inodes of the sockets that are open."""
     for _, status in _open_descriptors():
         if stat.S_ISSOCK(status.st_mode):
             yield status.st_ino
 
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _Registered]]:
-    """Every epoll descriptor that watches a listening socket whose inode is not in `before`, with that."""
+    """Yield each epoll descriptor that watches a listening socket whose inode is not in `before`, and that
+    socket.
+    """
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
             if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(f"{_descriptors}/{fd}"):
@@ -265,18 +270,18 @@ def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
         try:
             status = os.fstat(int(name))
         except OSError:
-            continue  # it was closed meanwhile
+            continue  # it was closed since
         yield int(name), status
 
 
 def _registered(epoll: int) -> list[_Registered]:
-    """What an epoll instance watches."""
+    """Return the sockets that an epoll instance watches."""
     with open(f"{_descriptor_info}/{epoll}") as lines:
         return [_entry(line) for line in lines if line.startswith("tfd:")]
 
 
 def _entry(line: str) -> _Registered:
-    """From `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
+    """Parse a line such as `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
     words = line.replace(":", " ").split()
     inode, events, data = (int(words[words.index(name) + 1], 16) for name in ("ino", "events", "data"))
     return _Registered(int(words[1]), inode, events, data)
@@ -292,7 +297,7 @@ def _is_connection(own: socket.socket | None) -> bool:
 
 
 def _shut_down(own: socket.socket | None) -> bool:
-    """Shut one connection down; whether it was one.
+    """Shut one connection down; return whether it was a connection.
 
     The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
     """
@@ -309,7 +314,7 @@ def _listens(own: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """A duplicate of the descriptor if it is still the socket with that inode, else None."""
+    """Duplicate the descriptor if it is still the socket with that inode; yield None otherwise."""
     try:
         duplicate = os.dup(fd)
     except OSError as error:

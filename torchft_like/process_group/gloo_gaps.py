@@ -1,16 +1,16 @@
-"""Collectives that torch's Gloo has only in part, made of those that it has.
+"""Collectives that torch's Gloo implements only in part, built on those that it has.
 
 * Its reduce-scatters are allreduces that copy the result in `wait`: they have no future, never say that
   they are completed, and do not tell a failure from a wait that is not over. Here the ranks exchange their
   parts and each adds up its own, in the order of ranks: half the bytes of an allreduce.
 * Its gathers into one tensor do not take the stacked shape, which NCCL takes.
-* Of a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
-  writes into what lies between the elements: without an error. Such a tensor is copied here.
-* Of an average of several tensors it divides the first, and of sparse tensors it takes none.
-* Of a view that negates, it moves what is negated, and it refuses one that conjugates when its peers
-  are under way. Such a view is copied, too.
+* For a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
+  overwrites what lies between the elements, without an error. Such a tensor is copied here.
+* In an average of several tensors it divides only the first, and it takes no average of sparse tensors.
+* For a view that negates, it moves the values before negation, and it refuses a view that conjugates only
+  after its peers have begun. Such a view is copied, too.
 
-It knows nothing of the group around it.
+This module knows nothing of the group around it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from torchft_like.process_group.joint_work import Finish, joint_work
 from torchft_like.process_group.work import FOREVER, BackendOperation, OperationWork, left_until
 from torchft_like.writing import divide, share_memory, writing_to
 
-# Whose results Gloo copies into the outputs when they have come. The others it writes into the memory.
+# Collectives whose results Gloo copies into the outputs once they have come. The others write into the
+# outputs' memory.
 COPIED_LATER = frozenset(
     {
         "allgather",
@@ -61,8 +62,8 @@ class GlooGaps:
     """Methods of a Gloo group, under the names of the table of collectives.
 
     Args:
-        gloo: the group.
-        shell: torch's process group around it, for what `gloo` does not offer to Python.
+        gloo: torch's Gloo group.
+        shell: torch's process group around it, for methods that `gloo` does not offer to Python.
     """
 
     def __init__(self, gloo: TorchGloo, shell: object, rank: int, world_size: int) -> None:
@@ -79,17 +80,19 @@ class GlooGaps:
         return functools.partial(_run_contiguous, row, run)
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        """With averages of several tensors, and of sparse ones: their sum, divided by the ranks."""
+        """Allreduce; an average of several tensors, or of sparse ones, is their sum divided by the number of
+        ranks.
+        """
         row, reduce = BY_NAME["allreduce"], self._gloo.allreduce  # type: ignore[attr-defined]
         tensors = args[0] if args else None
         if type(tensors) is list and len(tensors) == 1 and tensors[0].layout is torch.strided:
-            return _run_contiguous(row, reduce, *args, **kwargs)  # as nearly always
+            return _run_contiguous(row, reduce, *args, **kwargs)  # the usual case
         call = row.bind(args, kwargs)
         is_simple = len(call.outputs) == 1 and call.outputs[0].layout is torch.strided
         if is_simple or call.reduce_op != ReduceOp(ReduceOp.AVG):
             return _run_contiguous(row, reduce, *args, **kwargs)
         for tensor in call.outputs:
-            torch.empty(0, dtype=tensor.dtype).div_(self._world_size)  # raises for whole numbers
+            torch.empty(0, dtype=tensor.dtype).div_(self._world_size)  # raises an error for integers
         options = AllreduceOptions()
         options.timeout = call.timeout or options.timeout
 
@@ -108,7 +111,7 @@ class GlooGaps:
         return work
 
     def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """With outputs of either shape."""
+        """Gather into tensors of either shape: the concatenation or the stack."""
         return _run_contiguous(BY_NAME["allgather_into_tensor_coalesced"], self._gather_all, *args, **kwargs)
 
     def _gather_all(self, outputs: list[Tensor], sources: list[Tensor], *options: Any) -> Work:
@@ -122,14 +125,14 @@ class GlooGaps:
         return work
 
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
-        """Gloo finds wrong splits when it is under way, and then the group is of no use."""
+        """Refuse wrong splits, which Gloo finds only after it has begun, and then the group is of no use."""
         call = BY_NAME["alltoall_base"].bind(args, kwargs)
         for tensor, sizes in zip((call.outputs, call.inputs), call.split_sizes, strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
             if sum(sizes) != rows if sizes else rows % self._world_size:
                 raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
         exchange = self._gloo.alltoall_base  # type: ignore[attr-defined] # the stub lacks it
-        if share_memory(call.outputs, call.inputs):  # Gloo would send what has just come in
+        if share_memory(call.outputs, call.inputs):  # Gloo would send what it has just received
             args = call.outputs, call.inputs.clone(), *args[2:]
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in call.collective.tensor_names
@@ -137,7 +140,7 @@ class GlooGaps:
         return _run_contiguous(call.collective, exchange, *args, **kwargs)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """Each rank's part from a list."""
+        """Reduce lists of parts; each rank gets its own part."""
         call = BY_NAME["reduce_scatter"].bind(args, kwargs)
         if len(call.outputs) != 1 or len(call.inputs) != 1:
             raise ProcessGroupError(f"reduce_scatter has one output, not {len(call.outputs)}")
@@ -151,7 +154,8 @@ class GlooGaps:
         return _finished(output, *self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout))
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
-        if len(args) == 3 and type(args[2]) is ReduceScatterOptions:  # as torch and the library call it
+        # the form in which torch and this package call it
+        if len(args) == 3 and type(args[2]) is ReduceScatterOptions:
             output, source, options = args
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
                 sizes = [output.numel()] * self._world_size
@@ -161,12 +165,12 @@ class GlooGaps:
         return _finished(call.outputs, *self._reduce_tensor(call, call.outputs, call.inputs))
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Several tensors, each the concatenation or the stack of all ranks' parts."""
+        """Reduce several tensors, each of which is the concatenation or the stack of all ranks' parts."""
         call = BY_NAME["reduce_scatter_tensor_coalesced"].bind(args, kwargs)
         if len(call.outputs) != len(call.inputs):
             raise ProcessGroupError(f"{len(call.outputs)} outputs for {len(call.inputs)} inputs")
         for output, source in zip(call.outputs, call.inputs, strict=True):
-            _check(output, source, *self._shapes_of_all(output))  # all of them, before any is under way
+            _check(output, source, *self._shapes_of_all(output))  # all are checked before any is under way
         started = [self._reduce_tensor(call, *pair) for pair in zip(call.outputs, call.inputs, strict=True)]
 
         def finish() -> list[Any]:
@@ -186,15 +190,14 @@ class GlooGaps:
     ) -> tuple[Work, Finish]:
         """Begin to reduce the flat parts of `source`, of `sizes` elements, each into its rank's `output`.
 
-        Gives what moves the parts, and what is left to do then.
-
-        No rank shall receive more than an allreduce would have it: the ranks exchange their parts unless one
-        of them gets more than twice an even part.
+        Return the work that moves the parts, and the function that finishes the operation after it. No rank
+        receives more bytes than in an allreduce: the ranks exchange their parts unless one of them gets more
+        than twice an even part.
         """
         if source.dtype != output.dtype:
             raise ProcessGroupError(f"the input is {source.dtype}, the output {output.dtype}")
         number, ranks = hash(op), self._world_size
-        # What Gloo does not reduce it is asked for nevertheless, so that it says so.
+        # Operations that Gloo cannot reduce are passed to it nevertheless, so that it raises its own error.
         is_sum = number == _SUM or (number == _AVERAGE and output.is_floating_point())
         total = source.numel()
         if not (is_sum and total and max(sizes) * ranks <= 2 * total and output.dtype in REDUCIBLE):
@@ -220,7 +223,9 @@ class GlooGaps:
     def _reduce_whole(
         self, output: Tensor, source: Tensor, start: int, op: ReduceOp, timeout: timedelta | None
     ) -> tuple[Work, Finish]:
-        """As `_reduce_parts`: all ranks get all parts; the caller's begins at `start`."""
+        """Begin to reduce as `_reduce_parts` does, but all ranks get all parts; the caller's begins at
+        `start`.
+        """
         options = AllreduceOptions()
         options.reduceOp = op
         options.timeout = timeout or options.timeout
@@ -235,7 +240,9 @@ class GlooGaps:
         return reduce([whole], options), take
 
     def _joined(self, output: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The output as the concatenation of all ranks' tensors, which is what Gloo takes."""
+        """Return the output as the concatenation of all ranks' tensors, which Gloo takes, and a matching
+        input.
+        """
         if output.shape != (self._world_size, *source.shape):
             return output, source
         if source.dim() == 0:
@@ -250,10 +257,10 @@ class GlooGaps:
 
 
 class _Completed(BackendOperation):
-    """An operation of the backend with something left to do, which its thread does before it is over.
+    """An operation of the backend that has to be finished, which the backend's thread does before it is over.
 
     Args:
-        finish: gives the result, once `work` has succeeded.
+        finish: returns the result, once `work` has succeeded.
     """
 
     def __init__(self, work: Work, finish: Finish) -> None:
@@ -261,9 +268,9 @@ class _Completed(BackendOperation):
         self._future: Future[list[Any]] = work.get_future().then(lambda done: _after(done, finish))
 
     def handle(self) -> OperationWork:
-        """What the caller gets."""
+        """Return the work that the caller gets."""
         handle = OperationWork(self)
-        handle.is_completed = self._future.done  # type: ignore[method-assign] # it is polled, and this is C's
+        handle.is_completed = self._future.done  # type: ignore[method-assign] # polled, and C code
         return handle
 
     def wait(self, deadline: float = FOREVER) -> None:
@@ -275,30 +282,30 @@ class _Completed(BackendOperation):
         self._future.wait()
 
     def is_over(self) -> bool:
-        """Whether the result is there, or will not come."""
+        """Return whether the result is there, or will not come."""
         return self._future.done()
 
     def result(self) -> list[Any]:
-        """The result."""
+        """Return the result."""
         return self._future.value()
 
     def future(self) -> Future[Any]:
-        """Completes with the result."""
+        """Return a future that completes with the result."""
         return self._future
 
 
 def _finished(output: Tensor, work: Work, finish: Finish) -> Work:
-    """The handle of an operation that is over when `work` is, and `finish` after it."""
+    """Return the work of an operation that is over when `work` is, and `finish` after it."""
     return _Completed(work, finish).handle() if output.is_cpu else joint_work([work], finish)
 
 
 def _after(done: Future[Any], finish: Finish) -> list[Any]:
-    done.value()  # which raises the error of one that has failed
+    done.value()  # raises the error of an operation that has failed
     return finish()
 
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
-    """Run a call, on copies of those tensors that have gaps or are not what lies in memory."""
+    """Run a call on copies of its tensors that have gaps, or are not what lies in memory."""
     try:
         if not kwargs and _are_simple(row, args):
             return run(*args)
@@ -309,7 +316,9 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
 
         def simple(tensor: Tensor) -> Tensor:
             if tensor.layout is not torch.strided:
-                return tensor  # what a sparse one holds is replaced: a view of it would get the result alone
+                # it is not copied, because a result replaces the memory of a sparse tensor, and only the copy
+                # would get it
+                return tensor
             if _is_plain(tensor):
                 return tensor.detach()
             if (copy := copies.get(id(tensor))) is None:
@@ -321,16 +330,18 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
         if not back:
             return work
-        waits = row.name in POINT_TO_POINT  # which have no future
+        waits = row.name in POINT_TO_POINT  # sends and receives have no future
         return joint_work([work], functools.partial(_copy_back, call, back), waits=waits)
     finally:
-        del run  # whoever keeps an error keeps this frame: let that not keep the group
+        del run  # an error that the caller keeps would keep this frame, and the group with it
 
 
 def _started(
     row: Collective, run: Callable[..., Work], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Work:
-    """Start it in a mode in which its outputs can be written to: Gloo's thread copies in that of this one."""
+    """Start a call in the mode in which its outputs can be written to, because Gloo's thread takes over that
+    mode.
+    """
     try:
         with writing_to(*tensors_of(row.bind(args, kwargs).outputs)):
             return run(*args, **kwargs)
@@ -346,14 +357,15 @@ def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
 
 
 def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
-    """Whether no tensor argument needs a copy, or a mode. Loops, because every operation pays for it."""
+    """Return whether no tensor argument needs a copy, or another mode. These are plain loops, because every
+    operation pays for them."""
     if len(args) < len(row.tensor_places):
-        return False  # one is missing, which `bind` says best
+        return False  # an argument is missing, which `bind` reports best
     is_copied = row.name in COPIED_LATER
     for place in row.tensor_places:
         nested = args[place]
         if type(nested) is list and len(nested) > 1 and row.name in JOINING:
-            return False  # they may share memory
+            return False  # the tensors may share memory
         for items in nested if type(nested) is list else (nested,):
             for item in items if type(items) is list else (items,):
                 is_plain = (
@@ -363,12 +375,12 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
                     if is_copied or not _is_simple(item):
                         return False
                 elif is_copied and item.is_inference():
-                    return False  # see `_started`
+                    return False  # `_started` sets the mode for such tensors
     return True
 
 
 def _is_simple(nested: Any) -> bool:
-    """Whether there is nothing but plain memory, and nothing for autograd to see."""
+    """Return whether the tensors are plain memory, and autograd has nothing to record."""
     if isinstance(nested, Tensor):
         is_own = nested.is_cpu and nested.layout is torch.strided
         return is_own and _is_plain(nested) and not nested.requires_grad
@@ -376,7 +388,9 @@ def _is_simple(nested: Any) -> bool:
 
 
 def _refuse_device(call: Call) -> None:
-    """Gloo copies the tensors of a collective to the CPU and back; those of a message it reads in place."""
+    """Refuse a message of another device: Gloo copies the tensors of collectives to the CPU, but not
+    those.
+    """
     if call.collective.name not in POINT_TO_POINT:
         return
     for tensor in tensors_of((call.outputs, call.inputs)):
@@ -388,7 +402,7 @@ def _refuse_device(call: Call) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory as they are, one after the other."""
+    """Return whether the tensor's elements lie in memory as they are, in contiguous order."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 

@@ -1,10 +1,9 @@
-"""How a group is configured by handles: torch's way from 2.14 on, and that of torchft's nightly.
+"""Configuration of a group by handles: the way of torch from 2.14 on, and of torchft's nightly.
 
-Each member says by a handle how it can be reached. Whoever brings the members together (a lighthouse, a
-store, a launcher) gives all handles, in one order, to each of them. A handle of ours names a store that the
-member serves; the members meet in that of the first one, as `configure` has them meet in any store.
-
-So `reconfigure` is `configure` in other words, and whatever a class does in one it does in the other.
+Each member says by a handle how it can be reached. The party that brings the members together (a lighthouse,
+a store, a launcher) gives all handles, in one order, to each of them. A handle of this package names a store
+that the member serves; the members meet in the store of the first one, as `configure` lets them meet in any
+store. So `reconfigure` is another form of `configure`, and a class does the same in both.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class _Options:
     """torch's ReconfigureOptions, for torch before 2.14.
 
     Attributes:
-        uuid: of this configuration; the same on all members, and never used before.
-        handles: of all members. Their order gives the ranks; a set leaves the order to the group.
-        timeout: of the configuration; None is the group's own.
-        hints: for a backend.
+        uuid: the number of this configuration; the same on all members, and never used before.
+        handles: the handles of all members. Their order gives the ranks; a set leaves the order to the group.
+        timeout: the limit of the configuration; None is the group's own.
+        hints: hints for a backend.
     """
 
     uuid: int = 0
@@ -52,15 +51,15 @@ ReconfigureOptions: Any = getattr(c10d, "ReconfigureOptions", _Options)
 
 
 class Handle(NamedTuple):
-    """How one member is reached. It travels as JSON, in torchft's form."""
+    """How one member is reached. A handle travels as JSON, in torchft's form."""
 
     id: str
     store: str  # host:port of the store that the member serves
-    global_rank: int | None  # in the job, if the member knows it
+    global_rank: int | None  # the member's rank in the job, if the member knows it
 
 
 class Meeting(NamedTuple):
-    """Whom a member meets, and where."""
+    """The store in which a member meets the others, its rank, and the ranks of all members in the job."""
 
     store: str
     rank: int
@@ -68,11 +67,11 @@ class Meeting(NamedTuple):
 
 
 def parse_handle(text: str) -> Handle:
-    """Read a handle; what is not known of it is left out.
+    """Read a handle; fields that this version does not know are ignored.
 
     Raises:
-        ProcessGroupError: it is none of a group of ours.
-        AddressError: its store is at no address.
+        ProcessGroupError: the text is no handle of this package.
+        AddressError: the handle names no valid address of a store.
     """
     try:
         said = json.loads(text)
@@ -86,11 +85,11 @@ def parse_handle(text: str) -> Handle:
 
 
 def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
-    """Where the member with `own_id` stands among all of them.
+    """Find the place of the member with `own_id` among all members.
 
     Raises:
-        ProcessGroupError: a handle is none of ours, is there twice, or the member's own is missing.
-        AddressError: the store of a member is at no address.
+        ProcessGroupError: a handle is not of this package, is there twice, or the member's own is missing.
+        AddressError: a handle names no valid address of a store.
     """
     ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
     members = [parse_handle(text) for text in ordered]
@@ -117,7 +116,7 @@ class Reconfigurable:
     supports_reconfigure = True
 
     _handle_id: str | None = None
-    _handle_store: tuple[TCPStore, str] | None = None  # with its address
+    _handle_store: tuple[TCPStore, str] | None = None  # the store, and its address
     _identity: Mapping[str, Any] = {}
     _rank_in_job: int | None = None
 
@@ -128,12 +127,12 @@ class Reconfigurable:
     def set_rank_info(
         self, replica_id: str, group_rank: int, group_world_size: int, global_rank: int | None = None
     ) -> None:
-        """Say whose group this is, for `reconfigure`; `configure` is told it each time.
+        """Set the rank's identity for `reconfigure`; `configure` gets it as arguments.
 
         Args:
-            replica_id: of the replica group.
-            group_rank: in the replica group, out of `group_world_size`.
-            global_rank: in the job; the other members hear it.
+            replica_id: the name of the replica group.
+            group_rank: the rank in the replica group, out of `group_world_size`.
+            global_rank: the rank in the job, which the other members get to know.
         """
         self._identity = {
             "replica_id": replica_id,
@@ -143,10 +142,10 @@ class Reconfigurable:
         self._rank_in_job = global_rank
 
     def get_reconfigure_handle(self) -> str:
-        """How the other members reach this one; stays the same, and is of use as long as the group lives.
+        """Return how the other members reach this one; the handle stays valid for the life of the group.
 
         Raises:
-            ProcessGroupError: the group is not configured by its user.
+            ProcessGroupError: a Manager configures the group.
             BindError: no port is free.
         """
         with _serving:
@@ -157,21 +156,24 @@ class Reconfigurable:
         return json.dumps(Handle(self._handle_id or "", self._handle_store[1], self._rank_in_job)._asdict())
 
     def get_error(self) -> ErrorType:
-        """Whether the group is usable, as torch's backends say it; `errored()` says why it is not."""
+        """Return whether the group is usable, in the form of torch's backends; `errored()` says why it is
+        not.
+        """
         return ErrorType.SUCCESS if self.errored() is None else ErrorType.COMM_ERROR
 
     def reconfigure(self, opts: Any) -> Work:
-        """`configure`, among the members that gave the handles; blocks until the group is usable.
+        """Configure the group with the members that gave the handles; block until it is usable.
 
         Args:
-            opts: torch's ReconfigureOptions; hints are not looked at.
+            opts: torch's ReconfigureOptions; hints are ignored.
 
         Returns:
-            A work that is done.
+            A work that is over.
 
         Raises:
-            ProcessGroupError: as `configure`; or the handles are not those of all members.
-            AddressError: the store of a member is at no address.
+            ProcessGroupError: the members did not meet, as in `configure`, or the handles are not those of
+              all members.
+            AddressError: a handle names no valid address of a store.
         """
         where = meeting_of(opts.handles, self._handle_id or "")
         about = dict(self._identity, quorum_id=opts.uuid, timeout=opts.timeout)
@@ -183,10 +185,10 @@ class Reconfigurable:
 
 
 class Group(Protocol):
-    """A process group of ours, or one of torch's that was made with `enable_reconfigure=True`."""
+    """A process group of this package, or one of torch's that was made with `enable_reconfigure=True`."""
 
     def get_reconfigure_handle(self) -> str:
-        """How the other members reach this one."""
+        """Return how the other members reach this one."""
 
     def reconfigure(self, opts: Any) -> Work:
         """Meet the members that gave the handles."""
@@ -195,24 +197,26 @@ class Group(Protocol):
 def reconfigure_with_store(
     pg: Group, store_addr: str, rank: int, world_size: int, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> None:
-    """Exchange handles through a store, and reconfigure; blocks until the group is usable.
+    """Exchange handles through a store, and reconfigure; block until the group is usable.
 
     Args:
-        pg: a group of ours, or of torch.
+        pg: a group of this package, or of torch.
         store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
-        rank: of the caller among the new members, out of `world_size`.
-        timeout: of the exchange, and of the configuration.
+        rank: the caller's rank among the new members, out of `world_size`.
+        timeout: the limit of the exchange, and of the configuration.
 
     Raises:
         AddressError: the address is malformed.
         torch.distributed.DistError: the store cannot be reached, or a member did not come.
-        ProcessGroupError: see `ProcessGroup.reconfigure`; torch's own groups raise errors of torch.
+        ProcessGroupError: the members did not meet; torch's own groups raise errors of torch.
     """
     exchange_and_reconfigure(pg, create_store_client(store_addr, timeout), (rank, world_size), timeout)
 
 
 def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], timeout: timedelta) -> None:
-    """As `reconfigure_with_store`, with a client of the store; `seat` is the rank, and out of how many."""
+    """Do as `reconfigure_with_store`, with a client of the store; `seat` is the rank and the number of
+    members.
+    """
     rank, world_size = seat
     store.set(f"handle/{rank}", pg.get_reconfigure_handle())
     if rank == 0:
@@ -227,7 +231,7 @@ def reconfigure_among(pg: Group, handles: list[str], timeout: timedelta, number:
     """Reconfigure with handles that are known.
 
     Args:
-        number: of this configuration; only a group that meets nobody else may do without one that all know.
+        number: the number of this configuration, the same on all members; a group of one member needs none.
     """
     opts = ReconfigureOptions()
     opts.uuid = _fresh_number() if number is None else number

@@ -1,7 +1,7 @@
 """Several operations as one.
 
-What is left to do once all of them are over (copy a result to where it belongs, say) is done once, by
-the backend's thread or by the one that waits, whichever comes first.
+What is left to do once all of them are over, such as copying a result, is done once, by the backend's thread
+or by a waiting one, whichever comes first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Finish = Callable[[], list[Any]]
 
 
 def joint_work(works: Sequence[Work], finish: Finish, *, waits: bool = False) -> OperationWork:
-    """A work that is over when all of `works` are, and that fails when one of them does.
+    """Return a work that is over when all of `works` are, and that fails when one of them does.
 
     Args:
-        works: of one backend, in the order in which they were begun.
-        finish: gives the result, once all have succeeded.
-        waits: `finish` may wait until somebody waits, or asks for the future. Sends and receives have none.
+        works: works of one backend, in the order in which they were begun.
+        finish: returns the result, once all have succeeded.
+        waits: whether `finish` runs only once a thread waits, or asks for the future. Sends and receives have
+          no future.
     """
     return OperationWork(_JointOperation(works, finish, waits))
 
@@ -47,16 +48,16 @@ class _JointOperation(Operation):
         self._finish()
 
     def is_over(self) -> bool:
-        """Whether all are, and the result is there or cannot come."""
+        """Return whether all works are over, and the result is there or cannot come."""
         return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
 
     def error(self) -> Any:
-        """The first one."""
+        """Return the first error, in the order of the works."""
         errors = (work.exception() for work in self._works if work.is_completed())
         return next((error for error in errors if error is not None), None)
 
     def is_success(self) -> bool:
-        """Whether all have succeeded, and the result is there, or nobody has asked for it."""
+        """Return whether all works have succeeded, and the result is there unless no future was asked for."""
         is_finished = self._future is None or self._finish.is_done
         return is_finished and all(work.is_success() for work in self._works)
 
@@ -73,7 +74,7 @@ class _JointOperation(Operation):
             work.synchronize()
 
     def source_rank(self) -> int:
-        """The sender, if there is but one operation."""
+        """Return the sender's rank, if there is only one operation."""
         return self._works[0]._source_rank() if len(self._works) == 1 else -1
 
     def _follow(self) -> Future[list[Any]]:
@@ -87,7 +88,7 @@ class _JointOperation(Operation):
             values = [future.value() for future in done.value()]
             with after(self._works, values):
                 own.set_result(self._finish())
-        except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+        except Exception as error:  # noqa: BLE001 - the future passes it on
             own.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
 
 
@@ -100,7 +101,7 @@ def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
 
 
 class _Once:
-    """A function that is called once, however many threads ask for its result."""
+    """A function that runs once, however many threads ask for its result."""
 
     def __init__(self, function: Finish) -> None:
         self._function = function

@@ -1,6 +1,6 @@
-"""The group to hand to code that wants a plain process group: DDP, FSDP, a device mesh.
+"""A group for code that takes a plain process group: DDP, FSDP, a device mesh.
 
-Its members are those of the Manager's current quorum, and what goes wrong is the Manager's business.
+Its members are those of the Manager's current quorum, and errors go to the Manager.
 """
 
 from __future__ import annotations
@@ -28,62 +28,63 @@ T = TypeVar("T")
 ALLREDUCE_COALESCED = BY_NAME["allreduce_coalesced"]
 
 
-# The manager has no quorum, or lost its group: `should_commit` will raise that, nothing else does.
+# The manager has no quorum, or lost its group. Only `should_commit` raises these.
 UNAVAILABLE = (QuorumTimeoutError, GroupLostError)
 
 
 class GroupManager(Protocol):
-    """What a managed group needs of a Manager."""
+    """The part of a Manager that a managed group needs."""
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group that the manager configures."""
 
     def wait_quorum(self) -> None:
-        """Until the group is configured for the current step."""
+        """Wait until the group is configured for the current step."""
 
     def group_allreduce(
         self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
     ) -> Work:
-        """Reduce in place over the participants, in one operation; never fails."""
+        """Reduce in place over the participants, in one operation that never fails."""
 
     def num_participants(self) -> int:
-        """How many contribute to the current step."""
+        """Return how many replicas contribute to the current step."""
 
     def healing_ranks(self) -> Collection[int]:
-        """The members, by their rank in the group, whose state is not the others' in this step."""
+        """Return the members, by their rank in the group, whose state is not the others' in this step."""
 
     def is_exchanging_state(self) -> bool:
-        """Whether the caller reads or loads its state, in which no other member takes part."""
+        """Return whether the caller reads or loads its state, in which no other member takes part."""
 
     def participating_rank(self) -> int | None:
-        """The caller's place among them; None while it does not contribute."""
+        """Return the caller's place among the participants; None while it does not contribute."""
 
     def errored(self) -> Exception | None:
-        """Why the current step is lost, if it is."""
+        """Return why the current step is lost, if it is."""
 
     def report_error(self, e: Exception) -> None:
-        """The current step is lost."""
+        """Declare the current step lost."""
 
 
 class ManagedProcessGroup(SwallowingGroup):
     """A group whose collectives never fail and whose size is the number of participants.
 
-    An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals
-    adds zero, or what else changes no result. Every other collective goes to the manager's group; where
-    some members of it do not participate, one that shares tensors out by rank cannot have a right result:
-    it is skipped and the step is lost. Once the step is lost, collectives are skipped, as they are by an
+    An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals adds
+    zero, or another value that changes no result. Every other collective goes to the manager's group; where
+    some members of it do not participate, one that shares tensors out by rank cannot have a right result: it
+    is skipped and the step is lost. Once the step is lost, collectives are skipped, as in an
     ErrorSwallowingProcessGroupWrapper.
 
-    While the Manager has the state read for a peer, or loads a peer's, this replica is alone: a broadcast or
-    a reduction, as `set_state_dict` makes them on a mesh with an elastic dimension, leaves what it has.
+    While the Manager reads the state for a peer, or loads a peer's, this replica is alone: a broadcast or a
+    reduction, such as those of `set_state_dict` on a mesh with an elastic dimension, keeps the tensors as
+    they are.
 
     If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,
     and `should_commit` raises that.
 
     Args:
-        manager: a Manager.
-        pg: the group it configures; asked of the manager if left out.
+        manager: the Manager of this rank.
+        pg: the group that the manager configures; by default `manager.process_group`.
     """
 
     def __init__(self, manager: GroupManager, pg: ProcessGroup | None = None) -> None:
@@ -94,7 +95,7 @@ class ManagedProcessGroup(SwallowingGroup):
     counts_participants = True
 
     def configure(self, *args: Any, **about: Any) -> NoReturn:
-        """Not for the user of a managed group.
+        """Refuse: the Manager configures this group.
 
         Raises:
             ProcessGroupError: always.
@@ -104,22 +105,23 @@ class ManagedProcessGroup(SwallowingGroup):
     reconfigure = get_reconfigure_handle = configure
 
     def errored(self) -> Exception | None:
-        """Why the current step is lost, if it is."""
+        """Return why the current step is lost, if it is."""
         return self._manager.errored()
 
     hidden_error = errored
 
     def size(self) -> int:
-        """The number of participants in the current step.
+        """Return the number of participants in the current step.
 
-        If no quorum could be had: of all members of the last one, and never 0, for DDP divides by it.
+        If there is no quorum, it is the number of all members of the last one. It is never 0, as DDP divides
+        by it.
         """
         return self._ask(self._manager.num_participants, otherwise=lambda: max(len(self._member_ranks()), 1))
 
     def rank(self) -> int:
-        """The place among the participants; among all members while the caller does not participate.
+        """Return the place among the participants; among all members while the caller does not participate.
 
-        0 before the first quorum: FSDP asks when it is handed the group.
+        It is 0 before the first quorum, because FSDP asks when it gets the group.
         """
         rank = self._ask(self._manager.participating_rank, otherwise=lambda: None)
         if rank is not None:
@@ -150,7 +152,7 @@ class ManagedProcessGroup(SwallowingGroup):
         self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Work | None:
         if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
-            tensors, options = args[0][:], args[1]  # as DDP and torch.distributed call it
+            tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
         else:
             tensors, options = collective.bind(args, kwargs).reduction()
         try:
@@ -160,7 +162,7 @@ class ManagedProcessGroup(SwallowingGroup):
             return skipped(collective.bind(args, kwargs), self)
 
     def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether nothing can come of a collective in this step, which then is lost."""
+        """Return whether the step is lost, or is now, because this collective can have no right result."""
         self._ask(self._manager.wait_quorum, otherwise=lambda: None)
         if self._manager.errored() is None:
             if collective.everyone:
@@ -174,7 +176,7 @@ class ManagedProcessGroup(SwallowingGroup):
         if members != participants:
             error = f"{collective.name} needs all {members} members of the group; {participants} participate"
             self._manager.report_error(ProcessGroupError(error))
-        elif healing := self._manager.healing_ranks():  # in the first step, where all are participants
+        elif healing := self._manager.healing_ranks():  # in the first step all members are participants
             error = (
                 f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs "
                 "in this step: pass the Manager use_async_quorum=False, or init_sync=False"
@@ -188,7 +190,7 @@ class ManagedProcessGroup(SwallowingGroup):
             self._manager.report_error(ProcessGroupError(error))
 
     def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """What the manager says, or what holds otherwise."""
+        """Return the manager's answer, or that of `otherwise` if the manager has no quorum."""
         try:
             return question()
         except UNAVAILABLE as error:

@@ -1,15 +1,14 @@
-"""A DeviceMesh with one elastic dimension: the replica groups, of which there are now two, now three.
+"""A DeviceMesh with one elastic dimension: the replica groups, whose number changes.
 
-torch's mesh is a fixed array of ranks. Ours is one, too, as far as a replica group reaches, and what
-is asked about its fixed dimensions torch answers. The elastic dimension is a process group of ours
-that stands among them. Two rules make that safe:
+torch's mesh is a fixed array of ranks. Within a replica group this mesh is one, too, and torch answers for
+its fixed dimensions. The elastic dimension is a process group of this package. Two rules make that safe:
 
 * For torch's bookkeeping (layout, ranks, identity) the elastic dimension has size one and never
   changes: a mesh is a key of torch's caches and part of every sharded tensor.
-* What is asked of the dimension itself (size, rank, coordinate, group) its process group answers, at
-  the moment when it is asked. FSDP and DTensor ask whenever they reduce.
+* For the dimension itself (size, rank, coordinate, group) its process group answers, at the moment of the
+  call. FSDP and DTensor ask whenever they reduce.
 
-The module knows process groups, not who configures them.
+The module knows process groups, and not how they are configured.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _registrations = itertools.count()
 
 
 class MeshManager(GroupManager, Protocol):
-    """What a mesh needs of a Manager."""
+    """The part of a Manager that a mesh needs."""
 
     def init_process_group(self) -> None:
         """Start torch's default process group over the ranks of this replica group."""
@@ -46,7 +45,8 @@ def ft_init_device_mesh(
     replicate_dim: int,
     manager: MeshManager,
 ) -> ManagedDeviceMesh:
-    """`init_device_mesh` for a job with replica groups: one dimension is the manager's quorum.
+    """Make a mesh for a job with replica groups, as `init_device_mesh` does; one dimension is the manager's
+    quorum.
 
         mesh = ft_init_device_mesh(
             device_type="cpu",
@@ -57,15 +57,16 @@ def ft_init_device_mesh(
         )
         fully_shard(model, mesh=mesh)
 
-    Every rank of the replica group calls it. Where there is no default process group it has the manager
-    start one; that one spans the replica group, not the job.
+    Every rank of the replica group calls this. If there is no default process group, the manager starts one,
+    which spans the replica group, not the job.
 
     Args:
         device_type: "cpu" or "cuda".
-        mesh_shape: sizes of all dimensions. That of the elastic one may be anything: the quorum decides.
-        mesh_dim_names: as many names.
-        replicate_dim: which dimension is elastic.
-        manager: of this rank.
+        mesh_shape: the sizes of all dimensions. That of the elastic one may be any number: the quorum
+          decides.
+        mesh_dim_names: the names of all dimensions.
+        replicate_dim: the index of the elastic dimension.
+        manager: the Manager of this rank.
 
     Raises:
         ValueError: shape, names and `replicate_dim` do not fit together.
@@ -85,13 +86,14 @@ def ft_init_device_mesh(
 def extend_device_mesh(
     mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0
 ) -> ManagedDeviceMesh:
-    """`mesh` with `pg` as one more dimension.
+    """Return `mesh` with `pg` as one more dimension.
 
     Args:
-        mesh: of this replica group; its dimensions have names.
-        pg: joins this rank to its counterparts. Registered under a name of its own if it is not yet.
-        name: of the new dimension.
-        dim: where it goes, `0 <= dim <= mesh.ndim`.
+        mesh: the mesh of this replica group; its dimensions have names.
+        pg: the group of this rank and its counterparts. It is registered under a name of its own if it is not
+          registered yet.
+        name: the name of the new dimension.
+        dim: the index of the new dimension, `0 <= dim <= mesh.ndim`.
 
     Raises:
         ValueError: the mesh has no names, or the new one is taken, or `dim` is out of range.
@@ -102,18 +104,18 @@ def extend_device_mesh(
 
 
 class ManagedDeviceMesh(DeviceMesh):
-    """A DeviceMesh with one elastic dimension; takes a DeviceMesh's place in FSDP and DTensor.
+    """A DeviceMesh with one elastic dimension, which FSDP and DTensor take in a DeviceMesh's place.
 
     `size` and `shape` follow the elastic group. `mesh`, the tensor of ranks, holds those of this replica
     group: the ranks of others have no number here. Slices that leave the elastic dimension out are plain
-    meshes of torch's. Over the elastic dimension replicate and reduce; what is sharded over it is gone
+    meshes of torch's. Use the elastic dimension to replicate and to reduce: what is sharded over it is gone
     when a replica group dies.
 
     Args:
         mesh: the fixed dimensions, with names; None if there are none.
-        mesh_dim_names: of all dimensions.
-        replicate_pg: the elastic group. Registered under a name of its own if it is not yet.
-        replicate_dim: which dimension it is.
+        mesh_dim_names: the names of all dimensions.
+        replicate_pg: the elastic group. It is registered under a name of its own if it is not registered yet.
+        replicate_dim: the index of the elastic dimension.
         parent: the mesh that this one was made from.
 
     Raises:
@@ -132,8 +134,8 @@ class ManagedDeviceMesh(DeviceMesh):
         self._fixed = mesh
         self._elastic_dim = replicate_dim
         self._elastic_group: ProcessGroup | None = replicate_pg
-        self._flattened: dict[str, ManagedDeviceMesh] = {}  # by name, on the root mesh
-        self._made_of: tuple[str, ...] = ()  # for a flattened mesh: the dimensions that were joined
+        self._flattened: dict[str, ManagedDeviceMesh] = {}  # flattened meshes by name, on the root mesh
+        self._made_of: tuple[str, ...] = ()  # the dimensions that were joined, for a flattened mesh
         like = mesh or parent
         super().__init__(
             like.device_type if like is not None else replicate_pg._device_types[0].type,
@@ -147,38 +149,38 @@ class ManagedDeviceMesh(DeviceMesh):
         set_groups(self, [*groups[:replicate_dim], replicate_pg, *groups[replicate_dim:]])
         self._hash: int | None = None
 
-    # ------------------------------------------------- what the elastic group answers
+    # ------------------------------------------------- answers of the elastic group
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions; waits for the quorum of the current step.
+        """The sizes of the dimensions; waits for the quorum of the current step.
 
-        The elastic one is as large as its group, 1 while nothing is known of it. Beside a replica group
-        that heals it is never 1: torch leaves out reductions over a dimension of that size.
+        The elastic dimension is as large as its group, and 1 while the group has no members. While a replica
+        group heals it is never 1, because torch skips reductions over a dimension of that size.
         """
         return self._with_elastic(super().shape, self._elastic_size())
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Of one dimension, or the product of all; see `shape`."""
+        """Return the size of one dimension, or the product of all sizes, which are those of `shape`."""
         return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """The caller's place in a dimension."""
+        """Return the caller's place in a dimension."""
         source = self._elastic_mesh(mesh_dim)
         return super().get_local_rank(mesh_dim) if source is None else source._elastic_rank()
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """The process group of a dimension; the elastic one is the very group that was given."""
+        """Return the process group of a dimension; the elastic one is the very group that was given."""
         if (source := self._elastic_mesh(mesh_dim)) is not None:
             return source._group()
         is_elsewhere = isinstance(mesh_dim, str) and mesh_dim not in self._names
         if is_elsewhere and self._fixed is not None:
-            return self._fixed.get_group(mesh_dim)  # flattened of fixed dimensions, if it is anything
+            return self._fixed.get_group(mesh_dim)  # it may be flattened of fixed dimensions
         return super().get_group(mesh_dim)
 
     @property
     def _coordinate_on_dim(self) -> tuple[int, ...] | None:
-        """What `get_coordinate` gives; None where the caller is not in the mesh."""
+        """The value of `get_coordinate`; None if the caller is not in the mesh."""
         if self._fixed_coordinate is None:
             return None
         return self._with_elastic(self._fixed_coordinate, self._elastic_rank())
@@ -194,7 +196,9 @@ class ManagedDeviceMesh(DeviceMesh):
             return 1
 
     def _elastic_rank(self) -> int:
-        """Within the size also where the caller does not participate, and its rank is that of a member."""
+        """Return the rank, capped to the size, as a caller that does not participate has its rank among all
+        members.
+        """
         try:
             return min(self._group().rank(), self._elastic_size() - 1)
         except FaultToleranceError:
@@ -211,10 +215,10 @@ class ManagedDeviceMesh(DeviceMesh):
     # ------------------------------------------------------------ meshes made from it
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """The mesh of some of the dimensions, in their order; also one that was flattened, by its name.
+        """Return the mesh of some of the dimensions, in their order, or a flattened mesh by its name.
 
         Raises:
-            KeyError: there is no such dimension, or the order is another one.
+            KeyError: there is no such dimension, or the names are in another order.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         found = [(dim, mesh) for dim, name in enumerate(names) if (mesh := self._elastic_mesh(name))]
@@ -233,12 +237,12 @@ class ManagedDeviceMesh(DeviceMesh):
         return ManagedDeviceMesh(fixed, names, source._group(), dim, parent=self)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """All dimensions as one: a mesh whose group reduces over the fixed ones and the elastic one.
+        """Join all dimensions into one: a mesh whose group reduces over the fixed ones and the elastic one.
 
-        Every rank of the replica group calls it, as it may make a group over several fixed dimensions.
+        Every rank of the replica group calls this, as it may make a group over several fixed dimensions.
 
         Raises:
-            ValueError: the name is that of another dimension, or another flattened mesh.
+            ValueError: the name is that of another dimension, or of another flattened mesh.
         """
         name = mesh_dim_name or "_".join(self._names)
         if self._names == (name,):
@@ -268,10 +272,10 @@ class ManagedDeviceMesh(DeviceMesh):
         mesh_dim_names: tuple[str, ...],
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """One of the fixed dimensions as several.
+        """Split one of the fixed dimensions into several.
 
         Raises:
-            NotSupportedError: it is the elastic one.
+            NotSupportedError: the dimension is the elastic one.
         """
         place = self._names.index(dim) if isinstance(dim, str) else dim % self.ndim
         if self._fixed is None or place == self._elastic_dim:
@@ -290,7 +294,9 @@ class ManagedDeviceMesh(DeviceMesh):
         return self._fixed[names]
 
     def _elastic_mesh(self, dim: int | str | None) -> ManagedDeviceMesh | None:
-        """Whose elastic group `dim` stands for: this mesh's, or that of a flattened one."""
+        """Return the mesh of whose elastic group `dim` is the name or the index: this mesh, or a flattened
+        one.
+        """
         if isinstance(dim, str) and dim not in self._names:
             return self._root._flattened.get(dim)
         if isinstance(dim, str):
@@ -310,22 +316,29 @@ class ManagedDeviceMesh(DeviceMesh):
     # ----------------------------------------------------------------------- identity
 
     def __eq__(self, other: object) -> bool:
-        """The same dimensions, ranks and elastic group, whatever the quorum."""
+        """Return whether the dimensions, the ranks and the elastic group are the same, whatever the
+        quorum.
+        """
         return isinstance(other, ManagedDeviceMesh) and self._hash_key() == other._hash_key()
 
     def __hash__(self) -> int:
-        """Of what `__eq__` compares."""
+        """Return the hash of what `__eq__` compares."""
         if self._hash is None:
             self._hash = hash(self._hash_key())
         return self._hash
 
     def _hash_key(self) -> tuple[Any, ...]:
-        """A plain mesh of the same ranks is another one: its reductions stay in the replica group."""
+        """Return what identifies the mesh.
+
+        A plain mesh of the same ranks is not equal: its reductions stay in the replica group.
+        """
         key = (self._flatten_rank_map, self._layout, self.device_type, self._names, self._thread_id)
         return (*key, self._elastic_dim, self._dim_group_names[self._elastic_dim])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the group, which cannot be copied; a copy in the same process finds it by its name."""
+        """Return the state without the group, which cannot be copied; a copy in the same process finds it by
+        its name.
+        """
         return {**super().__getstate__(), "_elastic_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -347,18 +360,18 @@ def _check_dimensions(ndim: int, names: Sequence[str], elastic_dim: int) -> None
 
 
 def _register(group: ProcessGroup, name: str) -> None:
-    """Give the group a name if it has none; the same on all ranks that make the same meshes."""
+    """Give the group a name if it has none; all ranks that make the same meshes give the same names."""
     try:
-        group.group_name  # noqa: B018 - asked for its error
+        group.group_name  # noqa: B018 - it raises if the group has no name
     except ProcessGroupError:
         group.register(f"{name}-{next(_registrations)}")
 
 
 def _size_for_torch(group: ProcessGroup) -> int:
-    """The group's size; or, where only one of several members contributes, the number of members.
+    """Return the group's size, or the number of members if only one of several members contributes.
 
-    torch takes a dimension of size one as a reason to reduce nothing. The members that do not contribute
-    need the result all the same.
+    torch skips a reduction over a dimension of size one, but the members that do not contribute need the
+    result, too.
     """
     size = group.size()
     if size == 1 and isinstance(group, ManagedProcessGroup):

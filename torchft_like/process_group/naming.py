@@ -1,4 +1,4 @@
-"""How torch knows a group: by its name, and by the ranks that its members have in the whole job.
+"""The name by which torch knows a group, and the ranks of its members in the whole job.
 
 Functional collectives, device meshes and FSDP look a group up by name, and `dist.broadcast(src=3)`
 means rank 3 of the job. torch keeps both in tables which it fills for the groups that it makes
@@ -6,7 +6,7 @@ means rank 3 of the job. torch keeps both in tables which it fills for the group
 `torch.distributed` can tell the two apart.
 
 INVARIANT: what the tables hold about the members is a view of the group, not a copy: they change
-with every `configure`, and those of a managed group without its hearing of it.
+with every `configure`, and those of a managed group without a call to it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Named:
         torch keeps a registered group alive until `unregister` or `dist.destroy_process_group`.
 
         Args:
-            name: unique among the groups of this process.
+            name: a name that is unique among the groups of this process.
 
         Raises:
-            ProcessGroupError: it is registered already, or the name is taken.
+            ProcessGroupError: the group is registered already, or the name is taken.
         """
         full_name = f"{self.getBackendName()}:{name}"
         with _tables:
@@ -58,9 +58,8 @@ class Named:
         return self
 
     def unregister(self) -> None:
-        """Undo `register`. Nothing happens if there was none, or torch has forgotten the group since.
-
-        What is under way goes on. A group that torch made is given up with `dist.destroy_process_group`.
+        """Undo `register`. Nothing happens if the group is not registered, or torch has dropped it since.
+        Operations under way go on. A group that torch made is given up with `dist.destroy_process_group`.
         """
         with _tables:
             if not self._was_registered_here:
@@ -75,7 +74,7 @@ class Named:
         """The name under which torch knows the group.
 
         Raises:
-            ProcessGroupError: it does not know it.
+            ProcessGroupError: torch does not know the group.
         """
         if self._name is None:
             raise ProcessGroupError("the group has no name: call register(name) first")
@@ -83,28 +82,28 @@ class Named:
 
     @property
     def group_desc(self) -> str:
-        """What torch wrote down about the group when it made it."""
+        """The description that torch gave the group when it made it."""
         return self._description
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What the group is called in messages."""
+        """Return the group's name in messages."""
         raise NotImplementedError
 
     def _set_group_name(self, name: str) -> None:
-        """For torch, when it made the group, and before it looks for its backends."""
+        """Set the name; torch calls this for a group that it made, before it looks for its backends."""
         self._name = name
         attach_backend(self)
 
     def _set_group_desc(self, description: str) -> None:
-        """For torch, when it made the group."""
+        """Set the description; torch calls this for a group that it made."""
         self._description = description
 
     def _member_ranks(self) -> Sequence[int]:
-        """The members' ranks in the job, in the order of their ranks here; none before `configure`."""
+        """Return the members' ranks in the job, in the order of their ranks here; none before `configure`."""
         raise NotImplementedError
 
     def _refresh_registration(self) -> None:
-        """After `configure`: what torch filed about the members of a group that it made is out of date."""
+        """Replace, after `configure`, what torch recorded about the members of a group that it made."""
         ranks: dict[Any, Any] = c10d._world.pg_group_ranks
         filed: dict[Any, Any] = c10d._world.pg_map
         with _tables:
@@ -113,30 +112,30 @@ class Named:
             if self in filed and not isinstance(filed[self], _BackendAndStore):
                 filed[self] = _BackendAndStore(self, filed[self][0])
 
-    # C++ asks under these names.
+    # C++ callers use these names.
 
     def getGroupName(self) -> str:  # noqa: N802
-        """`group_name`, for C++."""
+        """Return `group_name`, for C++."""
         return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """For C++."""
+        """Set the name, for C++."""
         self._set_group_name(name)
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """`group_desc`, for C++."""
+        """Return `group_desc`, for C++."""
         return self.group_desc
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """For C++."""
+        """Set the description, for C++."""
         self._set_group_desc(description)
 
 
-_tables = lock_of_each_process(threading.RLock)  # torch has no lock of its own around them
+_tables = lock_of_each_process(threading.RLock)  # torch has no lock around its tables
 
 
 class _RanksOf(Mapping[int, int]):
-    """Rank in the job -> rank in the group, as it is when one asks."""
+    """A view that maps ranks in the job to present ranks in the group."""
 
     def __init__(self, group: Named) -> None:
         self._group = group
@@ -155,7 +154,7 @@ class _RanksOf(Mapping[int, int]):
 
 
 class _BackendAndStore(Sequence[Any]):
-    """The backend's name, and the store that the members share when one asks for it."""
+    """The pair of the backend's name and the store that the members share at the time of the call."""
 
     def __init__(self, group: Any, backend: str) -> None:
         self._group = group

@@ -1,13 +1,13 @@
-"""A Gloo group of torch's own, made with `enable_reconfigure=True`, in the hands of a Manager.
+"""A Gloo group of torch's own, made with `enable_reconfigure=True`, that a Manager configures.
 
-torch brings the members together and moves the bytes; a generation of ours waits for the operations, ends
-when the Manager says so, and tells errors in the Manager's words.
+torch brings the members together and moves the bytes; a generation of this package waits for the operations,
+ends when the Manager says so, and raises errors in the Manager's words.
 
-Nothing but its timeout ends an operation of torch's Gloo: torch's own abort leaves a blocked one blocked. So
-an abort here is to meet nobody else, as soon as no operation of this process is under way: that closes the
-connections. The neighbours of a member that was killed fail at once, and by leaving free most of those that
-wait for them; Gloo forgets some. What is left, and everything that waits for a member that is stopped,
-lasts until the group's timeout: choose it with that in mind.
+Only its timeout ends an operation of torch's Gloo: torch's own abort leaves a blocked one blocked. So an
+abort here reconfigures the group to a single member, as soon as no operation of this process is under way:
+that closes the connections. The neighbours of a member that was killed fail at once, and as they leave, most
+of those that wait for them fail, too; Gloo misses some. Operations that are left, and all that wait for a
+member that is stopped, last until the group's timeout: choose it with that in mind.
 
 INVARIANT: an operation is never given up while torch may still write to its tensors.
 
@@ -42,16 +42,16 @@ _logger = logging.getLogger(__name__)
 
 
 def adopted(pg: dist.ProcessGroup) -> ProcessGroup:
-    """The group itself if it is ours; one of torch's in our terms.
+    """Return the group itself if it is of this package; wrap a group of torch's that can be reconfigured.
 
     Raises:
-        ConfigError: it is neither ours nor torch's Gloo that can be reconfigured.
+        ConfigError: the group is neither of this package nor torch's Gloo that can be reconfigured.
     """
     if hasattr(pg, "configure"):
-        return pg  # type: ignore[return-value] # what has it is meant to be ours
+        return pg  # type: ignore[return-value] # a group with `configure` has this package's interface
     can_ask = isinstance(pg, dist.ProcessGroup) and CPU in pg._device_types
     gloo = pg._get_backend(CPU) if can_ask else None
-    # Its `supports_reconfigure` says yes in any case.
+    # The attribute `supports_reconfigure` of torch's Gloo is true in any case.
     if isinstance(gloo, dist.ProcessGroupGloo) and getattr(gloo.options, "enable_reconfigure", False):
         return NativeProcessGroup(pg, gloo)
     raise ConfigError(
@@ -61,11 +61,11 @@ def adopted(pg: dist.ProcessGroup) -> ProcessGroup:
 
 
 class NativeProcessGroup(ReconfigurableProcessGroup):
-    """torch's Gloo, configured with the address of a store, as our groups are.
+    """torch's Gloo, configured with the address of a store, as the groups of this package are.
 
     Args:
-        pg: torch's group; it stays usable by its other owners, between `configure` and the next abort.
-        gloo: its backend.
+        pg: torch's group; its other owners can use it between `configure` and the next abort.
+        gloo: the backend of that group.
     """
 
     def __init__(self, pg: Any, gloo: Any) -> None:
@@ -76,7 +76,7 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
         self._latest: _NativeBackend | None = None
 
     def getBackendName(self) -> str:  # noqa: N802
-        """native-gloo."""
+        """Return `native-gloo`."""
         return "native-gloo"
 
     def _create(self, membership: Membership, abort: AbortSignal) -> _NativeBackend:
@@ -99,21 +99,21 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
             return backend
 
     def _leave(self, backend: _NativeBackend) -> None:
-        """Meet nobody else, if this backend is still the latest."""
+        """Reconfigure to a single member, if this backend is still the latest."""
         with self._meeting:
             if self._latest is not backend:
                 return
             self._latest = None
             try:
                 reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], self._timeout)
-            except RuntimeError as error:  # of torch's store, say; the next `configure` tells what is wrong
+            except RuntimeError as error:  # such as torch's store; the next `configure` reports it
                 _logger.warning("torch's group could not leave its peers: %s", error)
 
 
 class _NativeBackend:
-    """torch's group as it is in one configuration; see generation.Backend."""
+    """torch's group in one configuration."""
 
-    rest_s_max = math.inf  # torch ends every operation at its timeout, and nothing does before
+    rest_s_max = math.inf  # torch ends every operation at its timeout, and nothing ends one before
 
     def __init__(self, owner: NativeProcessGroup, membership: Membership) -> None:
         self._owner = owner
@@ -128,21 +128,20 @@ class _NativeBackend:
         return self._owner._gloo
 
     def targets(self) -> tuple[object, ...]:
-        """Gloo, and torch's group around it for what it does not offer to Python."""
+        """Return Gloo, and torch's group around it for the methods that Gloo does not offer to Python."""
         gloo, pg = self._owner._gloo, self._owner._torchs
         return GlooGaps(gloo, pg, self._membership.rank, self._membership.world_size), gloo, pg
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See generation.Backend."""
         self._owner._gloo._set_default_timeout(timeout)
 
     def break_off(self) -> None:
-        """Not before an abort: alone, the next operation would succeed, with a wrong result."""
+        """Do nothing before an abort: alone, the next operation would succeed, with a wrong result."""
 
     def is_still(self) -> bool:
-        """Never before torch is done with everything."""
+        """Return False: only torch knows when it is done with its operations."""
         return False
 
     def close(self) -> None:
-        """Leave the peers, which frees those who wait for this process."""
+        """Leave the peers, which frees those that wait for this process."""
         self._owner._leave(self)

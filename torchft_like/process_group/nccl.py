@@ -1,19 +1,17 @@
 """A reconfigurable group over NCCL, in the trainer's own process.
 
-What blocks, and what ends it:
-
-* a wait for a member that never comes: it is waited for in the store, which can be aborted, before
-  NCCL hears of the group;
-* NCCL connecting to members that are there: it runs on a thread that nobody waits for, with a
-  communicator that does not block, and gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT;
+These are the waits, and what ends them: * a wait for a member that never comes: the rank waits in the store,
+which can be aborted, before NCCL gets to know the group; * NCCL connecting to members that are there: it runs
+on a thread of its own, with a communicator that does not block, and gives up after
+TORCH_NCCL_NONBLOCKING_TIMEOUT;
 * a kernel that waits for a peer: ncclCommAbort, from another thread.
 
-torch's own watchdog ends the process when an operation fails or takes too long: by default at once,
-else by way of the flight recorder, which the monitor of *another* group of the process heeds. It can
-only be told so by the environment, which holds for all groups, and its monitor cannot be told at all.
-So these groups are made without one, and `DeviceWatch` does its work: TORCH_NCCL_BLOCKING_WAIT, which
-torch reads in the constructor, is set around that call and put back. Its other meaning, that `wait`
-blocks the thread, does not come into play, because `NcclOperation` never calls torch's `wait`.
+torch's own watchdog ends the process when an operation fails or takes too long: by default at once, else by
+way of the flight recorder, which the monitor of *another* group of the process reads. Only the environment
+can turn that off, which holds for all groups, and nothing can turn its monitor off. So these groups are made
+without a watchdog, and `DeviceWatch` does its work: TORCH_NCCL_BLOCKING_WAIT, which torch reads in the
+constructor, is set around that call and put back. Its other meaning, that `wait` blocks the thread, does not
+come into play, because `NcclOperation` never calls torch's `wait`.
 
 An abort is only as good as NCCL's own. Where it has to succeed, ProcessGroupBabyNCCL runs NCCL in a
 process that can be killed.
@@ -56,15 +54,15 @@ from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 POLL_S = 0.002
-# Read by torch in the constructor of a group: (torch's own default, what these groups are made with).
+# Variables that torch reads in the constructor of a group: (torch's own default, the value for these groups).
 _CONSTRUCTOR_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "1"),
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": ("1", "0"),
-    # The flight recorder asks the events of operations that only a watchdog takes out of it: they must not
-    # be destroyed with the operation.
+    # The flight recorder queries the events of operations that only a watchdog removes from it, so they must
+    # not be destroyed with the operation.
     "TORCH_NCCL_CUDA_EVENT_CACHE": ("1", "1"),
 }
-# Read once in the life of a process.
+# torch reads this once in the life of a process.
 _CONNECT_TIMEOUT_VARIABLE = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 _logger = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta. An operation
             that takes longer aborts the group; the process goes on.
-        check_collectives: see ReconfigurableProcessGroup.
+        check_collectives: whether the ranks compare their calls, as in ReconfigurableProcessGroup.
 
     Raises:
         NotSupportedError: this torch has no NCCL, or sees no GPU.
@@ -96,10 +94,10 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
         self._dump_path = flight_recorder.DumpPath()
-        self._backends: list[_NcclBackend] = []  # the present one, and those that may still be at work
+        self._backends: list[_NcclBackend] = []  # the present one and earlier ones
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """See ProcessGroup.configure."""
+        """Configure the group on the device that is current now."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._dump_path.follow(about.get("quorum_id"), _rank_in_job(rank, about.get("global_ranks")))
         limit_s = (about.get("timeout") or self._timeout).total_seconds() + CONFIGURE_GRACE_S
@@ -114,18 +112,19 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             is_done.set()
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """See ProcessGroup.abort. TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace before."""
+        """Abort; TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace first."""
         if flight_recorder.is_wanted_on_abort() and (generation := self._generation) is not None:
             rank = dist.get_rank() if dist.is_initialized() else generation.membership.rank
             flight_recorder.trigger_nccl_fr_trace_through_pipe(rank)
         super().abort(reason)
 
     def errored(self) -> Exception | None:
-        """Wait until what was begun is over, then tell what made the group unusable, if anything.
+        """Wait until every operation that was begun is over, then return the error that made the group
+        unusable, if any.
 
-        ProcessGroupAbortedError means that every operation was done before the abort; any other error
-        that some were not, so that their outputs hold anything. What else the device has to do is not
-        waited for, except where it comes between an operation and the stream that waits for it.
+        ProcessGroupAbortedError means that every operation was done before the abort; any other error means
+        that some were not, so that their outputs are undefined. This does not wait for other work of the
+        device, except for work between an operation and the stream that waits for it.
         """
         if (generation := self._generation) is None:
             return None
@@ -135,7 +134,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         return generation.error()
 
     def getBackendName(self) -> str:  # noqa: N802
-        """torchft-nccl."""
+        """Return `torchft-nccl`."""
         return "torchft-nccl"
 
     @property
@@ -180,7 +179,8 @@ class _NcclBackend:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._questions = _Questions()
         self._is_in_reach = threading.Event()
-        self._end_begins = threading.Lock()  # taken by whoever ends it, and never given back
+        # taken by the thread that ends the communicator, and never released
+        self._end_begins = threading.Lock()
         self._ended = threading.Event()
         self._probe: Work | None = None
         self._nccl: Any = _make_nccl(store, membership)
@@ -199,31 +199,31 @@ class _NcclBackend:
         return self._nccl
 
     def targets(self) -> tuple[object, ...]:
-        """NCCL itself, and torch's shell around it for what it does not offer to Python."""
+        """Return NCCL itself, and torch's shell around it for the methods that NCCL does not offer to
+        Python.
+        """
         return (_Calls(self, (self._nccl, self._shell)),)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See generation.Backend."""
         self._timeout = timeout
         if (nccl := self._nccl) is not None:
             nccl.set_timeout(timeout)
 
     def break_off(self) -> None:
-        """See generation.Backend. ncclCommAbort can take its time: it gets a thread of its own."""
+        """Abort the communicator on a thread of its own, because ncclCommAbort can take long."""
         if self._end_begins.acquire(blocking=False):
             threading.Thread(target=self._end, name="torchft-nccl-abort", daemon=True).start()
 
     def is_still(self) -> bool:
-        """See generation.Backend."""
         with beside_captures(self._device):
             return self._ended.is_set() and self.watch.is_idle()
 
     def wait_still(self, timeout: timedelta, abort: AbortSignal) -> None:
-        """After its end has begun: until nothing of this generation runs any more.
+        """Wait until nothing of this generation runs any more, once its end has begun.
 
         Raises:
-            ProcessGroupAbortedError: aborted meanwhile.
-            ProcessGroupError: something still does after `timeout`.
+            ProcessGroupAbortedError: the group was aborted during the wait.
+            ProcessGroupError: an operation still runs after `timeout`.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.is_still():
@@ -237,7 +237,7 @@ class _NcclBackend:
             time.sleep(POLL_S)
 
     def outcome(self) -> Exception | None:
-        """Wait for the operations; an error of the device, or what `lost` says."""
+        """Wait for the operations; return an error of the device, or what `lost` returns."""
         try:
             with beside_captures(self._device):
                 self.watch.wait_over()
@@ -247,7 +247,7 @@ class _NcclBackend:
         return self.lost()
 
     def lost(self) -> Exception | None:
-        """After an abort: an error that names the operations that were cut off, None if none was."""
+        """Return an error that names the operations that an abort cut off; None if there are none."""
         if self.abort_signal.reason is None:
             return None
         self.watch.wait_decided()
@@ -259,17 +259,16 @@ class _NcclBackend:
         )
 
     def close(self) -> None:
-        """See generation.Backend."""
         self.abort_signal.remove(self.break_off)
         self.break_off()
         self._ended.wait()
-        self.is_still()  # lets go of the operations that the abort has ended
+        self.is_still()  # drops the operations that the abort has ended
         self.watch.close()
         with beside_captures(self._device):
             self._probe = self._shell = self._nccl = None
 
     def start(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Start one operation, which from now on is watched."""
+        """Start one operation, and watch it from now on."""
         if torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
                 f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
@@ -288,49 +287,53 @@ class _NcclBackend:
 
     def _limit_s(self, options: Any) -> float:
         own = getattr(options, "timeout", None)
-        # What was not set is negative.
+        # A timeout that was not set is negative.
         limit = own if own is not None and own > timedelta(0) else self._timeout
         return limit.total_seconds()
 
     def _is_over(self, work: Work) -> bool:
-        """Whether the device is done with it: torch also calls one completed that NCCL gave up."""
+        """Return whether the device is done with the operation: torch calls one completed, too, that NCCL
+        gave up.
+        """
         return self._questions.ask(lambda: work.is_completed() and work.exception() is None, otherwise=False)
 
     def _settle(self, work: Work, tensors: object) -> IsOver:
-        """As `_is_over`, without a question to NCCL.
+        """Return a function that does as `_is_over`, without a query to NCCL.
 
-        torch lets go of an operation's tensors as soon as a stream waits for it. This stream is not the one
+        torch drops an operation's tensors as soon as a stream waits for it. This stream is not the one
         on which their memory would be used next, and NCCL still writes to it, so they are kept until then.
         """
-        written = work.get_future()  # holds the outputs that torch has made itself
+        written = work.get_future()  # it holds the outputs that torch has made itself
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             work.block_current_stream()
             return keeping((tensors, written), self._mark())
 
     def _mark(self) -> IsOver:
-        """Whether the current stream has come to where it is now."""
+        """Return a function that tells whether the current stream has passed the point at which it is now."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.query
 
     def _failure(self) -> BaseException | None:
-        """What NCCL says of the communicator. Any operation may be asked; the first one is always there."""
+        """Return what NCCL reports of the communicator. Any operation may be asked; the first one is always
+        there.
+        """
         if (probe := self._probe) is None:
             return None
         self._questions.ask(probe.is_completed, otherwise=True)
         return probe.exception()  # type: ignore[no-any-return]
 
     def _connect(self) -> None:
-        """Begin to connect. Does not wait for peers; the store's waits end when it is aborted."""
+        """Begin to connect, without waiting for peers; an abort of the store ends its waits."""
         try:
             self._nccl.eager_connect_single_device(self._device)
         finally:
             self._is_in_reach.set()
 
     def _prove_usable(self) -> Work:
-        """Run a first operation: with a communicator that does not block, only then is it connected."""
+        """Run a first operation: a communicator that does not block is connected only when that is over."""
         deadline = time.monotonic() + self._membership.timeout.total_seconds()
-        # Not on the default stream, where the trainer's own kernels may be.
+        # The default stream is not used, because the trainer's own kernels may be there.
         with torch.cuda.stream(self._side):
             count = torch.ones(1, device=self._device)
             work: Work = self._nccl.allreduce([count])
@@ -348,13 +351,13 @@ class _NcclBackend:
         return work
 
     def _end(self) -> None:
-        """On a thread of its own: decide what is lost, then end it."""
+        """Decide which operations are lost, then end the communicator; runs on a thread of its own."""
         try:
-            self._is_in_reach.wait()  # before that an abort would miss the communicator
+            self._is_in_reach.wait()  # an earlier abort would miss the communicator
             with beside_captures(self._device):
                 self.watch.cut_off()
                 self._questions.close()
-                # By way of the shell, whose method lets go of the GIL.
+                # The shell's method releases the GIL.
                 self._shell.abort()
         except Exception:
             _logger.exception("aborting NCCL's communicator of %s", self._membership)
@@ -363,10 +366,10 @@ class _NcclBackend:
 
 
 class _Questions:
-    """To NCCL, about its operations, as long as nobody aborts it.
+    """Queries to NCCL about its operations, as long as it is not being aborted.
 
-    torch asks under a lock that it also holds throughout ncclCommAbort, and with the GIL held: a
-    single question at the wrong time and the whole process stands still until the abort is done.
+    torch queries under a lock that it also holds throughout ncclCommAbort, and with the GIL held: a single
+    query at the wrong time would stop the whole process until the abort is done.
     """
 
     def __init__(self) -> None:
@@ -374,12 +377,12 @@ class _Questions:
         self._are_allowed = True
 
     def ask(self, question: Callable[[], bool], *, otherwise: bool) -> bool:
-        """The answer; `otherwise` once questions are not allowed any more."""
+        """Return the answer; `otherwise` once queries are not allowed any more."""
         with self._lock:
             return question() if self._are_allowed else otherwise
 
     def close(self) -> None:
-        """Wait for the question that is being asked, and allow no other."""
+        """Wait for the query that is under way, and allow no other."""
         with self._lock:
             self._are_allowed = False
 
@@ -399,10 +402,10 @@ class _Calls:
 
 
 def require_nccl() -> None:
-    """Raise if there is nothing here for NCCL to run on.
+    """Raise an error if NCCL has no GPU to run on.
 
     Raises:
-        NotSupportedError: this torch has no NCCL, or sees no GPU; names the cure.
+        NotSupportedError: this torch has no NCCL, or sees no GPU; the text names the cure.
     """
     if not dist.is_nccl_available():
         raise NotSupportedError(
@@ -432,7 +435,8 @@ def _make_nccl(store: Store, membership: Membership) -> Any:
 
 def _shell_around(nccl: Any, membership: Membership, device: torch.device) -> TorchProcessGroup:
     shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
-    # Before the backend comes in, which takes it over: a tensor on another device is refused.
+    # The device is set before the backend, which takes it over, so that a tensor on another device is
+    # refused.
     shell.bound_device_id = device
     shell._set_default_backend(TorchProcessGroup.BackendType.NCCL)
     shell._register_backend(torch.device("cuda"), TorchProcessGroup.BackendType.NCCL, nccl)
@@ -440,10 +444,10 @@ def _shell_around(nccl: Any, membership: Membership, device: torch.device) -> To
 
 
 def _prepare_environment(timeout: timedelta) -> None:
-    """Give every variable a value now: later they are replaced, never added.
+    """Set every variable now, so that later values replace it, and none is added.
 
-    A replacement leaves the environment where it is. An addition moves it, under the feet of native
-    threads that may be reading it.
+    A replacement leaves the environment in its place. An addition moves it while native threads may be
+    reading it.
     """
     os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(timeout.total_seconds())))
     for name, (default, _) in _CONSTRUCTOR_ENVIRONMENT.items():
@@ -452,7 +456,7 @@ def _prepare_environment(timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def _constructor_environment() -> Iterator[None]:
-    """In the block a group that is made gets no watchdog."""
+    """Make torch create groups without a watchdog, for the time of a block."""
     with _environment_lock:
         before = {name: os.environ[name] for name in _CONSTRUCTOR_ENVIRONMENT}
         os.environ.update({name: wanted for name, (_, wanted) in _CONSTRUCTOR_ENVIRONMENT.items()})
@@ -463,7 +467,7 @@ def _constructor_environment() -> Iterator[None]:
 
 
 def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The options object of a call, None if it has none."""
+    """Return the options object of a call; None if it has none."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "asyncOp"):
             return value
@@ -472,9 +476,10 @@ def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _asynchronous(options: Any) -> Iterator[None]:
-    """In the block the call that `options` are for runs on NCCL's stream and gives a handle.
+    """Make the call to which `options` belongs run on NCCL's stream and return a work, for the time of a
+    block.
 
-    By itself torch runs a synchronous one on the current stream and gives none.
+    By itself torch runs a synchronous call on the current stream and returns none.
     """
     if options is None or options.asyncOp:
         yield

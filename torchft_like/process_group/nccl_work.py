@@ -1,8 +1,8 @@
 """An operation on NCCL's stream.
 
-As with torch's own: to wait makes the current stream wait, not the thread, and the future is complete at
-once, with tensors that whoever gets them finds in the order of his stream. Neither can know how the
-operation will end. What ended badly is told by the next `wait`, and by the group's `errored`.
+As in torch, a wait makes the current stream wait, not the thread, and the future is complete at once, with
+tensors that are ready in the order of the stream that uses them. Neither can know how the operation will end.
+The next `wait`, and the group's `errored`, report an operation that failed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from torchft_like.process_group.work import FOREVER, ExplainedOperation
 
 
 class NcclOperation(ExplainedOperation):
-    """See the module.
+    """An operation on NCCL's stream, which a `DeviceWatch` watches.
 
     Args:
-        work: torch's handle.
-        watched: the same operation, as the watch knows it.
-        watch: which keeps it until it is over.
-        abort: set when the generation is over; this object sets it when a wait lasts too long.
-        mark: gives a function that says whether the current stream has come to where it is now.
+        work: torch's work.
+        watched: the same operation in the watch.
+        watch: the watch, which keeps the operation until it is over.
+        abort: the signal of the generation's end; this object sets it when a wait lasts too long.
+        mark: returns a function that tells whether the current stream has passed the point at which it is
+          now.
     """
 
     def __init__(
@@ -47,29 +48,30 @@ class NcclOperation(ExplainedOperation):
         """Make the current stream wait; with a deadline, and for a barrier, the thread, too.
 
         Args:
-            deadline: until when the thread waits; the group is aborted when it has passed.
+            deadline: until when the thread waits, of the monotonic clock; when it has passed, the group is
+              aborted.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before the operation was done.
         """
-        # First of all, whatever became of the group: what comes next on this stream may write to the
-        # tensors, and must come after NCCL's last access to them.
+        # The stream waits whatever became of the group: its next work may write to the tensors, and must come
+        # after NCCL's last access to them.
         self._work.block_current_stream()
         if deadline < FOREVER or self._blocks_thread:
             self._block_thread(deadline)
         else:
-            # The watch lets go of torch's work, and so of the tensors: this stream keeps them safe now.
+            # The watch drops torch's work, and with it the tensors: this stream keeps them safe now.
             is_past = self._mark()
             self._watched.is_over = is_past
             self._watched.settle = lambda: is_past
         self._check()
 
     def is_over(self) -> bool:
-        """Whether the device is done with it."""
+        """Return whether the device is done with the operation."""
         return self._watched.is_over()
 
     def error(self) -> Any:
-        """Why it failed, or that it was cut off."""
+        """Return why the operation failed, or that it was cut off."""
         try:
             self._check()
         except ProcessGroupError as error:
@@ -77,11 +79,11 @@ class NcclOperation(ExplainedOperation):
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._work.result()
 
     def future(self) -> Future[Any]:
-        """torch's: complete at once, with the list of output tensors."""
+        """Return torch's future, which is complete at once, with the list of output tensors."""
         return self._work.get_future()
 
     def synchronize(self) -> None:
@@ -89,7 +91,7 @@ class NcclOperation(ExplainedOperation):
         self._work.block_current_stream()
 
     def _block_thread(self, deadline: float) -> None:
-        """Until it is over, or the group is. In short sleeps, which Ctrl-C ends."""
+        """Wait until the operation or the group is over, in short sleeps, which Ctrl-C ends."""
         limit_s = round(deadline - time.monotonic(), 2)
         pauses = growing_pauses()
         while not self._watched.is_over() and self._abort.reason is None:

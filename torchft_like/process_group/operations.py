@@ -1,14 +1,14 @@
-"""Operations that are waited for, and what becomes of them when a backend forgets one.
+"""The operations of a generation, which are given up when a backend forgets them.
 
-Gloo fails an operation by telling everybody who is registered with the broken connection. When the
-write that finds the connection broken is the operation's own, the connection is closed first and
-the operation registered after: nobody is told, and its thread waits until the operation's timeout.
-Half of the replicas that are stopped inside a collective and continued later meet this.
+Gloo fails the operations that are registered with a broken connection. If an operation's own write finds the
+connection broken, the connection is closed before the operation is registered: it is never told, and its
+thread waits until the operation's timeout. This happens to half of the replicas that are stopped inside a
+collective and continued later.
 
-So whoever waits does not wait for the backend alone. After an abort, once the backend is *still*
-(no connection is left and none of its threads has run for a moment), nothing can finish or touch
-a tensor any more, and what is left is given up here with the abort's error. The backend's thread
-ends later, at its timeout, and finds that nobody listens.
+So no thread waits for the backend alone. After an abort, once the backend is *still* (no connection is left
+and none of its threads has run for a moment), nothing can finish or touch a tensor any more, and the
+operations that are left are given up here with the abort's error. The backend's thread ends later, at its
+timeout, without effect.
 
 INVARIANT: an operation is given up only while its backend cannot touch the operation's tensors;
 otherwise a gradient of the next step could be overwritten by one of the last. Threads of other groups,
@@ -42,7 +42,7 @@ ISSUED_MIN = 128
 
 
 class Operations:
-    """Those of one generation of a group."""
+    """The operations of one generation of a group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,28 +51,28 @@ class Operations:
         self._issued: list[weakref.ref[GroupOperation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
-        self._patience = Patience()  # whichever thread waits: a number that two have written is still one
+        self._patience = Patience()  # waiting threads share it: a lost update does no harm
 
     def begin(self, explain: Explain) -> GroupOperation:
-        """An operation that the backend is about to be given; its holder may come and wait for it."""
+        """Make an operation for a call that the backend is about to get; its holder may wait for it."""
         operation = GroupOperation()
         operation.operations, operation.explain = self, explain
         if len(self._issued) >= self._issued_max:
-            self._forget_those_done()  # before: one that the backend does not have yet would pass for done
-        self._issued.append(weakref.ref(operation))  # no lock: all come here, and this is one step
+            self._forget_those_done()  # before the new one is added: without a work it would pass for done
+        self._issued.append(weakref.ref(operation))  # no lock: append is atomic
         return operation
 
     def message(self, work: Work, explain: Explain) -> MessageOperation:
-        """A send or a receive that the backend has been given."""
+        """Make the operation of a send or a receive that the backend has begun."""
         operation = MessageOperation()
         operation.operations, operation.explain, operation.work = self, explain, work
         return operation
 
     def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
-        """A future that completes as the work's does, or when the operation is given up.
+        """Return a future that completes as the work's does, or when the operation is given up.
 
-        Whoever waits for it on a stream waits for the tensors, too, as after `work.wait`. An error is told to
-        `explain`, and told in its words, on the thread that completes the operation.
+        A stream that waits for it waits for the tensors, too, as after `work.wait`. The thread that completes
+        the operation passes an error to `explain`, and the future gets the error that this returns.
         """
         own = empty_future()
         with self._lock:
@@ -84,10 +84,10 @@ class Operations:
         return own
 
     def wait_briefly(self, work: Work) -> bool:
-        """For a slice, as `work.wait`.
+        """Wait for the work for one slice.
 
-        Watching for the end of a short operation costs it nothing. A wait with a limit does: to set a timer,
-        and to take it back, is slow on virtual machines.
+        Watching for the end costs a short operation nothing. A wait with a limit does: setting and removing a
+        timer is slow on virtual machines.
         """
         started = time.monotonic()
         is_over = self._patience.watch(work.is_completed, math.inf)
@@ -97,10 +97,10 @@ class Operations:
             self._patience.learn(time.monotonic() - started)
 
     def wait(self, work: Work, deadline: float) -> bool:
-        """As `work.wait`, but also over when the operation is given up.
+        """Wait for the work, until it is over or the operation is given up.
 
-        The wait is cut into slices: C++ cannot be interrupted. Not for sends and receives, which
-        Gloo breaks off when a slice is over.
+        The wait is cut into slices, because C++ cannot be interrupted. It is not for sends and receives,
+        which Gloo ends when a slice is over.
         """
         self._count_waiting(1)
         try:
@@ -109,16 +109,17 @@ class Operations:
                     raise self._given_up
             return work.wait()
         finally:
-            del work  # whoever keeps an error keeps this frame: let that not keep the connections open
+            del work  # an error that the caller keeps would keep this frame, and the connections open
             self._count_waiting(-1)
 
     def give_up(
         self, is_still: Callable[[], bool], error: Exception, seconds_max: float | None = None
     ) -> bool:
-        """After an abort: wait until none can be awaited any more, or give up what is left once it is safe.
+        """Wait, after an abort, until no operation is awaited any more, or give up the rest once that is
+        safe.
 
-        Blocks for a moment, and for `seconds_max` (`LOOKS_S_MAX` if left out) where the backend does not come
-        to rest; False then.
+        This blocks for a moment. If the backend does not come to rest it blocks for `seconds_max`
+        (`LOOKS_S_MAX` by default), and returns False.
         """
         deadline = time.monotonic() + (LOOKS_S_MAX if seconds_max is None else seconds_max)
         is_safe = False
@@ -131,13 +132,14 @@ class Operations:
 
     @property
     def given_up(self) -> Exception | None:
-        """The error of those that are not over and never will be, once there are any."""
+        """The error of the operations that were given up; None if there are none."""
         return self._given_up
 
     def _forget_those_done(self) -> None:
         with self._lock:
             issued = len(self._issued)
-            self._issued[:issued] = filter(_is_open, self._issued[:issued])  # what was added meanwhile stays
+            # entries that were added since are kept
+            self._issued[:issued] = filter(_is_open, self._issued[:issued])
             self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
 
     def _is_awaited(self) -> bool:
@@ -156,7 +158,7 @@ class Operations:
             future.set_exception(error)
 
     def _take(self, own: Future[Any]) -> bool:
-        """Whether the caller is the one to complete it."""
+        """Claim the future; return whether the caller is the one to complete it."""
         with self._lock:
             if own not in self._futures:
                 return False
@@ -168,20 +170,18 @@ class Operations:
             return
         try:
             value = done.value()
-        except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+        except Exception as error:  # noqa: BLE001 - the future passes it on
             own.set_exception(explain(error) or error)
         else:
             with after([work], value):
-                own.set_result(done.wait())  # which may have been completed on another stream
+                own.set_result(done.wait())  # the tensors may have been completed on another stream
 
 
 class GroupOperation(BackendOperation):
-    """An operation of a generation's backend, whose errors are told in the group's words.
-
-    The group hears of an error from the thread that waits, or through the future if there is one.
-
-    It is made before the backend is called, and takes the backend's handle then: what Python does after
-    that competes with the backend's threads, and takes many times as long where cores are few.
+    """An operation of a generation's backend, whose errors are in the group's words. The waiting thread
+    reports an error to the group, or the future does, if there is one. The operation is made before the
+    backend is called, and gets the backend's work afterwards: Python that runs after the call competes with
+    the backend's threads, and takes many times as long where cores are few.
     """
 
     operations: Operations
@@ -189,7 +189,7 @@ class GroupOperation(BackendOperation):
     _future: Future[Any] | None = None
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is over, or given up.
+        """Block until the operation is over, or given up.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before.
@@ -200,7 +200,7 @@ class GroupOperation(BackendOperation):
                 if self.operations.wait_briefly(self.work):
                     return
             except RuntimeError:
-                pass  # it failed, or takes longer; most do not, and their wait ends here
+                pass  # it failed, or takes longer than a slice; most operations do neither
         self._wait(deadline)
 
     def _wait(self, deadline: float) -> None:
@@ -218,11 +218,11 @@ class GroupOperation(BackendOperation):
         return self.work.is_completed() or self.operations.given_up is not None
 
     def error(self) -> Any:
-        """The backend's error, or that of those that were given up."""
+        """Return the backend's error, or that of the operations that were given up."""
         return self.work.exception() if self.work.is_completed() else self.operations.given_up
 
     def future(self) -> Future[Any]:
-        """Completes on the backend's thread, with the list of output tensors or with the error."""
+        """Return a future of the list of output tensors, which the backend's thread completes."""
         if self._future is None:
             self._future = self.operations.follow(self.work, self.explain)
         return self._future
@@ -232,12 +232,13 @@ class GroupOperation(BackendOperation):
 
 
 class MessageOperation(GroupOperation):
-    """A send or a receive, which moves its message in `wait`: one wait, in one piece, is never given up."""
+    """A send or a receive, which moves its message in `wait`: that single wait, without slices, is never
+    given up."""
 
     _was_waited = False
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the message was moved; see GroupOperation.wait for the errors."""
+        """Block until the message was moved; the errors are those of GroupOperation.wait."""
         self._wait(deadline)
 
     def _wait_for_backend(self, deadline: float) -> None:
@@ -247,11 +248,12 @@ class MessageOperation(GroupOperation):
 
 
 class AbandonableOperation(BackendOperation):
-    """One whose wait nothing can end: the wait is left to a thread of its own.
+    """An operation whose wait nothing can end, so that a thread of its own waits.
 
     Args:
-        work: of the backend.
-        until_abort: gives the context in which an abort calls a function; raises after one.
+        work: the work of the backend.
+        until_abort: returns the context in which an abort calls a function; leaving it raises an error after
+          an abort.
     """
 
     def __init__(self, work: Work, until_abort: Callable[[Callable[[], object]], Any]) -> None:
@@ -259,14 +261,16 @@ class AbandonableOperation(BackendOperation):
         self._until_abort = until_abort
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is over, or the group was aborted: then the thread stays until it times out."""
+        """Block until the operation is over, or the group was aborted; then the other thread waits on until
+        its timeout.
+        """
         ended = threading.Event()
         errors: list[Exception] = []
 
         def wait_aside() -> None:
             try:
                 BackendOperation.wait(self, deadline)
-            except Exception as error:  # noqa: BLE001 - it is raised where the caller waits
+            except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
                 errors.append(error)
             ended.set()
 
@@ -284,16 +288,16 @@ class AbandonableOperation(BackendOperation):
 
 
 def _is_open(entry: weakref.ref[GroupOperation]) -> bool:
-    """Whether somebody holds the operation, and the backend is not done with it."""
+    """Return whether a caller holds the operation, and the backend is not done with it."""
     operation = entry()
     return operation is not None and not operation.work.is_completed()
 
 
 def _is_over(work: Work, deadline: float) -> bool:
-    """Wait for a slice; whether the work is done, for better or worse.
+    """Wait for a slice; return whether the work is over, with or without an error.
 
     Raises:
-        RuntimeError: it is not, and the deadline has passed.
+        RuntimeError: the work is not over, and the deadline has passed.
     """
     left_s = deadline - time.monotonic()
     try:

@@ -1,15 +1,15 @@
-"""Our groups under torch's own functions: `dist.init_process_group("torchft-gloo")`, `dist.new_group`.
+"""This package's groups under torch's own functions: `dist.init_process_group("torchft-gloo")`,
+`dist.new_group`.
 
-torch makes a group from a store in which the members find each other; ours are configured with the
-address of a TCPStore. So rank 0 tells the others, through the store that torch hands over, where they
-meet: under a prefix that nobody used before, in that same store if it is a TCPStore, else in one that
+torch makes a group from a store in which the members find each other; the groups of this package are
+configured with the address of a TCPStore. So rank 0 tells the others, through the store that torch passes,
+where they meet: under a prefix never used before, in that same store if it is a TCPStore, else in one that
 rank 0 serves itself.
 
-INVARIANT: a store of our own is served until every member has met the others, and no longer. That they
-have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
-Later configurations name a store of their owner's.
-
-What torch makes is the group itself: `dist.group.WORLD` can be aborted and configured again.
+INVARIANT: a store of our own is served until every member has met the others, and no longer. That they have
+is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier. Later
+configurations name a store of their owner's. torch gets the group itself, so `dist.group.WORLD` can be
+aborted and configured again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 
 def abort_groups_of_torch(reason: str) -> None:
-    """Abort those of the groups that torch knows that are ours; its own cannot be ended."""
+    """Abort the groups that torch knows and that are of this package; torch's own cannot be ended."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, ProcessGroup):
             group.abort(reason)
 
 
 def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
-    """A configured group, for torch; with `enable_reconfigure=True` one that its user configures.
+    """Make a configured group, for torch; with `enable_reconfigure=True`, one that its user configures.
 
     Args:
         wanted: torch's description of the group: store, group_rank, group_size, timeout, ...
@@ -50,7 +50,7 @@ def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
     if pg_options is not None:
         raise NotSupportedError(f"{name} takes no pg_options; leave them out")
     group = _make(name, wanted.group_rank, wanted.group_size, wanted.timeout)
-    global_ranks = list(wanted.global_ranks_in_group) or None  # none for the default group
+    global_ranks = list(wanted.global_ranks_in_group) or None  # empty for the default group
     seat = wanted.group_rank, wanted.group_size
     awaits_handles = getattr(wanted, "enable_reconfigure", False)  # torch has it from 2.14 on
     try:
@@ -80,15 +80,15 @@ def _make(name: str, rank: int, world_size: int, timeout: timedelta) -> ProcessG
 
 @contextlib.contextmanager
 def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> Iterator[StoreAddress]:
-    """What to configure with, the same for all members; valid during the block.
+    """Yield the address to configure with, the same for all members; it is valid during the block.
 
-    Each member counts its rounds itself: one store may serve one group after the other.
+    Each member counts its own rounds, as one store may serve one group after the other.
 
     Args:
-        seat: the caller's rank, and how many there are.
+        seat: the caller's rank, and the number of members.
 
     Raises:
-        ProcessGroupNotConfiguredError: rank 0 has not said it in time.
+        ProcessGroupNotConfiguredError: rank 0 has not published the address in time.
     """
     rank, world_size = seat
     server = _server_of(store)
@@ -99,12 +99,12 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
             store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         try:
             store.wait([key], timeout)
-        except RuntimeError as error:  # of torch's store
+        except RuntimeError as error:  # raised by torch's store
             raise ProcessGroupNotConfiguredError(
                 f"configuring rank {rank} of {world_size} failed: rank 0 did not say where to meet: {error}"
             ) from error
         place = parse_store_address(store.get(key).decode())
-        # Each knows torch's store by a name that works where it is.
+        # Each member uses torch's store by a name that is valid on its host.
         yield StoreAddress(server or place.server, place.prefix)
 
 
@@ -114,11 +114,11 @@ def _served_store(timeout: timedelta) -> Iterator[Address]:
     try:
         yield address
     finally:
-        del server  # whoever keeps an error keeps this frame: let that not keep the server
+        del server  # an error that the caller keeps would keep this frame, and the server
 
 
 def _server_of(store: Store) -> Address | None:
-    """Where the TCPStore is, under any number of prefixes; None if it is of another kind."""
+    """Return the address of a TCPStore, under any number of prefixes; None for a store of another kind."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return Address(store.host, store.port) if isinstance(store, TCPStore) else None

@@ -1,6 +1,6 @@
 """How the members of a new generation find out, through the store, that all of them are there.
 
-It knows the store and who the members are, and nothing of the backend that they are about to make.
+This module knows the store and the members, and nothing of the backend that they are about to make.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchft_like.process_group.generation import Membership
 
 
 def claim_prefix(store: AbortableStore, membership: Membership) -> None:
-    """Make sure that the prefix is a fresh one.
+    """Make sure that this rank has not used the prefix before.
 
-    Addresses left in the store by an earlier group would be taken for those of this one.
+    Otherwise the addresses that an earlier group left in the store would be taken for those of this one.
 
     Raises:
         ProcessGroupError: this rank has used the prefix before.
@@ -31,11 +31,11 @@ def claim_prefix(store: AbortableStore, membership: Membership) -> None:
 def meet(store: AbortableStore, membership: Membership) -> None:
     """Wait until every member has come here.
 
-    For a backend whose own wait for a member that never comes is hard to end: this one ends at once
+    This is for a backend whose own wait for a member that never comes is hard to end: this wait ends at once
     when the store is aborted.
 
     Raises:
-        ProcessGroupError: a member did not come within the group's timeout; says which.
+        ProcessGroupError: a member did not come within the group's timeout; the text says which.
     """
     deadline = time.monotonic() + membership.timeout.total_seconds()
     store.set(f"arrived/{membership.rank}", "1")

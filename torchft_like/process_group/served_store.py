@@ -1,4 +1,4 @@
-"""A TCPStore of our own, for members to meet in, and the address at which they reach it."""
+"""A TCPStore of this process for members to meet in, and the address at which they reach it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from lighthouse.address import Address
 
 
 def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
-    """A store on a free port of `host`, served until the last reference to it is gone.
+    """Serve a store on a free port of `host` until the last reference to it is gone.
 
     Raises:
         BindError: `host` is not of this machine.
     """
-    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it brings gRPC, which nothing else here needs
+    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which nothing else here needs
 
-    # A listener of ours sees the addresses of one family: about others torch's own asks the name server.
+    # This listener sees the addresses of one family; torch's own listener would ask the name server about
+    # others.
     listener = listen_tcp(Address(host, 0))
     port = listener.getsockname()[1]
     server = TCPStore(

@@ -1,7 +1,8 @@
-"""Whether native threads of this process have run since one last looked.
+"""Whether native threads of this process have run since the last look.
 
-To the kernel a thread that Python starts has the name of the one that started it: where a callback on a
-native thread aborts a group, the thread that looks would watch itself. Those of Python do not count.
+To the kernel a thread that Python starts has the name of the thread that started it: if a callback on a
+native thread aborts a group, the thread that looks would watch itself. So threads that Python has started do
+not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TASKS = "/proc/self/task"
 
 
 class _Activity(NamedTuple):
-    """Of a thread, so far."""
+    """A thread's state now, and its counters since it started."""
 
     is_asleep: bool
     slept: int  # how often it went to sleep by itself
@@ -26,7 +27,7 @@ class _Activity(NamedTuple):
 
 
 class Stillness:
-    """Watches the threads with certain names.
+    """A watch over the threads with certain names.
 
     Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
     count as before has done nothing in between.
@@ -40,21 +41,21 @@ class Stillness:
         return f"{self._last} at the last look, {_activities(self._names)} now"
 
     def look(self) -> bool:
-        """Whether all of them slept from the last look until this one; the first look says no.
+        """Return whether all of them slept from the last look until this one; the first look returns False.
 
-        So does one for which there is no descriptor left.
+        So does a look for which the process has no descriptor left.
         """
         before, self._last = self._last, _activities(self._names)
         now = self._last
         return now is not None and before == now and all(thread.is_asleep for thread in now.values())
 
 
-# The first may have begun before, and be one in the midst of something, for a lock say.
+# The first sleep may have begun before, and may be one within a piece of work, for a lock say.
 SLEEPS = 2
 
 
 class Sleep:
-    """Watches threads that go to sleep between any two pieces of work, from now on."""
+    """A watch over threads that go to sleep between any two pieces of work."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -64,7 +65,10 @@ class Sleep:
         return f"{self._before} at first, {_activities(self._names)} now"
 
     def has_come(self) -> bool:
-        """Whether each has gone to sleep twice, or ended: what it was at is over. No where there was none."""
+        """Return whether each thread has gone to sleep twice, or ended, so that its piece of work is over.
+
+        It is False if there was no such thread.
+        """
         now = _activities(self._names)
         if not self._before or now is None:
             self._before = self._before or now
@@ -74,11 +78,11 @@ class Sleep:
 
 
 def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:
-    """By thread; None where there is no descriptor left to look with."""
+    """Return the activity of each thread; None if there is no descriptor left to look with."""
     found = {}
     try:
         for task in set(os.listdir(_TASKS)) - _started_by_python():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
                 if _read(task, "comm").strip() in names:
                     found[task] = _activity(_read(task, "status"))
     except OSError as error:

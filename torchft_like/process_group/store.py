@@ -1,6 +1,6 @@
 """The store through which the members of a group find each other: its address, and torch's client.
 
-The store is a TCPStore that somebody else serves; `host:port/prefix` names a part of it.
+The store is a TCPStore, which the Manager or the user serves; `host:port/prefix` names a part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the store listens, and the prefix that all keys get."""
+    """The address at which the store listens, and the prefix that all keys get."""
 
     server: Address
     prefix: str
@@ -47,11 +47,11 @@ def parse_store_address(text: str) -> StoreAddress:
 
 
 def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
-    """torch's client for the part of a TCPStore that `host:port/prefix` names.
+    """Make torch's client for the part of a TCPStore that `host:port/prefix` names.
 
     Raises:
         AddressError: the address is malformed.
-        torch.distributed.DistNetworkError: nobody answers there within `timeout`.
+        torch.distributed.DistNetworkError: no store answers there within `timeout`.
     """
     address = parse_store_address(store_addr)
     disown(address.server)

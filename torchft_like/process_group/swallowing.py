@@ -1,13 +1,12 @@
-"""Errors that do not reach the training script.
+"""Groups that keep the errors of collectives from the training script.
 
-A failed collective must not end a training loop that is able to drop the step and try again. Here
-the call succeeds, whoever is responsible hears of the error, and until the next `configure` no
-further collective is tried.
+A failed collective must not end a training loop that is able to drop the step and try again. Here the call
+succeeds, the error is reported, and until the next `configure` no further collective is tried.
 
 INVARIANTS
 * An error counts for the configuration in which its collective was issued, and for no later one.
-* After an error the inner group is aborted: this rank will take part in nothing more, and peers that
-  wait for it must hear so.
+* After an error the inner group is aborted: this rank will take part in nothing more, and peers that wait for
+  it must fail, too.
 * Outputs are filled in only when the backend is done with them.
 """
 
@@ -40,33 +39,35 @@ from torchft_like.writing import writing_to
 
 Report = Callable[[Exception], None]
 
-# Mistakes of the caller, not states of the group: trying again would bring the same.
+# Mistakes of the caller, not states of the group: another attempt would fail in the same way.
 MISTAKES = (TypeError, ValueError, NotImplementedError)
 
 _logger = logging.getLogger(__name__)
 
 
 class SwallowingGroup(ProcessGroupWrapper):
-    """What the groups here have in common; a subclass says what becomes of an error."""
+    """The common part of groups that hide errors; a subclass defines what becomes of an error."""
 
     hides_errors = True
 
     def _report_of(self, configuration: Configuration, error: Exception) -> None:
-        """An operation of `configuration` failed, which is no news if that is an earlier one."""
+        """Handle an error of an operation of `configuration`, which counts only if that is the present
+        one.
+        """
         raise NotImplementedError
 
     def _swallow(
         self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Work | None:
-        """Run a collective on the inner group; an error is reported, and the outputs are filled in."""
+        """Run a collective on the inner group; report an error, and fill in the outputs."""
         if len(args) < len(collective.tensor_places):
-            collective.bind(args, kwargs)  # which says best what is missing
+            collective.bind(args, kwargs)  # it raises an error that names what is missing
         configuration = self.configuration
         try:
             work = self.parent._run(collective, args, kwargs)
         except MISTAKES:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises: that is the point
+        except Exception as error:  # noqa: BLE001 - any error of a backend is reported
             self._report_of(configuration, error)
             return skipped(collective.bind(args, kwargs), self.parent)
         if work is None:
@@ -79,47 +80,46 @@ class SwallowingGroup(ProcessGroupWrapper):
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
     """A group whose collectives always succeed; `error()` tells whether they really did.
 
-    After the first error collectives are skipped until `configure`. A skipped one leaves what a group
-    of one would: the caller's own share in its place, zeros where only a peer could have filled, and
-    unchanged what is both input and output. So does the one that failed, except that what is both
-    input and output (allreduce, broadcast, reduce) is undefined.
-
-    What still raises: `configure`, and mistakes of the caller (TypeError, ValueError,
-    NotImplementedError).
+    After the first error collectives are skipped until `configure`. A skipped collective has the result of a
+    group of one: the caller's own share in its place, zeros where only a peer could have written, and tensors
+    that are both input and output unchanged. So has the one that failed, except that a tensor that is both
+    input and output (allreduce, broadcast, reduce) is undefined. `configure` still raises, and so do mistakes
+    of the caller (TypeError, ValueError, NotImplementedError).
 
     Args:
-        pg: the group that does the work.
+        pg: the group that runs the collectives.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
-        self._failed: tuple[Configuration, Exception] | None = None  # the last that has
-        self._replaced: Configuration | None = None  # by a `configure` that is under way, or was
+        self._failed: tuple[Configuration, Exception] | None = None  # the last configuration with an error
+        # the one that a present or former `configure` call replaces
+        self._replaced: Configuration | None = None
         self._lock = threading.RLock()  # an abort may complete futures, whose errors come back here
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """See ProcessGroup.configure; forgets the error. What it raises itself is not swallowed."""
-        with self._lock:  # an error of before would abort what is about to begin
+        """Configure the inner group and forget the error. What `configure` raises is not swallowed."""
+        with self._lock:  # an error of the last configuration would abort the next one
             self._failed, self._replaced = None, self.configuration
         super().configure(store_addr, rank, world_size, **about)
 
     def error(self) -> Exception | None:
-        """The first error since `configure`."""
+        """Return the first error since `configure`."""
         failed = self._failed
         return failed[1] if failed is not None and failed[0] is self.configuration else None
 
     hidden_error = error
 
     def errored(self) -> Exception | None:
-        """See ProcessGroup.errored."""
         return self.error() or super().errored()
 
     def report_error(self, e: Exception) -> None:
-        """Skip collectives from now on because of `e`, and release the peers; the first one counts."""
+        """Skip collectives from now on because of `e`, and abort, which releases the peers; the first error
+        counts.
+        """
         self._report_of(self.configuration, e)
 
     def make_alike(self) -> ProcessGroup | None:
-        """See ProcessGroup.make_alike."""
         alike = super().make_alike()
         return None if alike is None else ErrorSwallowingProcessGroupWrapper(alike)
 
@@ -139,7 +139,7 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
 
 
 def skipped(call: Call, pg: ProcessGroup) -> Work | None:
-    """Do not run a call, and leave its outputs in a defined state."""
+    """Skip a call, and leave its outputs in a defined state."""
     place = _place_in(pg)
     _fill_in(call, place)
     return None if call.collective.blocking else finished_work(call.result, source=place.peer)
@@ -151,21 +151,23 @@ class _Place(NamedTuple):
 
     @property
     def peer(self) -> int:
-        """Whom to name as the sender of what nobody sent: torch insists on a member, not the caller."""
+        """The rank to return as the sender of a message that was skipped: torch needs a member, not the
+        caller.
+        """
         return 0 if self.rank else min(1, self.size - 1)
 
 
 def _place_in(pg: ProcessGroup) -> _Place:
     try:
         return _Place(pg.rank(), max(pg.size(), 1))
-    except FaultToleranceError:  # it was never configured
+    except FaultToleranceError:  # the group was never configured
         return _Place(0, 1)
 
 
 def _fill_in(call: Call, place: _Place) -> None:
-    """What `call` gives when nobody else takes part; zeros if its tensors do not fit the group's size.
+    """Write the result of `call` in a group of one; zeros if its tensors do not fit the group's size.
 
-    What it would read and write is left as it is.
+    A tensor that the call would both read and write is left as it is.
     """
     if call.collective.input is call.collective.output:
         return
@@ -174,15 +176,14 @@ def _fill_in(call: Call, place: _Place) -> None:
     except (IndexError, RuntimeError, ValueError) as error:
         _logger.debug("%s was called with tensors that do not fit: %s", call.collective.name, error)
         for output in tensors_of(call.outputs):
-            with contextlib.suppress(RuntimeError), writing_to(output):  # of some that cannot be written to
+            with contextlib.suppress(RuntimeError), writing_to(output):  # some outputs cannot be written to
                 output.zero_()
 
 
 class SwallowedOperation(Operation):
-    """One that always succeeds, with the outputs of its call; an error goes to `group`.
-
-    An error is noticed by whichever call comes first of `wait`, `future`, `is_over` and `synchronize`. The
-    call's arguments are bound only when a caller asks for its outputs: most operations take less time.
+    """An operation that always succeeds, with the outputs of its call; an error goes to `group`. The first
+    call of `wait`, `future`, `is_over` or `synchronize` notices it. The call's arguments are bound only when
+    a caller asks for its outputs, because binding takes longer than most operations.
     """
 
     _has_failed = False
@@ -209,14 +210,16 @@ class SwallowedOperation(Operation):
         return self._collective.bind(self._args, self._kwargs)
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is over; a passed deadline is an error like any other, and goes to the group."""
+        """Block until the operation is over; a passed deadline is an error like any other, and goes to the
+        group.
+        """
         try:
             self._inner.wait(deadline)
-        except Exception as error:  # noqa: BLE001 - see SwallowingGroup
+        except Exception as error:  # noqa: BLE001 - any error goes to the group
             self._fail(error)
 
     def is_over(self) -> bool:
-        """Whether it is; then the outputs are filled in."""
+        """Return whether the operation is over; then the outputs are filled in."""
         if not self._inner.is_over():
             return False
         if not self._has_failed:
@@ -224,14 +227,14 @@ class SwallowedOperation(Operation):
         return True
 
     def error(self) -> None:
-        """None: the group has it."""
+        """Return None: the group has the error."""
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._call.result
 
     def future(self) -> Future[Any]:
-        """Completes with the output tensors.
+        """Return a future that completes with the output tensors.
 
         Raises:
             RuntimeError: the backend has no futures for this operation (Gloo for send and recv).
@@ -256,17 +259,19 @@ class SwallowedOperation(Operation):
         self._inner.block_current_stream()
 
     def source_rank(self) -> int:
-        """The sender; after an error, some other member."""
+        """Return the sender's rank; after an error, that of another member."""
         return _place_in(self._group.parent).peer if self._has_failed else self._inner.source_rank()
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
             outcome()
-        except Exception as error:  # noqa: BLE001 - see SwallowingGroup
+        except Exception as error:  # noqa: BLE001 - any error goes to the group
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """What is only an output gets a value; what the call also read from is left as it came to be."""
+        """Report the error, and fill in the outputs; a tensor that the call also reads from is left as it
+        is.
+        """
         self._group._report_of(self._configuration, error)
         with self._filling_in:
             if self._has_failed:

@@ -1,7 +1,7 @@
-"""What torch's C++ finds where it looks for the backend of one of our groups.
+"""The object that torch's C++ finds when it looks for the backend of a group of this package.
 
 A group of torch's own has a backend for each kind of device: the `c10d::*` operators hand their work to it,
-and hooks, the flight recorder and the health check ask it what it can do. A group of ours carries out its
+and hooks, the flight recorder and the health check ask it what it can do. A group of this package runs its
 collectives itself, so its backend hands every call back to the group.
 
 Before torch 2.14 no class in Python can be a backend, and torch needs none for such a group.
@@ -21,7 +21,7 @@ from torchft_like.process_group.collectives import BY_NAME
 
 
 def attach_backend(group: Any) -> None:
-    """Give the group one backend for all of its devices. Calling it again does no harm."""
+    """Give the group one backend for all of its devices; a second call changes nothing."""
     if not _is_open_to_python() or group._backend_for_torch is not None:
         return
     kind = dist.ProcessGroup.BackendType.CUSTOM
@@ -32,9 +32,9 @@ def attach_backend(group: Any) -> None:
 
 
 class GroupBackend(Backend):
-    """Carries out collectives by calling the group whose backend it is.
+    """A backend that runs collectives by calling the group to which it belongs.
 
-    The group keeps it, and not the other way round.
+    The group keeps the backend alive, not the other way round.
     """
 
     def __init__(self, group: Any) -> None:
@@ -43,10 +43,10 @@ class GroupBackend(Backend):
 
     @property
     def group(self) -> Any:
-        """The group whose backend this is.
+        """The group to which this backend belongs.
 
         Raises:
-            ReferenceError: nobody keeps the group any longer.
+            ReferenceError: the group was deleted.
         """
         if (group := self._find()) is None:
             raise ReferenceError("the process group of this backend is gone")
@@ -58,27 +58,27 @@ class GroupBackend(Backend):
         return self.group.options
 
     def rank(self) -> int:
-        """The caller's place among the present members."""
+        """Return the caller's rank among the present members."""
         return self.group.rank()  # type: ignore[no-any-return]
 
     def size(self) -> int:
-        """The number of the present members."""
+        """Return the number of the present members."""
         return self.group.size()  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """What the group is called in messages and registrations."""
+        """Return the group's name in messages and registrations."""
         return self.group.getBackendName()  # type: ignore[no-any-return]
 
     def allreduce_sparse(self, *args: Any) -> Any:
-        """An allreduce: the group looks at the tensors' layout itself."""
+        """Run an allreduce: the group looks at the tensors' layout itself."""
         return self.group.allreduce(*args)
 
     def start_coalescing(self) -> None:
-        """Until `end_coalescing`, the operations that the calling thread begins are one."""
+        """Begin a batch: the operations that the calling thread begins until `end_coalescing` are one."""
         self.group._start_coalescing(self.group._device_types[0])
 
     def end_coalescing(self) -> Any:
-        """The operations since `start_coalescing`, as one work."""
+        """Return the operations since `start_coalescing`, as one work."""
         return self.group._end_coalescing(self.group._device_types[0])
 
 

@@ -1,9 +1,8 @@
 """torch's Work, written once, over operations.
 
-What a collective returns is a handle, and what differs between backends is not the handle but the operation
-behind it. An operation answers four questions: `wait` until a deadline, `is_over`, its `error`, its `result`.
-Futures, streams and senders have defaults that follow from these; an operation overrides what its backend
-does better.
+A collective returns a handle, torch's Work. Backends do not differ in the handle but in the operation behind
+it, which has four methods: `wait` until a deadline, `is_over`, its `error`, its `result`. Futures, streams
+and senders have defaults that follow from these; an operation overrides what its backend does better.
 
 INVARIANTS
 * A handle has no state of its own: every answer is its operation's.
@@ -29,18 +28,18 @@ from torchft_like.futures import empty_future
 
 FOREVER = math.inf
 
-# The error that the caller shall see instead of the backend's; None if that says it best.
+# Returns the error that the caller gets instead of the backend's; None to keep the backend's.
 Explain = Callable[[Exception], Exception | None]
 
 
 class Operation:
-    """What a handle stands for. A subclass defines the first four methods."""
+    """The operation behind a handle. A subclass defines the first four methods."""
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is over.
+        """Block until the operation is over.
 
         Args:
-            deadline: of the monotonic clock; a passed one is an error.
+            deadline: a time of the monotonic clock; a passed one is an error.
 
         Raises:
             RuntimeError: the operation has failed, or is not over at the deadline.
@@ -48,29 +47,31 @@ class Operation:
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         raise NotImplementedError
 
     def error(self) -> Any:
-        """Why it has failed; None if it has not, or is not over."""
+        """Return why the operation failed; None if it has not, or is not over."""
         raise NotImplementedError
 
     def result(self) -> list[Any]:
-        """The output tensors, which have their values once it is over."""
+        """Return the output tensors, which have their values once the operation is over."""
         raise NotImplementedError
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
+        """Return whether the operation is over and has not failed."""
         return self.is_over() and self.error() is None
 
     def future(self) -> Future[Any]:
-        """Completes with the result, or the error: here on a thread that waits for the operation."""
+        """Return a future of the result or the error; by default a thread that waits for the operation
+        completes it.
+        """
         future = empty_future()
 
         def complete() -> None:
             try:
                 self.wait()
-            except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+            except Exception as error:  # noqa: BLE001 - the future passes it on
                 future.set_exception(error)
             else:
                 future.set_result(self.result())
@@ -79,27 +80,27 @@ class Operation:
         return future
 
     def synchronize(self) -> None:
-        """Make the caller's current stream wait; here by blocking the thread."""
+        """Make the caller's current stream wait; by default this blocks the thread."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Make the caller's current stream wait, and the thread only where that cannot be helped."""
+        """Make the caller's current stream wait, and the thread only if that cannot be avoided."""
         self.synchronize()
 
     def source_rank(self) -> int:
-        """Which rank sent what a receive from any rank got; -1 for anything else."""
+        """Return the rank whose message a receive from any rank got; -1 for other operations."""
         return -1
 
 
 class OperationWork(Work):
-    """torch's handle of `operation`, which answers whatever is asked."""
+    """torch's handle of `operation`, which answers every call."""
 
     def __init__(self, operation: Operation) -> None:
         Work.__init__(self)
         self.operation = operation
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; as in C++, a timeout of zero is none.
+        """Block until the operation is over; as in C++, a timeout of zero means no limit.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before.
@@ -109,27 +110,27 @@ class OperationWork(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """A future that completes with the list of output tensors, or with the error."""
+        """Return a future that completes with the list of output tensors, or with the error."""
         return self.operation.future()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self.operation.is_over()
 
     def is_success(self) -> bool:
-        """Whether the operation is over and has not failed."""
+        """Return whether the operation is over and has not failed."""
         return self.operation.is_success()
 
     def exception(self) -> Any:
-        """The error, once the operation has failed."""
+        """Return the error, once the operation has failed."""
         return self.operation.error()
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self.operation.result()
 
     def source_rank(self) -> int:
-        """Which rank sent what a receive from any rank got; -1 for anything else."""
+        """Return the rank whose message a receive from any rank got; -1 for other operations."""
         return self.operation.source_rank()
 
     _source_rank = source_rank
@@ -144,16 +145,16 @@ class OperationWork(Work):
 
 
 class ExplainedOperation(Operation):
-    """One whose every wait ends by itself; of its group it needs only the words for an error."""
+    """An operation whose waits all end by themselves; of its group it needs only the words for an error."""
 
     explain: Explain = staticmethod(lambda _: None)
 
 
 class FinishedOperation(Operation):
-    """One that is over, with `result` or with `failure`.
+    """An operation that is over, with `result` or with `failure`.
 
     Args:
-        source: what `source_rank` says.
+        source: the value of `source_rank`.
     """
 
     def __init__(self, result: list[Any], failure: Exception | None = None, source: int = -1) -> None:
@@ -167,19 +168,19 @@ class FinishedOperation(Operation):
             raise self._failure
 
     def is_over(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def error(self) -> Exception | None:
-        """The error that it was made with."""
+        """Return the error that the operation was made with."""
         return self._failure
 
     def result(self) -> list[Any]:
-        """The tensors that it was made with."""
+        """Return the tensors that the operation was made with."""
         return self._result
 
     def future(self) -> Future[Any]:
-        """A completed one."""
+        """Return a completed future."""
         future = empty_future()
         if self._failure is not None:
             future.set_exception(self._failure)
@@ -188,12 +189,12 @@ class FinishedOperation(Operation):
         return future
 
     def source_rank(self) -> int:
-        """The sender that it was made with."""
+        """Return the sender that the operation was made with."""
         return self._source
 
 
 def finished_work(result: list[Any], failure: Exception | None = None, source: int = -1) -> OperationWork:
-    """The handle of an operation that is over."""
+    """Make the handle of an operation that is over."""
     return OperationWork(FinishedOperation(result, failure, source))
 
 
@@ -202,39 +203,41 @@ _NOT_STARTED = OperationWork(NOTHING)
 
 
 class BackendOperation(Operation):
-    """An operation of a backend that gives torch's works.
+    """An operation of a backend that returns torch's works.
 
     Attributes:
-        work: the backend's handle, which may be set later.
+        work: the backend's work, which may be set later.
     """
 
     work: Work = _NOT_STARTED
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block as the backend's handle does."""
+        """Block as the backend's work does."""
         if deadline == FOREVER:
             self.work.wait()
         else:
             self.work.wait(left_until(deadline))
 
     def is_over(self) -> bool:
-        """What the backend's handle says."""
+        """Return whether the backend's work is completed."""
         return self.work.is_completed()
 
     def error(self) -> Any:
-        """What the backend's handle says, once it is over."""
+        """Return the error of the backend's work, once it is over."""
         return self.work.exception() if self.work.is_completed() else None
 
     def is_success(self) -> bool:
-        """What the backend's handle says; older versions of torch cannot give an error to Python."""
+        """Return whether the backend's work has succeeded; older versions of torch cannot pass its error to
+        Python.
+        """
         return self.work.is_completed() and self.work.is_success()
 
     def result(self) -> list[Any]:
-        """What the backend's handle says."""
+        """Return the result of the backend's work."""
         return self.work.result()
 
     def future(self) -> Future[Any]:
-        """The backend's."""
+        """Return the future of the backend's work."""
         return self.work.get_future()
 
     def synchronize(self) -> None:
@@ -246,16 +249,18 @@ class BackendOperation(Operation):
         self.work.block_current_stream()
 
     def source_rank(self) -> int:
-        """What the backend's handle says."""
+        """Return the sender's rank that the backend's work reports."""
         return self.work._source_rank()
 
     def let_go(self, error: Exception) -> None:
-        """It has failed: who keeps the error keeps this object, which must not keep the connections."""
+        """Drop the backend's work after a failure: an error that the caller keeps would keep the
+        connections.
+        """
         self.work = finished_work([], type(error)(*error.args))
 
 
 def operation_of(work: Work) -> Operation:
-    """The operation behind a handle, whichever library made that."""
+    """Return the operation behind a handle, which any library may have made."""
     if isinstance(work, OperationWork):
         return work.operation
     operation = BackendOperation()
@@ -264,5 +269,5 @@ def operation_of(work: Work) -> Operation:
 
 
 def left_until(deadline: float) -> timedelta:
-    """The time until then, as a timeout: never zero, which would mean none."""
+    """Return the time until the deadline as a timeout: never zero, which would mean no limit."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -1,8 +1,8 @@
-"""Groups around groups, and groups around what every `configure` makes anew.
+"""Groups around other groups, and groups around a backend that every `configure` makes anew.
 
-`ProcessGroupWrapper` hands everything to another group; classes that change one thing about a
-group derive from it and say only that thing. `ReconfigurableProcessGroup` runs its collectives on
-what its last `configure` has made; a backend derives from it and says how that is done.
+`ProcessGroupWrapper` hands every call to another group; classes that change one thing about a group derive
+from it and define only that thing. `ReconfigurableProcessGroup` runs its collectives on the backend that its
+last `configure` has made; a subclass defines how that is made.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ SHUTDOWN_SECONDS = 10.0
 
 
 class _OpenToOthers(type(ProcessGroup), ABCMeta):  # type: ignore[misc] # pybind11's class of classes
-    """Lets a class count as one that it does not derive from."""
+    """A metaclass that lets a class count as one that it does not derive from."""
 
 
 class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
-    """Hands every call to `parent`.
+    """A group that hands every call to `parent`.
 
     Args:
-        timeout: for subclasses that make the inner group (seconds or timedelta); a given one keeps its own.
+        timeout: the limit for subclasses that make the inner group (seconds or timedelta); a given group
+          keeps its own.
         pg: the inner group.
     """
 
@@ -56,91 +57,75 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         """The inner group.
 
         Raises:
-            ProcessGroupNotConfiguredError: there is none yet.
+            ProcessGroupNotConfiguredError: there is no inner group yet.
         """
         if self._pg is None:
             raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
         return self._pg
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """See ProcessGroup.configure."""
+        """Configure the inner group."""
         self.parent.configure(store_addr, rank, world_size, **about)
         self._refresh_registration()
 
     def prepare(self, timeout: timedelta) -> None:
-        """See ProcessGroup.prepare."""
         if self._pg is not None:
             self._pg.prepare(timeout)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """See ProcessGroup.abort."""
         self.parent.abort(reason)
 
     def shutdown(self) -> None:
-        """See ProcessGroup.shutdown."""
         self.parent.shutdown()
 
     def errored(self) -> Exception | None:
-        """See ProcessGroup.errored."""
         return self.parent.errored()  # type: ignore[no-any-return]
 
     def hidden_error(self) -> Exception | None:
-        """See ProcessGroup.hidden_error."""
         return None if self._pg is None else self._pg.hidden_error()
 
     @property
     def configuration(self) -> Configuration:
-        """See ProcessGroup.configuration."""
         return self.parent.configuration  # type: ignore[no-any-return]
 
     @property
     def store_address(self) -> StoreAddress | None:
-        """See ProcessGroup.store_address."""
         return None if self._pg is None else self._pg.store_address
 
     def innermost(self) -> ProcessGroup:
-        """See ProcessGroup.innermost."""
         return self if self._pg is None else self._pg.innermost()
 
     def make_alike(self) -> ProcessGroup | None:
-        """See ProcessGroup.make_alike: without the wrapper."""
+        """Make another group like the inner one, without the wrapper."""
         return None if self._pg is None else self._pg.make_alike()
 
     @property
     def timeout(self) -> timedelta:
-        """See ProcessGroup.timeout."""
         return self.parent.timeout  # type: ignore[no-any-return]
 
     @property
-    def divides(self) -> bool:  # type: ignore[override] # which no caller sets
-        """See ProcessGroup.divides."""
+    def divides(self) -> bool:  # type: ignore[override] # no caller sets it
         return self._pg is not None and self._pg.divides
 
     @property
-    def hides_errors(self) -> bool:  # type: ignore[override] # nor this
-        """See ProcessGroup.hides_errors."""
+    def hides_errors(self) -> bool:  # type: ignore[override] # no caller sets it
         return self._pg is not None and self._pg.hides_errors
 
     @property
-    def counts_participants(self) -> bool:  # type: ignore[override] # nor this
-        """See ProcessGroup.counts_participants."""
+    def counts_participants(self) -> bool:  # type: ignore[override] # no caller sets it
         return self._pg is not None and self._pg.counts_participants
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See ProcessGroup.set_timeout."""
         self._timeout = timeout
         self.parent.set_timeout(timeout)
 
     def size(self) -> int:
-        """See ProcessGroup.size."""
         return self.parent.size()  # type: ignore[no-any-return]
 
     def rank(self) -> int:
-        """See ProcessGroup.rank."""
         return self.parent.rank()  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:  # noqa: N802
-        """See ProcessGroup.getBackendName."""
         return self.parent.getBackendName()  # type: ignore[no-any-return]
 
     @property
@@ -158,13 +143,13 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
 
 
 class ReconfigurableProcessGroup(ProcessGroup):
-    """Makes its backend anew in every `configure`; a subclass defines `_create`.
+    """A group that makes its backend anew in every `configure`; a subclass defines `_create`.
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
-        check_collectives: compare the ranks' calls before any data moves, and refuse those that do not
-            fit together (docs/checking-collectives.md); the same on every rank. The environment variable
-            TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
+        check_collectives: whether to compare the ranks' calls before any data moves, and to refuse those that
+          do not fit together (docs/checking-collectives.md); the same on every rank. The environment variable
+          TORCHFT_CHECK_COLLECTIVES=1 or =0 overrides it.
     """
 
     def __init__(
@@ -175,22 +160,21 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._is_checking = is_wanted(check_collectives)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
-        self._members: Membership | None = None  # of the last generation that was made
-        self._store: Store | None = None  # that those share, once somebody has asked for it
+        self._members: Membership | None = None  # the members of the last generation that was made
+        self._store: Store | None = None  # the store that those share, once a caller has asked for it
 
     def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
-        """Make the backend; may block, and ends early when `abort` is set.
-
-        Runs on a thread of its own. Whatever was made is closed before an error leaves it.
+        """Make the backend. This may block, and ends early when `abort` is set. It runs on a thread of its
+        own. Whatever it has made is closed before it raises an error.
         """
         raise NotImplementedError
 
     @property
     def parent(self) -> Any:
-        """What carries out the collectives now.
+        """The object that runs the collectives now.
 
         Raises:
-            ProcessGroupError: there is nothing now: aborted, never configured, or that failed.
+            ProcessGroupError: there is none: the group was aborted, never configured, or could not be.
         """
         return self._current().target()
 
@@ -201,7 +185,6 @@ class ReconfigurableProcessGroup(ProcessGroup):
         world_size: int,
         **about: Unpack[About],
     ) -> None:
-        """See ProcessGroup.configure."""
         store = parse_store_address(store_addr)
         limit = about.get("timeout") or self._timeout
         members = Membership(store, rank, world_size, limit)
@@ -225,36 +208,34 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._refresh_registration()
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """See ProcessGroup.abort. Before the first `configure` there is nothing to end."""
+        """End every operation, present and future; before the first `configure` there is nothing to end."""
         if (generation := self._generation) is not None:
             generation.end(reason)
 
     def shutdown(self) -> None:
-        """See ProcessGroup.shutdown. The group can be configured again."""
+        """Abort, and wait until the resources are released. The group can be configured again."""
         if (generation := self._generation) is not None:
             generation.end("the group was shut down")
             generation.wait_gone(SHUTDOWN_SECONDS)
 
     def errored(self) -> Exception | None:
-        """See ProcessGroup.errored."""
         return self._generation.error() if self._generation is not None else None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See ProcessGroup.set_timeout."""
         self._timeout = as_timedelta(timeout)
         if self._generation is not None:
             self._generation.set_timeout(self._timeout)
 
     def size(self) -> int:
-        """The number of members in the last generation that was made."""
+        """Return the number of members in the last generation that was made."""
         return self._last_members().world_size
 
     def rank(self) -> int:
-        """The caller's place in the last generation that was made."""
+        """Return the caller's rank in the last generation that was made."""
         return self._last_members().rank
 
     def get_group_store(self) -> Store:
-        """See ProcessGroup.get_group_store: a part of the store that the members met in."""
+        """Return a part of the store in which the members met."""
         if self._store is None:
             self._store = PrefixStore(
                 "shared", create_store_client(str(self._last_members().store), self._timeout)
@@ -262,17 +243,17 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self._store
 
     def adopt_store(self, store: Store) -> None:
-        """Until the next `configure`, this is the store that the members share."""
+        """Share this store with the members until the next `configure`."""
         self._store = store
 
     def adopt_seat(self, rank: int, world_size: int) -> None:
-        """Until the first `configure`, this is the caller's place, and how many members there are."""
+        """Set the caller's rank, and the number of members, until the first `configure`."""
         own = parse_handle(self.get_reconfigure_handle()).store
         self._members = Membership(parse_store_address(own), rank, world_size, self._timeout)
 
     @property
     def store_address(self) -> StoreAddress | None:
-        """Where the members of the last generation met; None before the first `configure`."""
+        """The store in which the members of the last generation met; None before the first `configure`."""
         return None if self._members is None else self._members.store
 
     @property
@@ -281,7 +262,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self._timeout
 
     def make_alike(self) -> Self:
-        """Another group of this class, with its timeout and options, that is not configured."""
+        """Make another group of this class, with its timeout and options, that is not configured."""
         made = type(self)(self._timeout)
         made._is_checking = self._is_checking
         return made
@@ -303,7 +284,6 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return generation.run(collective, args, kwargs)
 
     def issue(self, collective: Collective, *args: Any) -> Operation:
-        """See ProcessGroup.issue."""
         if (generation := self._generation) is None:
             generation = self._current()
         return generation.issue(collective, args)
@@ -319,15 +299,15 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self._members
 
 
-# In torchft they derive from it. (The method `register` of a group is another one.)
+# In torchft the class derives from it. (`register` here is ABCMeta's, not the method of a group.)
 ABCMeta.register(ProcessGroupWrapper, ReconfigurableProcessGroup)
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
-    """Seconds or a timedelta.
+    """Convert seconds to a timedelta; a timedelta is returned as it is.
 
     Raises:
-        ValueError: it is not positive.
+        ValueError: the timeout is not positive.
     """
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if limit <= timedelta(0):

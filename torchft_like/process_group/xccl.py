@@ -10,7 +10,7 @@ _ANSWER = "torchft_like has no process group over XCCL yet; ProcessGroupGloo mov
 
 
 class ProcessGroupXCCL(ReconfigurableProcessGroup):
-    """Not there yet: a script may import the name and choose another group.
+    """A placeholder: a script may import the name and choose another group.
 
     Raises:
         NotSupportedError: always.
@@ -21,7 +21,7 @@ class ProcessGroupXCCL(ReconfigurableProcessGroup):
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBaby):
-    """Not there yet, as `ProcessGroupXCCL`.
+    """A placeholder, as `ProcessGroupXCCL` is.
 
     Raises:
         NotSupportedError: always.

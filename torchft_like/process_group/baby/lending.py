@@ -1,6 +1,7 @@
-"""How the tensors of a call are lent to the subprocess: what the two sides of each kind of memory offer.
+"""How a subprocess comes to see the tensors of a call: the interface of the two sides, for each kind of
+memory.
 
-`cpu_lending` and `cuda_lending` do it; `backend` and `child` know no more than what is here.
+`cpu_lending` and `cuda_lending` implement it; `backend` and `child` know no more than this interface.
 """
 
 from __future__ import annotations
@@ -17,83 +18,91 @@ from torchft_like.process_group.baby.tensor_spec import TensorSpec
 from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 
-# A message and the descriptors that go with it.
+# A message, and the descriptors that are sent with it.
 Letter = tuple[Message, tuple[int, ...]]
 
 
 class Loan(Protocol):
-    """The tensors of one call. One thread at a time makes and fills loans."""
+    """The tensors of one call, while the subprocess may use them. One thread at a time makes and fills
+    loans.
+    """
 
     def locate(self, tensor: Tensor) -> TensorSpec:
-        """Where the subprocess finds the tensor, from now on until the loan is settled.
+        """Return where the subprocess finds the tensor, from now on until the loan is settled.
 
         Raises:
-            NotSupportedError: it cannot be lent; says why.
+            NotSupportedError: the subprocess cannot be given the tensor; the text says why.
         """
 
     def context(self) -> bytes | None:
-        """What the subprocess has to know besides the arguments; asked once, at the end."""
+        """Return what the subprocess has to know besides the arguments; called once, after the last
+        `locate`.
+        """
 
     def settle(self, request: Request) -> None:
-        """The request is over, or was never made: the tensors are the caller's again."""
+        """Give the tensors back to the caller: the request is over, or was never sent."""
 
     def operation(
         self, requests: Requests, request: Request, result: list[Any], failures: Failures
     ) -> RemoteOperation:
-        """What stands behind the caller's handle."""
+        """Make the operation behind the caller's work."""
 
 
 class Lender(Protocol):
     """The trainer's side."""
 
     def lend(self, call: Call) -> Loan:
-        """A loan for one call."""
+        """Make a loan for one call."""
 
     def next_letter(self) -> Letter | None:
-        """What the subprocess has to be told before the next request, if anything."""
+        """Return the message that the subprocess must get before the next request, if there is one."""
 
     def letter_sent(self) -> None:
-        """The last letter is on its way: the next one may follow."""
+        """Note that the last letter was sent, so that the next one may follow."""
 
     def greeting(self) -> Any:
-        """What the subprocess's side is made of, as plain data."""
+        """Return what the subprocess's side is made of, as plain data."""
 
     def greeted(self, greeting: Any) -> None:
-        """What the subprocess's side had to say when it was made."""
+        """Take the greeting of the subprocess's side, which it sent when it was made."""
 
     def cut_off(self) -> int:
-        """The subprocess is about to be killed: how many operations that it has begun may not be over.
+        """Return how many operations that the subprocess has begun may not be over, just before it is killed.
 
-        Must not block: what holds a lock may be what only the kill ends.
+        This must not block: a lock may be held by a thread whose wait only the kill ends.
         """
 
     def is_busy(self) -> bool:
-        """Whether a device has yet to pass an operation that was answered, or its results."""
+        """Return whether a device has yet to pass an operation that was answered, or the copies of its
+        results.
+        """
 
     def abandon(self) -> None:
-        """The subprocess does not die: what it may still touch is never used again."""
+        """Never use again what the subprocess may still touch, because it does not die."""
 
     def close(self) -> None:
-        """The subprocess is dead and reaped: everything is the trainer's again."""
+        """Take everything back: the subprocess is dead and reaped."""
 
 
 class Borrower(Protocol):
     """The subprocess's side; for the thread that reads requests."""
 
     def greeting(self) -> Any:
-        """For `Lender.greeted`, once the backend is made; as plain data."""
+        """Return the plain data for `Lender.greeted`, once the backend is made."""
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
-        """A storage that later requests use."""
+        """Map a storage that later requests use."""
 
     def unmap(self, storage: int) -> None:
-        """It is not used any more."""
+        """Release a storage that no later request uses."""
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """The tensor that a request means."""
+        """Return the tensor that a request describes."""
 
     def entered(self, context: Any, /) -> AbstractContextManager[None]:
-        """Start the operation of a request within this."""
+        """Return the context within which the operation of a request is started."""
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:
-        """What to answer at once, within `entered`; None where the answer has to wait for the operation."""
+        """Return what to answer at once, within `entered`; None if the answer has to wait for the
+        operation.
+        """

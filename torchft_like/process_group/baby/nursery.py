@@ -1,10 +1,10 @@
-"""Where the subprocesses of Baby groups come from, seen from the trainer.
+"""The trainer's pool of subprocesses for Baby groups.
 
-One nursery serves all groups of a process. It starts the fork server, takes forks from it, and keeps
+One pool serves all groups of a process. It starts the fork server, takes forks from it, and keeps
 one spare, so that a group that is configured anew finds a subprocess that is ready. A fork is used by
 one generation of one group and then killed: what a backend leaves behind dies with it.
 
-It does not know what a subprocess does.
+This module does not know what a subprocess does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchft_like.process_group.baby.protocol import FromServer, ToServer
 
 SERVER_EXIT_S_MAX = 5.0
 HOW_ENDED_S_MAX = 5.0
-LOAD_S_MAX = 300.0  # for what takes 3 s at rest: a machine that starts a job is busy
+LOAD_S_MAX = 300.0  # seconds for what takes 3 at rest: a machine that starts a job is busy
 ENDS_KNOWN_MAX = 64
 
 _BOOTSTRAP = (
@@ -43,23 +43,23 @@ _BOOTSTRAP = (
 )
 _STDERR = 2
 _logger = logging.getLogger(__name__)
-# The server must have one thread; numpy's BLAS would start its own.
+# The server must have a single thread, but numpy's BLAS would start its own.
 _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Abort(Protocol):
-    """What ends a wait for a fork."""
+    """The signal that ends a wait for a fork."""
 
     reason: str | None
 
     def add(self, hook: Callable[[], object]) -> None:
-        """From now on an abort calls `hook`."""
+        """Call `hook` at an abort, from now on."""
 
     def remove(self, hook: Callable[[], object]) -> None:
-        """An abort calls `hook` no more."""
+        """Call `hook` at an abort no more."""
 
     def check(self) -> None:
-        """Raise if it is set."""
+        """Raise an error if the signal is set."""
 
 
 class Child:
@@ -75,19 +75,19 @@ class Child:
         self._owner = os.getpid()
 
     def kill(self) -> None:
-        """End it, whatever it is doing. From any thread, at any time; returns at once."""
+        """Kill the subprocess. Any thread may call this at any time; it returns at once."""
         with self._lock:
             if self._watch is not None and self._owner == os.getpid():
-                # A fork of the trainer has inherited this object, and the process is not its to kill.
+                # A fork of the trainer inherits this object, and must not kill the trainer's subprocess.
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._watch, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Whether it is gone."""
+        """Return whether the subprocess is gone."""
         return self.wait_ended(0)
 
     def wait_ended(self, seconds: float) -> bool:
-        """Until it is gone; False if it is not after `seconds`."""
+        """Wait until the subprocess is gone; return False if it is not after `seconds`."""
         events = select.poll()
         with self._lock:
             if self._watch is None:
@@ -96,11 +96,11 @@ class Child:
         return bool(events.poll(seconds * 1000))
 
     def how_ended(self) -> str:
-        """In words."""
+        """Describe how the subprocess ended."""
         return self._nursery.how_ended(self.pid)
 
     def close(self) -> None:
-        """Let go of it; it is gone."""
+        """Release the descriptors of a subprocess that is gone."""
         self.channel.close()
         with self._lock:
             self._watch = None
@@ -108,7 +108,7 @@ class Child:
 
 
 class Nursery:
-    """See the module. Any thread may call anything."""
+    """The pool of a process. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -117,19 +117,20 @@ class Nursery:
         self._takers = 0
 
     def start(self) -> None:
-        """Start the server, if there is none; it loads torch meanwhile."""
+        """Start the server if there is none; it loads torch meanwhile."""
         with self._changed:
             self._running()
 
     def take(self, abort: Abort, timeout_s: float) -> Child:
-        """A fork: the spare if there is one.
+        """Take a fork: the spare one if there is one.
 
         Args:
-            timeout_s: from when the server has loaded torch, for which it has `LOAD_S_MAX`.
+            timeout_s: the longest wait in seconds, from when the server has loaded torch, for which it has
+              `LOAD_S_MAX`.
 
         Raises:
-            SubprocessLostError: none could be had.
-            ProcessGroupAbortedError: `abort` was set meanwhile.
+            SubprocessLostError: no fork was to be had in time.
+            ProcessGroupAbortedError: `abort` was set during the wait.
         """
         abort.add(self._wake)
         try:
@@ -143,21 +144,22 @@ class Nursery:
             abort.remove(self._wake)
 
     def prepare_spare(self, letter: Message | None = None) -> None:
-        """Have a fork ready for the next `take`; returns at once.
+        """Ask for a fork for the next `take`; return at once.
 
         Args:
-            letter: what it is told as soon as it is there.
+            letter: the message that the fork gets as soon as it exists.
         """
         with self._changed:
             if self._server is not None and not self._server.is_gone:
                 self._server.expect(1, letter)
 
     def wait_for_spare(self, timeout_s: float, letter: Message | None = None) -> bool:
-        """Wait until there is a fork for the next `take`, or none can be had now; whether there is.
+        """Wait until there is a fork for the next `take`, or none can be had now; return whether there is
+        one.
 
         Args:
-            timeout_s: the longest wait.
-            letter: see `prepare_spare`.
+            timeout_s: the longest wait in seconds.
+            letter: the message that the fork gets as soon as it exists.
         """
         with self._changed:
             server = self._running()
@@ -165,7 +167,7 @@ class Nursery:
 
             def is_over() -> bool:
                 if not (server.is_gone or server.last_refused > asked):
-                    server.expect(1, letter)  # one that was on its way before may have been refused
+                    server.expect(1, letter)  # a fork that was asked for before may have been refused
                     return server.has_spare()
                 return True
 
@@ -173,12 +175,12 @@ class Nursery:
             return server.has_spare()
 
     def how_ended(self, pid: int) -> str:
-        """How a fork came to its end."""
+        """Describe how a fork ended."""
         with self._changed:
             if (server := self._server) is None or not server.ask_end(pid):
                 return "its fork server has ended"
             if not self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX):
-                server.is_given_up = True  # nobody shall wait for its forks
+                server.is_given_up = True  # from now on no group waits for its forks
             return server.ends.get(pid, "its fork server has ended or does not answer")
 
     def stop(self) -> None:
@@ -192,11 +194,11 @@ class Nursery:
             server.stop()
 
     def forget(self) -> None:
-        """In a fork of the trainer: the server and its forks are not ours."""
-        self.__init__()  # type: ignore[misc] # locks included: their owners do not exist here
+        """Forget the server and its forks, which belong to the trainer; runs in a fork of the trainer."""
+        self.__init__()  # type: ignore[misc] # locks too: their owners do not exist here
 
     def pids(self) -> dict[str, int]:
-        """The server's process, and the spare's: to measure them."""
+        """Return the process ids of the server and of the spare fork, for measurements."""
         with self._changed:
             return {} if self._server is None else self._server.pids()
 
@@ -208,7 +210,7 @@ class Nursery:
             abort.check()
             if server.last_refused > asked:
                 raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
-            server.expect(self._takers)  # one that was on its way before may have been refused
+            server.expect(self._takers)  # a fork that was asked for before may have been refused
             if server.is_gone or not self._changed.wait(server.deadline(since, timeout_s) - time.monotonic()):
                 server.is_given_up = True
                 raise SubprocessLostError(
@@ -234,7 +236,7 @@ class Nursery:
 
 
 class _Server:
-    """One fork server. Everything but its reading thread holds the nursery's lock."""
+    """One fork server. Every method but the reading thread's needs the pool's lock."""
 
     def __init__(self, nursery: Nursery, changed: threading.Condition) -> None:
         self._nursery = nursery
@@ -243,8 +245,8 @@ class _Server:
         self._expected = 0
         self._letter: Message | None = None
         self.ends: dict[int, str] = {}
-        self.asked = 0  # so many forks, which come, or are refused, in that order
-        self.last_refused = 0  # number of the fork, from 1
+        self.asked = 0  # how many forks were asked for; they come, or are refused, in that order
+        self.last_refused = 0  # the number of the last fork that was refused, from 1
         self.why_refused = ""
         self.is_gone = False
         self.is_given_up = False
@@ -254,7 +256,7 @@ class _Server:
         threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
 
     def expect(self, count: int, letter: Message | None = None) -> None:
-        """See to it that so many forks are there, or on their way; new ones get the letter."""
+        """Ask for forks until `count` of them are there or on their way; new ones get the letter."""
         self._letter = letter
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
@@ -263,7 +265,7 @@ class _Server:
             self._expected += 1
 
     def deadline(self, since: float, timeout_s: float) -> float:
-        """For somebody who has waited for a fork since then."""
+        """Return when a caller that has waited for a fork since `since` gives up."""
         return self._late_at if self._loaded_at is None else max(since, self._loaded_at) + timeout_s
 
     def has_spare(self) -> bool:
@@ -316,7 +318,7 @@ class _Server:
         kind: int = FromServer.NOT_FORKED
         try:
             (kind, pid, *rest), descriptors = self._control.receive()
-        except DescriptorsLostError as error:  # the fork ends, as nobody holds the other end of its channel
+        except DescriptorsLostError as error:  # the fork ends, as its channel has no other end
             pid, rest, descriptors = 0, [str(error)], []
         with self._changed:
             self._loaded_at = self._loaded_at or time.monotonic()
@@ -340,7 +342,8 @@ class _Server:
         child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:
-            with contextlib.suppress(OSError):  # the fork is found dead when it is taken, or does without it
+            # a fork that cannot be written to is found dead when it is taken
+            with contextlib.suppress(OSError):
                 child.channel.send(self._letter)
 
 
@@ -348,19 +351,23 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = Channel.pair()
     with theirs:
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        process = subprocess.Popen(  # noqa: S603 - ourselves
+        process = subprocess.Popen(  # noqa: S603 - the server is this project's own code
             [*_interpreter(), "-c", _BOOTSTRAP, json.dumps([theirs.fileno(), os.getpid(), path])],
             env={**os.environ, **_SINGLE_THREADED},
             stdin=subprocess.DEVNULL,
-            stdout=_STDERR if _is_open(_STDERR) else subprocess.DEVNULL,  # NCCL's messages go to stdout
+            # NCCL's messages go to stdout, which may be a pipe with another purpose
+            stdout=_STDERR if _is_open(_STDERR) else subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            process_group=0,  # signals to the trainer's group, from a terminal or a scheduler, are not for it
+            # signals to the trainer's group, from a terminal or a scheduler, must not reach the server
+            process_group=0,
         )
     return process, Channel(ours)
 
 
 def _interpreter() -> list[str]:
-    """This Python, with the options that it was started with, and nothing of the working directory."""
+    """Return this Python's command, with the options that it was started with, but without the working
+    directory.
+    """
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-P"]
 

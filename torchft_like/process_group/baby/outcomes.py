@@ -1,4 +1,4 @@
-"""Errors of a subprocess as plain data, and back."""
+"""Translation of a subprocess's errors to plain data, and back."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _KNOWN: dict[str, type[Exception]] = {
 
 
 def answer_for(error: BaseException) -> tuple[Any, ...]:
-    """The error as plain data: its type, or the nearest base that everybody knows, and its text."""
+    """Encode the error: its type, or the nearest base that both sides know, and its text."""
     known = next(kind for kind in type(error).__mro__ if kind.__name__ in _KNOWN or kind is BaseException)
     return known.__name__, str(error)
 
 
 def error_from(answer: tuple[Any, ...]) -> Exception:
-    """The error that `answer_for` was given."""
+    """Decode an error that `answer_for` has encoded."""
     name, text = answer
     try:
         return _KNOWN.get(name, RuntimeError)(text)
-    except TypeError:  # it is made of more than a text
+    except TypeError:  # this type is not made of a single text
         return RuntimeError(f"{name}: {text}")

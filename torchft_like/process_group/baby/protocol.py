@@ -1,31 +1,33 @@
-"""What a trainer, its fork server and the forks say to each other: the first item of each message."""
+"""The messages between a trainer, its fork server and the forks: the first item of each names its kind."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Final
 
-# Number of the requests that expect no answer.
+# The number of requests that expect no answer.
 UNASKED: Final = 0
 
 
 class ToServer(IntEnum):
-    """From the trainer to its fork server."""
+    """Messages from the trainer to its fork server."""
 
     FORK = 0  # (0,)                        answered by FORKED or NOT_FORKED
     HOW_ENDED = 1  # (pid,)                 answered by ENDED
 
 
 class FromServer(IntEnum):
-    """From the fork server to the trainer."""
+    """Messages from the fork server to the trainer."""
 
     FORKED = 0  # (pid,) with the channel to the fork and its pidfd
     ENDED = 1  # (pid, how)
-    NOT_FORKED = 2  # (0, why): the machine, or the process, has none to give
+    NOT_FORKED = 2  # (0, why): the machine, or the process, has no room for a fork
 
 
 class ToChild(IntEnum):
-    """From the trainer to a fork; answered by (request, outcome, ...) unless the request is UNASKED."""
+    """Messages from the trainer to a fork; answered by (request, outcome, ...) unless the request is
+    UNASKED.
+    """
 
     BEGIN = 0  # (request, environment, group, borrower, greeting, store, rank, world_size, timeout)
     MAP = 1  # (UNASKED, storage, what the kind of memory needs to map it), perhaps with a descriptor
@@ -38,6 +40,6 @@ class ToChild(IntEnum):
 class Outcome(IntEnum):
     """How a request ended: the second item of its answer."""
 
-    DONE = 0  # what the collective, or the kind of memory, has to say
-    FAILED = 1  # (type, text): the backend is of no use any more
-    REFUSED = 2  # (type, text): the call was wrong; the backend is as good as before
+    DONE = 0  # the parts are what the collective, or the kind of memory, answers
+    FAILED = 1  # (type, text): the backend cannot be used any more
+    REFUSED = 2  # (type, text): the call was wrong; the backend can still be used

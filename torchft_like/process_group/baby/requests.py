@@ -1,14 +1,14 @@
-"""What a trainer has asked of a subprocess and not been answered yet.
+"""The requests that a trainer has sent to a subprocess and that are not answered yet.
 
-Whoever waits reads the answers himself: one waiter at a time reads, for everybody, and the others
-sleep until theirs has come or it is their turn to read. So an answer wakes one thread, the one that
-wants it. Requests that are followed by a future have a thread that reads when nobody else does; only
-that thread runs what the user has attached to a future. It starts with the first one.
+The waiting threads read the answers themselves: one waiter at a time reads, for all of them, and the others
+sleep until their answer has come or it is their turn to read. So an answer wakes only the thread that waits
+for it. If requests have futures, a thread of this module reads while no waiter does, and only that thread
+runs the callbacks of futures. It starts with the first future.
 
 A subprocess is silent when it has answered nothing at all for longer than it may take over one request.
 
-INVARIANT: a request is settled exactly once: by its answer, or because the subprocess is gone. Until
-then it keeps its tensors alive, whatever became of the work that the user holds.
+INVARIANT: a request is settled exactly once: by its answer, or because the subprocess is gone. Until then it
+keeps its tensors alive, even if the caller has dropped its work.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from torchft_like.process_group.baby.channel import (
 )
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome
 
-# How long an empty channel is watched after a limit has passed, before the subprocess counts as silent:
-# a trainer that was stopped itself finds every limit passed.
+# How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a
+# trainer that was stopped itself finds every limit passed.
 LAST_CHANCE_S = 1.0
-# How long one look at the channel lasts: a request that comes meanwhile may have less patience.
+# How long one look at the channel lasts at most: a request that is added meanwhile may have a shorter limit.
 SLICE_S = 1.0
 
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 _logger = logging.getLogger(__name__)
 
-# Called with the request, by whichever thread reads its answer, or finds that none will come.
+# A function of the request, called by the thread that reads its answer or finds that none will come.
 Settled = Callable[["Request"], None]
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request.
+    """One request to the subprocess.
 
     Attributes:
-        number: of the request in messages.
-        patience_s: how long the subprocess may say nothing while the request is open.
-        on_settled: called once, before anybody who waits goes on.
-        outcome, answer: set when it is settled; no outcome means that the subprocess is gone.
+        number: the request's number in messages.
+        patience_s: how many seconds the subprocess may send nothing while the request is open.
+        on_settled: called once, before any waiting thread goes on.
+        outcome, answer: set when the request is settled; no outcome means that the subprocess is gone.
     """
 
     number: int
@@ -69,15 +69,16 @@ class Request:
 
 
 class Requests:
-    """Those to one subprocess.
+    """The open requests to one subprocess.
 
     Attributes:
-        last_words: what the subprocess said without being asked, before it ended itself.
+        last_words: the reason that the subprocess sent before it ended itself.
 
     Args:
-        channel: to the subprocess; its answers are read here and nowhere else.
-        on_silence: called when the subprocess is silent; has to end it.
-        on_closed: called when its end of the channel is closed; returns when it cannot touch a tensor.
+        channel: the channel to the subprocess; its answers are read here and nowhere else.
+        on_silence: called when the subprocess is silent; it has to end the subprocess.
+        on_closed: called when the subprocess's end of the channel is closed; it returns when the subprocess
+          cannot touch a tensor any more.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Requests:
         self.last_words: str | None = None
 
     def add(self, patience_s: float, on_settled: Settled | None = None) -> Request:
-        """A new request, just before it is sent: its answer may come at once."""
+        """Add a request, just before it is sent: its answer may come at once."""
         request = Request(next(self._numbers), patience_s, on_settled)
         with self._lock:
             is_over = self._is_over
@@ -111,7 +112,7 @@ class Requests:
         return request
 
     def wait(self, request: Request, deadline: float) -> bool:
-        """Until the request is settled; False if `deadline` came first."""
+        """Wait until the request is settled; return False if `deadline` came first."""
         while not request.is_settled:
             if self._take_turn(deadline, request):
                 self._read_in_turn(deadline)
@@ -120,9 +121,9 @@ class Requests:
         return True
 
     def follow(self, request: Request, settled: Settled) -> None:
-        """Have `settled` called, once, when the request is settled; at once if it is.
+        """Call `settled` once, when the request is settled; at once if it is settled already.
 
-        It runs on a thread of its own and may wait for another request.
+        The call comes from a thread of this object's own, and may wait for another request.
         """
         with self._lock:
             is_settled = request.is_settled
@@ -138,22 +139,22 @@ class Requests:
             settled(request)
 
     def look(self) -> None:
-        """Take the answers that are there, without waiting."""
+        """Read the answers that are there, without waiting."""
         while self._open and self._channel.has_message() and self._take_turn(deadline=0):
             self._read_in_turn(deadline=0)
 
     def count(self) -> int:
-        """How many are not settled."""
+        """Return how many requests are not settled."""
         return len(self._open)
 
     def end(self) -> None:
-        """Nothing will be answered any more: settle what is open. Nobody reads after this."""
+        """Settle all open requests, because no answer will come any more; return when no thread reads."""
         self._end()
         with self._lock:
             self._wait_in_line(lambda: not self._is_being_read)
 
     def _take_turn(self, deadline: float, request: Request | None = None) -> bool:
-        """Become the one that reads; False once `request` is settled, or the deadline has come."""
+        """Become the thread that reads; return False once `request` is settled, or the deadline has come."""
         with self._lock:
             if self._is_being_read or self._is_over:
                 self._wait_in_line(lambda: _is_settled(request) or self._is_free(), deadline)
@@ -162,7 +163,9 @@ class Requests:
             return is_mine
 
     def _wait_in_line(self, reached: Callable[[], bool], deadline: float = FOREVER) -> None:
-        """With the lock held. Only those who are counted here are told when somebody is done reading."""
+        """Wait for a condition, with the lock held. Only the waiters counted here are notified when a reader
+        is done.
+        """
         self._waiters += 1
         try:
             self._turn.wait_for(reached, _seconds_until(deadline))
@@ -190,11 +193,11 @@ class Requests:
         try:
             self._read_one(time.monotonic() + LAST_CHANCE_S)
         except TimeoutError:
-            self._heard = time.monotonic()  # the end of the subprocess is what comes next
+            self._heard = time.monotonic()  # the subprocess's end is the next event
             self._on_silence()
 
     def _quiet_until(self) -> float:
-        """When the subprocess, if it says nothing, counts as silent."""
+        """Return when the subprocess counts as silent if it sends nothing more."""
         with self._lock:
             requests = list(self._open.values())
         return min((max(r.since, self._heard) + r.patience_s for r in requests), default=FOREVER)
@@ -208,7 +211,7 @@ class Requests:
             return
         except ForeignMessageError as error:
             self.last_words = f"it sent {error}"
-            self._on_silence()  # nothing that it says can be relied upon any more
+            self._on_silence()  # no message of the subprocess can be relied upon any more
             self._on_closed()
             self._end()
             return
@@ -255,7 +258,7 @@ class Requests:
                 self._turn.wait_for(self._followers_need_something)
                 due = self._due.popleft() if self._due else None
                 if due is None and self._is_over and not self._followed:
-                    self._follower = None  # a request that is being settled may still be followed
+                    self._follower = None  # a request that is being settled may still get a future
                     return
                 is_my_turn = due is None and self._is_free()
                 self._is_being_read |= is_my_turn
@@ -271,12 +274,12 @@ class Requests:
 
 
 def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome, tuple[Any, ...]]:
-    """The number of the request, how it ended, and what there is to say about that.
+    """Decode an answer: the number of the request, how it ended, and the parts that belong to that outcome.
 
     Raises:
-        ForeignMessageError: it is no answer.
+        ForeignMessageError: the message is no answer.
     """
-    for descriptor in descriptors:  # no answer comes with one
+    for descriptor in descriptors:  # no answer has descriptors
         os.close(descriptor)
     number, code, *parts = message
     outcome, answer = _OUTCOMES.get(code), tuple(parts)

@@ -1,4 +1,4 @@
-"""A tensor as a fixed struct: which storage, by number, and how the tensor lies in it."""
+"""A tensor as a fixed struct: the number of its storage, and how the tensor lies in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 TensorSpec = bytes  # number of dimensions, storage, dtype, offset in elements, sizes, strides
 
-# Both ends are the same torch, so they agree on the order.
+# Both processes run the same torch, so they agree on the order.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
-_STRUCTS = [struct.Struct(f"<BQBq{2 * dimensions}q") for dimensions in range(65)]  # torch has no more
+# torch allows no more dimensions
+_STRUCTS = [struct.Struct(f"<BQBq{2 * dimensions}q") for dimensions in range(65)]
 
 
 def spec_of(tensor: Tensor, storage: int) -> TensorSpec:
@@ -22,7 +23,7 @@ def spec_of(tensor: Tensor, storage: int) -> TensorSpec:
 
 
 def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
-    """Describe a place for the tensor's elements, one after the other, in another storage."""
+    """Describe a place for the tensor's elements in another storage, in contiguous order."""
     strides: list[int] = []
     step = 1
     for size in reversed(tensor.shape):
@@ -32,12 +33,12 @@ def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
 
 
 def storage_of(spec: TensorSpec) -> int:
-    """The number of the storage in which the tensor lies."""
+    """Return the number of the storage in which the tensor lies."""
     return int.from_bytes(spec[1:9], "little")
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:
-    """The tensor that a description stands for."""
+    """Make the tensor that a description stands for."""
     dimensions, _, dtype, offset, *forms = _STRUCTS[spec[0]].unpack(spec)
     empty = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
     return empty.set_(storage, offset, forms[:dimensions], forms[dimensions:])

@@ -1,4 +1,4 @@
-"""An operation that a subprocess carries out."""
+"""An operation that a subprocess runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchft_like.process_group.work import FOREVER, ExplainedOperation
 
 
 class Failures(Protocol):
-    """What an operation asks when its request was not carried out."""
+    """Where an operation finds the error of a request that was not carried out."""
 
     def describe(self, request: Request) -> Exception:
-        """The error of a request that failed, was refused, or lost its subprocess."""
+        """Return the error of a request that failed, was refused, or lost its subprocess."""
 
 
 class RemoteOperation(ExplainedOperation):
@@ -35,12 +35,12 @@ class RemoteOperation(ExplainedOperation):
         self._failures = failures
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is over.
+        """Block until the operation is over.
 
         Raises:
             ProcessGroupAbortedError: the group was aborted before.
             SubprocessLostError: the subprocess died, or did not answer.
-            ProcessGroupError: it is not over at the deadline; it goes on.
+            ProcessGroupError: the operation is not over at the deadline; it goes on.
             RuntimeError: the backend failed.
         """
         if not self._requests.wait(self._request, deadline):
@@ -49,27 +49,29 @@ class RemoteOperation(ExplainedOperation):
             raise error.with_traceback(None)
 
     def is_over(self) -> bool:
-        """Whether the request is settled."""
+        """Return whether the request is settled."""
         if not self._request.is_settled:
             self._requests.look()
         return self._request.is_settled
 
     def error(self) -> Exception | None:
-        """The subprocess's error, or that it is gone."""
+        """Return the subprocess's error, or the error that it is gone."""
         return self._error_of_request() if self.is_over() else None
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._result
 
     def future(self) -> Future[Any]:
-        """Completes on a thread of the subprocess's requests, with the list of output tensors."""
+        """Return a future of the list of output tensors, which a thread of the subprocess's requests
+        completes.
+        """
         future = self._new_future()
         self._requests.follow(self._request, lambda _: self._complete(future))
         return future
 
     def source_rank(self) -> int:
-        """What the subprocess answered."""
+        """Return the rank of the sender as the subprocess answered it; -1 if it did not."""
         is_done = self.is_over() and self._request.outcome is Outcome.DONE
         return int(self._request.answer[0]) if is_done and self._request.answer else -1
 

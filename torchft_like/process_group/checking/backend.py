@@ -1,7 +1,7 @@
 """A backend whose collectives run once the ranks have agreed on them.
 
-Threads: the caller describes its call, sends that and returns. The link's thread hears the ruling and
-starts the call on the real backend, in the order of rulings, which is the same on every rank. So
+The caller's thread describes its call, sends the description and returns. The link's thread receives the
+ruling and starts the call on the real backend, in the order of rulings, which is the same on every rank. So
 calls stay as asynchronous as they were.
 
 INVARIANT: every call is in `_pending` from before its statement is sent until its ruling, or the end
@@ -53,12 +53,12 @@ CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 _log = logging.getLogger(__name__)
 
 
-# Gives the operation behind a work of the real backend, in the group's words.
+# Returns the operation behind a work of the real backend, with errors in the group's words.
 Take = Callable[[Collective, Work], Operation]
 
 
 def checked(create: Create, take: Take) -> Create:
-    """Make what `create` makes, with a referee in front of it. A group of one has nobody to ask."""
+    """Return a `create` whose backend has a referee in front of it. A group of one rank needs none."""
 
     def create_checked(membership: Membership, abort: AbortSignal) -> Backend:
         backend = create(membership, abort)
@@ -74,14 +74,14 @@ def checked(create: Create, take: Take) -> Create:
 
 
 def is_wanted(check_collectives: bool | None) -> bool:
-    """What the operator of the job says by our environment variable, or else the argument, or else torch's
+    """Decide whether to check: by the environment variable, or else the argument, or else
     TORCH_DISTRIBUTED_DEBUG.
 
     Raises:
         ConfigError: the variable says neither yes nor no.
     """
     text = os.environ.get(CHECK_ENV)
-    if not text:  # blanked, it says nothing
+    if not text:  # an empty variable counts as unset
         is_detailed = get_debug_level() == DebugLevel.DETAIL
         return is_detailed if check_collectives is None else check_collectives
     if text not in ("0", "1"):
@@ -94,12 +94,12 @@ def is_wanted(check_collectives: bool | None) -> bool:
 
 
 class CheckedBackend:
-    """See the module; for one life of a group.
+    """A backend with a check in front of it, for one configuration of a group.
 
     Args:
-        backend: what runs the collectives.
-        take: for its works.
-        link: to the referee, not yet started.
+        backend: the backend that runs the collectives.
+        take: makes operations of the backend's works.
+        link: the link to the referee, not yet started.
     """
 
     def __init__(
@@ -122,40 +122,37 @@ class CheckedBackend:
 
     @property
     def inner(self) -> object:
-        """The real backend's."""
+        """The object that has the real backend's collectives."""
         return self._backend.inner
 
     def targets(self) -> tuple[object, ...]:
-        """The same collectives as the real backend's, checked."""
+        """Return the same collectives as the real backend's, checked."""
         rows = (row for row in COLLECTIVES if row.name in self._methods)
         return (SimpleNamespace(**{row.name: partial(self._run, row) for row in rows}),)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """See generation.Backend."""
         self._timeout = timeout
         self._backend.set_timeout(timeout)
 
     def break_off(self) -> None:
-        """See generation.Backend."""
         self._link.cut()
         self._backend.break_off()
 
     def is_still(self) -> bool:
-        """See generation.Backend: nor is anything started any more."""
+        """Return whether the backend is still and the link's thread, which starts operations, has ended."""
         return not self._link.is_alive() and self._backend.is_still()
 
     def close(self) -> None:
-        """See generation.Backend."""
         self._abort.remove(self._link.cut)
         self._link.cut()
         self._link.join()
         self._methods.clear()
         self._backend.close()
 
-    # For the link, on its thread.
+    # -- for the link, on its thread
 
     def deliver(self, ticket: int, problem: Problem | None) -> None:
-        """A ruling has come."""
+        """Start a call, or refuse it, as its ruling says."""
         with self._lock:
             pending = self._pending.pop(ticket, None)
         if pending is None:
@@ -166,14 +163,14 @@ class CheckedBackend:
             pending.operation.refuse(_error_for(problem))
 
     def is_overdue(self) -> bool:
-        """Whether the referee has let a deadline pass."""
-        # Not under the lock: a caller may be blocked sending.
+        """Return whether the referee has let a deadline pass."""
+        # This must not take the lock: a caller may hold it while it is blocked sending.
         pending = list(self._pending.values())
         oldest = next((p for p in pending if p.deadline_s < math.inf), None)
         return oldest is not None and time.monotonic() > oldest.deadline_s + SILENCE_S_MAX
 
     def end(self, why: End) -> None:
-        """No ruling can come any more: what waits for one fails."""
+        """Refuse all calls that wait for a ruling, because none can come any more."""
         with self._lock:
             self._ended = why
             pending, self._pending = self._pending, {}
@@ -202,26 +199,27 @@ class CheckedBackend:
                 return operation
             deadline_s = math.inf if overdue else time.monotonic() + seconds
             self._pending[ticket] = _Pending(operation, call, deadline_s, streams)
-            with contextlib.suppress(OSError):  # then the link's thread settles what is pending
+            with contextlib.suppress(OSError):  # if it fails, the link's thread settles the pending calls
                 self._link.send(Request(CALL, ticket, seconds, encode(statement)))
         return operation
 
     def _start(self, pending: _Pending) -> None:
-        """Run a call as its caller would have, on the streams that were the caller's."""
+        """Run a call on the streams that were its caller's."""
         row, operation = pending.call.collective, pending.operation
         try:
             with contextlib.ExitStack() as current:
                 for stream in pending.streams:
                     current.enter_context(beside_captures(stream.device))
                     current.enter_context(torch.cuda.stream(stream))
-                # The bound method is in no variable: see Generation.run.
+                # No variable holds the bound method, because it would keep the backend alive, as in
+                # Generation.run.
                 started = self._methods[row.name](*pending.call.args, **pending.call.kwargs)
             operation.follow(None if started is None else self._take(row, started))
-        except Exception as error:  # noqa: BLE001 - it is raised where the call is waited for
+        except Exception as error:  # noqa: BLE001 - the error is raised where the call is waited for
             operation.refuse(_as_refusal(error))
 
     def _error_at(self, why: End, operation: CheckedOperation) -> Exception:
-        """For a call that will hear no ruling."""
+        """Make the error for a call that will get no ruling."""
         waiting = {self._rank: (str(operation),)}
         if why is End.CLOSED:
             return PeerLostError((0,), waiting)
@@ -230,7 +228,7 @@ class CheckedBackend:
         return ProcessGroupError(f"{operation}: {why.value}")
 
     def _say_overdue(self, ticket: int) -> None:
-        with contextlib.suppress(OSError):  # see `_submit`
+        with contextlib.suppress(OSError):  # the link's thread then settles the call
             self._link.send(Request(OVERDUE, ticket))
 
 
@@ -250,7 +248,9 @@ def _methods_of(backend: Backend) -> dict[str, Callable[..., Work | None]]:
 
 
 def _as_refusal(error: Exception) -> Exception:
-    """What the backend says to a call before it begins. It may also say that it is no more."""
+    """Return a backend's error before a call begins as a refusal, unless it says that the backend is
+    unusable.
+    """
     is_typed = isinstance(error, ProcessGroupError) and type(error) is not ProcessGroupError
     if isinstance(error, RuntimeError) and not (is_typed or isinstance(error, NotImplementedError)):
         return CollectiveRefusedError(str(error))
@@ -266,6 +266,6 @@ def _error_for(problem: Problem) -> Exception:
 
 
 def _streams_of(call: Call) -> tuple[torch.cuda.Stream, ...]:
-    """The caller's current streams, on which the backend is to find the inputs ready."""
+    """Return the caller's current streams, on which the backend has to find the inputs ready."""
     devices = {tensor.device for tensor in tensors_of((call.outputs, call.inputs)) if tensor.is_cuda}
     return tuple(torch.cuda.current_stream(device) for device in devices)

@@ -1,6 +1,6 @@
-"""What a call is, in the words of the rules.
+"""Statements of calls, in the terms of the rules of agreement.
 
-The only part of the check that looks at tensors and at torch's options.
+This is the only part of the check that looks at tensors and at torch's options.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torchft_like.agreement.statements import EXCHANGED, PAIRED, Statement
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import Call
 
-# torch takes rank 0 where a call of these names no root.
+# torch takes rank 0 if one of these calls names no root.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 def describe(call: Call, world_size: int) -> Statement:
-    """The description of a call that was made in a group of `world_size`."""
+    """Describe a call that was made in a group of `world_size` ranks."""
     row = call.collective
     if row.agreement == PAIRED:
         return _describe_pair(call)
@@ -48,14 +48,16 @@ def _describe_pair(call: Call) -> Statement:
 
 
 def _specification(tensor: torch.Tensor) -> str:
-    """`float32[4, 2]`, with the layout and the device where they are not the usual ones."""
+    """Describe a tensor as `float32[4, 2]`, with its layout and device where they are not the usual ones."""
     layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
     device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{layout}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{device}"
 
 
 def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple[str, ...]:
-    """The part for each rank of a tensor that is split along its first dimension; all, if it cannot be."""
+    """Describe each rank's part of a tensor that is split along its first dimension; all of it if it cannot
+    be.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     rest = list(tensor.shape[1:])
     whole = _specification(tensor)
@@ -67,7 +69,9 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
 
 
 def _root(call: Call) -> int | None:
-    """However the overload says it: in the options, by name, or as the only number."""
+    """Return the root, from whichever place the overload has for it: the options, a name, or the only
+    number.
+    """
     for value in _values(call):
         if hasattr(value, "rootRank"):
             return int(value.rootRank)

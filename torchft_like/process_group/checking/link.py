@@ -1,10 +1,10 @@
 """The connections between the ranks of a group and the referee, which lives on rank 0.
 
-While a group is configured, rank 0 listens, says where through the store, and closes the listener once
-every rank has connected; a secret that only the store tells keeps others out. From then on each
-rank has one connection, rank 0 one to itself.
+While a group is configured, rank 0 listens, publishes its address in the store, and closes the listener once
+every rank has connected; a secret that is only in the store keeps strangers out. From then on each rank has
+one connection, rank 0 one to itself.
 
-Both sides' sockets are only ever closed by the thread that reads them. `cut` shuts them down, from any
+On both sides only the thread that reads a socket closes it. `cut` shuts them down, from any
 thread and at any time, which ends every wait here and on the other ranks.
 """
 
@@ -50,7 +50,7 @@ HELLO_SECONDS_MAX = 10.0
 JOIN_SECONDS_MAX = 5.0
 READ_BYTES = 1 << 16
 SILENCE_LOOK_MS = 1000
-PATIENCE_S_MAX = 3600.0  # what the system's call takes is bounded
+PATIENCE_S_MAX = 3600.0  # the system call's limit
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the secret, the rank
 _HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) on for every rank?"
@@ -60,7 +60,8 @@ _logger = logging.getLogger(__name__)
 class Sockets:
     """Sockets that any thread can shut down.
 
-    Closing and shutting down exclude each other: the number of a closed descriptor may belong to a stranger.
+    A lock keeps `cut` from a socket that is being closed: the number of a closed descriptor may belong to
+    another file.
     """
 
     def __init__(self, *sockets: socket.socket) -> None:
@@ -69,27 +70,27 @@ class Sockets:
         self._is_cut = False
 
     def add(self, one: socket.socket) -> None:
-        """One more; it is shut down at once if the others were."""
+        """Add a socket; it is shut down at once if the others were."""
         with self._lock:
             self._sockets.append(one)
             if self._is_cut:
                 _shut_down(one)
 
     def drop(self, one: socket.socket) -> None:
-        """Close one of them."""
+        """Close one socket, and forget it."""
         with self._lock:
             self._sockets.remove(one)
             one.close()
 
     def cut(self) -> None:
-        """End every wait for them. From any thread; never blocks."""
+        """End every wait for the sockets. Any thread may call this; it never blocks."""
         with self._lock:
             self._is_cut = True
             for one in self._sockets:
                 _shut_down(one)
 
     def close(self) -> None:
-        """Give them back; for the thread that reads them."""
+        """Close the sockets; for the thread that reads them."""
         with self._lock:
             for one in self._sockets:
                 one.close()
@@ -104,24 +105,24 @@ class End(Enum):
 
 
 class Recipient(Protocol):
-    """Where a rank's rulings go."""
+    """The receiver of a rank's rulings."""
 
     def deliver(self, ticket: int, problem: Problem | None) -> None:
-        """A ruling has come."""
+        """Handle a ruling."""
 
     def is_overdue(self) -> bool:
-        """Whether a ruling should have come long ago."""
+        """Return whether a ruling should have come long ago."""
 
     def end(self, why: End) -> None:
-        """No ruling can come any more."""
+        """Handle the end of the connection: no ruling can come any more."""
 
 
 class Link:
     """A rank's connection to the referee.
 
     Args:
-        connection: the socket; owned from now on.
-        hub: on rank 0.
+        connection: the socket, which the link owns from now on.
+        hub: the referee's end; on rank 0 only.
     """
 
     def __init__(self, connection: socket.socket, hub: Hub | None = None) -> None:
@@ -133,14 +134,14 @@ class Link:
         self._thread: threading.Thread | None = None
 
     def start(self, recipient: Recipient) -> None:
-        """From now on `recipient` is called, on a thread of the link."""
+        """Start a thread that calls `recipient`."""
         self._thread = threading.Thread(
             target=self._read, args=(recipient,), name="torchft-checking", daemon=True
         )
         self._thread.start()
 
     def send(self, request: Request) -> None:
-        """Tell the referee.
+        """Send a request to the referee.
 
         Raises:
             OSError: the connection is closed.
@@ -149,24 +150,24 @@ class Link:
             with self._sending:
                 self._socket.sendall(request.encode())
         except BaseException:
-            self.cut()  # half of a message may be on its way: nothing can follow it
+            self.cut()  # a part of a message may have been sent, so nothing can follow it
             raise
 
     def cut(self) -> None:
-        """End the connection, and on rank 0 everybody's. Never blocks."""
+        """End the connection, and on rank 0 those of all ranks. This never blocks."""
         self._was_cut = True
         self._sockets.cut()
         if self._hub is not None:
             self._hub.cut()
 
     def join(self) -> None:
-        """After `cut`: until its threads have ended; not for long, if one of them is what asks."""
+        """Wait until the link's threads have ended after `cut`, at most for JOIN_SECONDS_MAX each."""
         for thread in (self._thread, self._hub.thread if self._hub else None):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(JOIN_SECONDS_MAX)
 
     def is_alive(self) -> bool:
-        """Whether it can still deliver something."""
+        """Return whether the link can still deliver a ruling."""
         return self._thread is not None and self._thread.is_alive()
 
     def _read(self, recipient: Recipient) -> None:
@@ -192,7 +193,7 @@ class Link:
             recipient.deliver(ticket, decode_problem(_receive(self._socket, length)))
 
     def _await(self, recipient: Recipient) -> None:
-        """Until something comes. Nothing else than its silence tells that rank 0 is stopped."""
+        """Wait until a message comes. Only its silence tells that rank 0 is stopped."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while not poll.poll(SILENCE_LOOK_MS):
@@ -204,7 +205,7 @@ class Hub:
     """The referee's end of all connections, and the thread that serves them.
 
     Args:
-        connections: of the ranks, in their order; owned from now on.
+        connections: the ranks' connections, in the order of ranks, which the hub owns from now on.
     """
 
     def __init__(self, connections: list[socket.socket]) -> None:
@@ -221,14 +222,14 @@ class Hub:
         self.thread.start()
 
     def cut(self) -> None:
-        """End all connections. Never blocks."""
+        """End all connections. This never blocks."""
         self._sockets.cut()
 
     def _serve(self) -> None:
         try:
             while self._open:
                 ready = [key.data for key, _ in self._selector.select(self._patience_s())]
-                for rank in ready:  # first of all who is gone: what the others call may be in vain
+                for rank in ready:  # lost ranks first: the calls of others may wait for them in vain
                     self._take_in(rank)
                 for rank in ready:
                     self._judge_all(rank)
@@ -243,7 +244,9 @@ class Hub:
         return None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), PATIENCE_S_MAX)
 
     def _take_in(self, rank: int) -> None:
-        """What has come from a rank; the end of its connection ends what it said before, too."""
+        """Read what has come from a rank; if its connection has ended, the requests it sent before are void,
+        too.
+        """
         buffer = self._buffers[rank]
         try:
             while len(buffer) < MESSAGE_BYTES_MAX:
@@ -258,7 +261,7 @@ class Hub:
             self._announce(self._lose(rank))
 
     def _judge_all(self, rank: int) -> None:
-        """What has come from a rank, as long as it is there."""
+        """Judge the requests that have come from a rank."""
         try:
             while rank in self._open and (request := take_request(self._buffers[rank])) is not None:
                 self._announce(self._judge(rank, request))
@@ -281,12 +284,12 @@ class Hub:
         return self._referee.lose(rank)
 
     def _announce(self, rulings: Iterable[Ruling]) -> None:
-        """Send them; to rank 0 last, for what it does then may end all connections."""
+        """Send rulings; to rank 0 last, because its reaction may end all connections."""
         pending = deque(sorted(rulings, key=lambda ruling: ruling.rank == 0))
         while pending:
             ruling = pending.popleft()
             if ruling.rank in self._open and not self._send(ruling):
-                # It reads nothing, or is gone: nobody shall wait for it.
+                # The rank reads nothing, or is gone: the others must not wait for it.
                 pending.extendleft(self._lose(ruling.rank))
 
     def _send(self, ruling: Ruling) -> bool:
@@ -298,11 +301,11 @@ class Hub:
 
 
 def join(membership: Membership, abort: AbortSignal) -> Link:
-    """Connect the ranks of a group that is being configured; blocks until all are there.
+    """Connect the ranks of a group that is being configured; block until all are there.
 
     Raises:
-        ProcessGroupAbortedError: aborted meanwhile.
-        ProcessGroupError: they did not come in time.
+        ProcessGroupAbortedError: the group was aborted during the wait.
+        ProcessGroupError: a rank did not come in time.
     """
     address = StoreAddress(membership.store.server, f"{membership.store.prefix}/checking")
     store = AbortableStore(address, membership.timeout)
@@ -324,8 +327,8 @@ def join(membership: Membership, abort: AbortSignal) -> Link:
 
 
 def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
-    """Rank 0: be found, and take everybody's connection."""
-    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which only who checks shall pay
+    """Publish rank 0's address, and accept the connections of all other ranks."""
+    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which only this needs
 
     host = local_host_towards(membership.store.server.host, membership.store.server.port)
     deadline_s = time.monotonic() + membership.timeout.total_seconds()
@@ -358,7 +361,7 @@ def _left_s(deadline_s: float, membership: Membership, connections: Iterable[int
 
 
 def _greeted(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None for a stranger."""
+    """Return the rank that has connected; None for a stranger."""
     connection.settimeout(HELLO_SECONDS_MAX)
     with contextlib.suppress(OSError):
         secret, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
@@ -369,8 +372,8 @@ def _greeted(connection: socket.socket, token: bytes) -> int | None:
 
 
 def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
-    """Any other rank: find rank 0."""
-    from lighthouse.net import connect_tcp  # noqa: PLC0415 - see `_gather`
+    """Connect any other rank to rank 0."""
+    from lighthouse.net import connect_tcp  # noqa: PLC0415 - it loads gRPC
 
     address, token = _read_referee(store.get("referee"))
     connection = connect_tcp(address, membership.timeout.total_seconds(), sockets.add)
@@ -381,7 +384,7 @@ def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> L
 
 
 def _read_referee(data: bytes) -> tuple[Address, bytes]:
-    """Where rank 0 has said that it listens, and the secret."""
+    """Decode the address at which rank 0 listens, and the secret."""
     try:
         match json.loads(data):
             case [str(host), int(port), str(token)] if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:

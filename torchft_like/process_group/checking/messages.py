@@ -1,8 +1,8 @@
-"""What the ranks and the referee say to each other, as bytes.
+"""The messages between the ranks and the referee, as bytes.
 
-A header of fixed size, then JSON of bounded length: a statement, or what is wrong with a call. Nothing that
-arrives is trusted: what does not read as one of these messages raises ValueError, and the rank that sent it
-is treated as lost.
+A message is a header of fixed size and JSON of bounded length: a statement, or what is wrong with a call. No
+message is trusted: bytes that are none of these messages raise ValueError, and the rank that sent it is
+treated as lost.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torchft_like.agreement.rules import Disagreement
 
 CALL, OVERDUE = 1, 2
 BODY_BYTES_MAX = 4 * 1024 * 1024
-REQUEST = struct.Struct("<BQdI")  # what, ticket, timeout (seconds), length of the body
+REQUEST = struct.Struct("<BQdI")  # kind, ticket, timeout (seconds), length of the body
 MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
-RULING = struct.Struct("<QI")  # ticket, length of the body; none means that the call may run
+RULING = struct.Struct("<QI")  # ticket, length of the body; an empty body means that the call may run
 
 
 @dataclass(frozen=True)
 class Request:
-    """From a rank: a call, or that it has waited long enough for one."""
+    """A rank's message: a call, or that it has waited for one longer than its timeout."""
 
     kind: int
     ticket: int
@@ -32,7 +32,7 @@ class Request:
     body: bytes = b""
 
     def encode(self) -> bytes:
-        """On the wire."""
+        """Encode the message."""
         return REQUEST.pack(self.kind, self.ticket, self.timeout_s, len(self.body)) + self.body
 
 
@@ -40,7 +40,7 @@ def take_request(buffer: bytearray) -> Request | None:
     """Cut the first message off what has arrived; None while it is incomplete.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no message.
     """
     if len(buffer) < REQUEST.size:
         return None
@@ -55,12 +55,12 @@ def take_request(buffer: bytearray) -> Request | None:
 
 
 def encode_ruling(ticket: int, body: bytes) -> bytes:
-    """To a rank: what becomes of its call."""
+    """Encode a ruling about the call with this ticket, for its rank."""
     return RULING.pack(ticket, len(body)) + body
 
 
 def encode_problem(problem: Problem | None) -> bytes:
-    """The body of a ruling."""
+    """Encode the body of a ruling."""
     if problem is None:
         return b""
     if isinstance(problem, Disagreement):
@@ -70,7 +70,7 @@ def encode_problem(problem: Problem | None) -> bytes:
 
 
 def decode_problem(body: bytes) -> Problem | None:
-    """What the referee found.
+    """Decode the body of a ruling; None means that the call may run.
 
     Raises:
         ValueError: the body describes no problem.

@@ -15,17 +15,18 @@ from torchft_like.agreement.statements import Statement
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.work import FOREVER, NOTHING, ExplainedOperation, Operation
 
-SILENCE_S_MAX = 5.0  # by how much the referee may miss a deadline before it counts as gone
+SILENCE_S_MAX = 5.0  # seconds by which the referee may miss a deadline before it counts as gone
 
 
 class CheckedOperation(ExplainedOperation):
-    """One that may not have started yet; then it is what the backend's operation is.
+    """An operation that may not have started yet; once it has, it behaves as the backend's operation.
 
     Args:
-        statement: what it is.
-        timeout: of a wait that has no deadline.
-        overdue: what to do when a thread has waited that long before it has started; a ruling follows.
-        devices: other than the CPU, where its tensors live.
+        statement: the description of the call.
+        timeout: the limit of a wait that has no deadline.
+        overdue: called when a thread has waited that long and the operation has not started; a ruling
+          follows.
+        devices: the devices other than the CPU on which its tensors live.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class CheckedOperation(ExplainedOperation):
         return self._statement.text()
 
     def follow(self, operation: Operation | None) -> None:
-        """It has started, and is now what `operation` is; None where it is over."""
+        """Behave as `operation` from now on, because the call has started; None if it is over."""
         self._inner = operation or self._inner
         self._settle()
 
     def refuse(self, error: Exception) -> None:
-        """It will not start."""
+        """Fail with this error: the operation will not start."""
         self._refused = error
         self._settle()
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it is done.
+        """Block until the operation is over.
 
         Raises:
             CollectiveMismatchError: the ranks do not agree on it.
-            CollectiveTimeoutError: a rank has not come.
+            CollectiveTimeoutError: a rank has not made its call in time.
             RuntimeError: the backend failed, or `deadline` has passed.
         """
         self._await_ruling(deadline)
@@ -72,23 +73,23 @@ class CheckedOperation(ExplainedOperation):
         self._inner.wait(deadline)
 
     def is_over(self) -> bool:
-        """Whether it was refused, or has started and is over."""
+        """Return whether the operation was refused, or has started and is over."""
         return self._ruled.is_set() and self._inner.is_over()
 
     def error(self) -> Any:
-        """The refusal, or the backend's error."""
+        """Return the refusal, or the backend's error."""
         return self._refused or self._inner.error()
 
     def is_success(self) -> bool:
-        """Whether it has started, is over, and has not failed."""
+        """Return whether the operation has started, is over, and has not failed."""
         return self._ruled.is_set() and self._refused is None and self._inner.is_success()
 
     def result(self) -> list[Any]:
-        """The output tensors, once it has started."""
+        """Return the output tensors, once the operation has started."""
         return self._inner.result()
 
     def future(self) -> Future[Any]:
-        """Completes as the backend's does, or with the refusal."""
+        """Return a future that completes as the backend's does, or with the refusal."""
         future: Future[Any] = Future(devices=self._devices)
         with self._lock:
             is_ruled = self._ruled.is_set()
@@ -99,17 +100,19 @@ class CheckedOperation(ExplainedOperation):
         return future
 
     def synchronize(self) -> None:
-        """Make the current stream wait; blocks until the operation has started."""
+        """Make the current stream wait; block until the operation has started."""
         self._await_ruling(FOREVER)
         self._inner.synchronize()
 
     def block_current_stream(self) -> None:
-        """As `synchronize`."""
+        """Make the current stream wait, as the backend's work does under this name; block until it has
+        started.
+        """
         self._await_ruling(FOREVER)
         self._inner.block_current_stream()
 
     def source_rank(self) -> int:
-        """The sender, once it has started."""
+        """Return the sender's rank, once the operation has started."""
         return self._inner.source_rank()
 
     def _settle(self) -> None:
@@ -145,7 +148,7 @@ class CheckedOperation(ExplainedOperation):
 def _hand_on(done: Future[Any], future: Future[Any]) -> None:
     try:
         value = done.value()
-    except Exception as error:  # noqa: BLE001 - it goes where the result would have gone
+    except Exception as error:  # noqa: BLE001 - the future passes it on
         future.set_exception(error)
     else:
         future.set_result(value)
