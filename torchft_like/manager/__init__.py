@@ -1,4 +1,4 @@
-"""The Manager and what it is made of.
+"""The Manager and its parts.
 
 `step`, `group` and `assignment` decide and are pure; `manager`, `server` and the links act.
 """

@@ -1,4 +1,4 @@
-"""What a quorum means for one rank of one replica group. Pure: the same quorum, the same answer.
+"""The part of one rank of one replica group in a quorum. Pure: the same quorum gives the same answer.
 
 Every replica group computes this for itself from the member list that the lighthouse sends to all,
 so the rules must be a function of that list alone. They are torchft's, with these differences.
@@ -6,7 +6,7 @@ so the rules must be a function of that list alone. They are torchft's, with the
 * Replicas are up to date when both their step and the quorum in which they committed it are the newest.
   A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
   the next one; the two states differ although their steps are equal.
-* Where replicas say what their state looks like (`divergence.comparison`), those that differ from the rest
+* If replicas report fingerprints of their state (`divergence.comparison`), those that differ from the rest
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
 """
@@ -21,7 +21,7 @@ from torchft_like.divergence.comparison import Divergence, compare
 
 
 class QuorumMemberLike(Protocol):
-    """A member as it stands in a quorum; the wire message fits."""
+    """A member of a quorum; the wire message has this interface."""
 
     @property
     def replica_id(self) -> str: ...
@@ -45,24 +45,24 @@ _replica_id = attrgetter("replica_id")
 
 
 class NotAMemberError(ValueError):
-    """The replica asked about is not in the quorum."""
+    """The replica that was asked about is not in the quorum."""
 
 
 class QuorumResult(NamedTuple):
     """One rank's view of a quorum; names and meaning as in torchft's ManagerQuorumResponse.
 
     Attributes:
-        replica_rank: position among all members, also this rank's rank in the process group.
-        replica_world_size: number of members.
-        max_replica_rank: position among the up-to-date members; None for one that heals.
-        max_world_size: number of up-to-date members.
-        max_step: step of the up-to-date members.
-        heal: this member must fetch state from `recover_src_manager_address`.
+        replica_rank: the position among all members, which is also this rank's rank in the process group.
+        replica_world_size: the number of members.
+        max_replica_rank: the position among the up-to-date members; None for a member that heals.
+        max_world_size: the number of up-to-date members.
+        max_step: the step of the up-to-date members.
+        heal: whether this member must fetch state from `recover_src_manager_address`.
         recover_dst_replica_ranks: members that fetch their state from this one.
         store_address: host:port of the store for the process group's rendezvous.
         divergence: members whose state differs from that of others after the same step, if any.
-        reconfigure_handles: of all members in the order of their ranks, what the process group of this
-            group rank is reached by, "" for one that gave none; empty where none did.
+        reconfigure_handles: for each member in the order of ranks, the handle of the process group of this
+          group rank, "" if it gave none; empty if no member gave one.
     """
 
     quorum_id: int
@@ -84,7 +84,7 @@ class QuorumResult(NamedTuple):
 
     @property
     def healing_ranks(self) -> frozenset[int]:
-        """Positions of the healing members among all."""
+        """The positions of the healing members among all."""
         return frozenset(map(self.replica_ids.index, self.healing_replica_ids))
 
 
@@ -95,10 +95,10 @@ def assign(
     group_rank: int,
     init_sync: bool,
 ) -> QuorumResult:
-    """The part of `group_rank` of replica group `replica_id` in a quorum.
+    """Compute the part of `group_rank` of replica group `replica_id` in a quorum.
 
     Args:
-        init_sync: at step 0, when no state is newer than another, all heal from one member.
+        init_sync: whether all members heal from one at step 0, when no state is newer than another.
 
     Raises:
         NotAMemberError: the quorum does not contain `replica_id`.
@@ -119,7 +119,7 @@ def assign(
         up_to_date = [rank for rank in up_to_date if replica_ids[rank] not in wrong]
     primary = up_to_date[group_rank % len(up_to_date)]
     commit_failures = max([member.commit_failures for member in members])
-    first = commit_failures % len(up_to_date)  # another one may have what the last one could not give
+    first = commit_failures % len(up_to_date)  # after a failed step another source may work
     sources = up_to_date[first:] + up_to_date[:first]
     if is_first:
         del sources[1:]
@@ -147,7 +147,7 @@ def assign(
 
 
 def none_if_empty(handles: Sequence[str]) -> tuple[str, ...]:
-    """The handles of process groups, or none at all where each is empty."""
+    """Return the handles of process groups, or an empty tuple if each of them is empty."""
     return tuple(handles) if any(handles) else ()
 
 
@@ -157,9 +157,9 @@ def _handle(member: QuorumMemberLike, group_rank: int) -> str:
 
 
 def _pair(healing: Sequence[int], sources: Sequence[int]) -> dict[int, int]:
-    """Spread the healing members over the sources, all ranks of a group alike.
+    """Spread the healing members over the sources, in the same way for all ranks of a group.
 
-    Tensor parallel ranks hold copies of the same tensor, which must come from one group; and what gathers the
-    state of a group from its ranks needs all of them.
+    Tensor parallel ranks hold copies of the same tensor, which must come from one group, and code that
+    gathers the state of a group from its ranks needs all of them.
     """
     return {rank: sources[i % len(sources)] for i, rank in enumerate(healing)}

@@ -1,4 +1,4 @@
-"""One attempt at a step, as the threads that take part in it see it.
+"""One attempt at a step, shared by the threads that take part in it.
 
 The coordination loop delivers the quorum, the quorum worker prepares the process group, the training
 thread waits at two gates in this order:
@@ -6,7 +6,7 @@ thread waits at two gates in this order:
     agreed      the quorum is known
     configured  collectives may be issued (or the attempt has failed)
 
-An attempt that cannot go on opens all gates at once with an error for whoever waits.
+An attempt that cannot go on opens all gates at once, with an error for the threads that wait.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from torchft_like.manager.step import Plan
 
 
 class Attempt:
-    """Shared state of one attempt. Each field is written by one thread, and most before a gate opens."""
+    """The shared state of one attempt. One thread writes each field, most of them before a gate opens."""
 
     def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
         self.allow_heal = allow_heal
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
         self.pending_collectives: Pending = {}
-        self.report: Report | None = None  # told of their errors
+        self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
-        self.source_metadata: str | None = None  # where a peer's state can be had, once that is known
-        self.is_exchanging = False  # it waits for a peer's state, or sends its own
-        self.has_exchanged = False  # as the group's other ranks do, and one may take longer
+        self.source_metadata: str | None = None  # where a peer's state can be fetched, once that is known
+        self.is_exchanging = False  # the training thread waits for a peer's state, or sends its own
+        # it has exchanged state, as the group's other ranks do, and one of those may take longer
+        self.has_exchanged = False
         self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
         self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
-        self.is_left_out = False  # of the quorum, until a link works again: no reason to give up
+        # the quorum leaves this group out until a link works again, which is no reason to give up
+        self.is_left_out = False
         self._plan: Plan | None = None
         self._quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
-        self._is_configured = False  # as the event says, which is asked before every collective
+        self._is_configured = False  # the event's value, which is read before every collective
         self._decided = threading.Event()
         self.device = torch.accelerator.current_device_index() if devices.is_in_use() else None
 
@@ -57,12 +59,12 @@ class Attempt:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether there is no quorum, and has not been for the timeout."""
+        """Whether the timeout has passed without a quorum."""
         is_late = time.monotonic() > self.began + self._quorum_timeout_s
         return is_late and not self.is_agreed and not self.is_left_out
 
     def agree(self, result: QuorumResult, plan: Plan | None = None) -> None:
-        """The quorum is known, and what has to be done before it can be used."""
+        """Record the quorum, and what has to be done before it can be used."""
         self.result, self._plan = result, plan
         self._agreed.set()
 
@@ -77,22 +79,22 @@ class Attempt:
         return self._is_configured
 
     def take_plan(self) -> Plan | None:
-        """What has to be done, for the first who asks."""
+        """Return what has to be done before the quorum can be used, to the first caller only."""
         plan, self._plan = self._plan, None
         return plan
 
     def open_configured(self) -> None:
-        """Collectives may be issued, and nothing more happens in the background."""
+        """Let collectives be issued: nothing more happens in the background."""
         self._is_configured = True
         self._configured.set()
 
     def decide(self, verdict: Verdict) -> None:
-        """The group's verdict."""
+        """Record the group's verdict."""
         self.verdict = verdict
         self._decided.set()
 
     def fail(self, error: Exception) -> None:
-        """The attempt cannot go on; whoever waits gets the error."""
+        """End the attempt with an error, which every waiting thread gets."""
         self.error = self.error or error
         for gate in (self._agreed, self._configured, self._decided):
             gate.set()
@@ -101,7 +103,7 @@ class Attempt:
         """Wait until collectives may be issued.
 
         Raises:
-            QuorumTimeoutError: no quorum within the timeout; `describe` tells of the circumstances.
+            QuorumTimeoutError: there is no quorum within the timeout; `describe` returns the circumstances.
         """
         if not self._is_configured:
             self._wait_agreed(describe)
@@ -118,7 +120,7 @@ class Attempt:
                 self.is_synchronizing = False
 
     def wait_decided(self, timeout_s: float) -> Verdict | None:
-        """The group's verdict, or None when there is none within the timeout."""
+        """Wait for the group's verdict and return it; None if there is none within the timeout."""
         self.is_deciding = True
         try:
             self._decided.wait(timeout_s)
@@ -138,6 +140,6 @@ class Attempt:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise why the attempt cannot go on, if so."""
+        """Raise the error that ended the attempt, if there is one."""
         if self.error is not None:
             raise self.error

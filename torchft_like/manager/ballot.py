@@ -1,8 +1,9 @@
-"""How the ranks of one replica group decide together: does a step commit, and do they leave after it.
+"""The common decisions of the ranks of one replica group: whether a step commits, and whether they leave
+after it.
 
-A rank that is asked to stop while another has already begun the next step could not leave without
-spoiling that one. So a rank only wishes to stop: its next vote says so, and the verdict on that
-step, which every rank gets, makes it true for all of them at the same place in the script.
+A rank that is asked to stop while another has already begun the next step could not leave without spoiling
+that step. So the rank puts its wish to stop into its next vote, and the verdict on that step, which every
+rank gets, stops all of them at the same place in the script.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Ballot:
     """One rank's part in the votes of its replica group.
 
     Attributes:
-        stop_agreed: the group leaves: the last verdict said so.
+        stop_agreed: whether the group leaves, by the last verdict.
     """
 
     def __init__(self, config: ManagerConfig, link: RankLink, driver: QuorumDriver) -> None:
@@ -32,13 +33,13 @@ class Ballot:
         self._driver = driver
 
     def request_stop(self) -> None:
-        """Ask for it; a rank without others need not wait for a vote. Safe in a signal handler."""
+        """Ask the group to stop; a rank without others need not wait for a vote. Safe in a signal handler."""
         self._stop_wanted = True
         self._driver.asked_to_stop()
         self.stop_agreed = self.stop_agreed or self._config.group_world_size == 1
 
     def decide(self, attempt: Attempt, step: int, vote: bool, timeout: timedelta | float | None) -> bool:
-        """Whether the step commits, the same on every rank.
+        """Return whether the step commits, which is the same on every rank.
 
         Raises:
             GroupLostError: a rank is gone, or did not vote within the timeout.
@@ -51,7 +52,7 @@ class Ballot:
             bound_s += self._config.timeout_s
         verdict = attempt.wait_decided(bound_s)
         if verdict is None:
-            # The others may have been told either; a guess could make the ranks of this group differ.
+            # The others may have been told either verdict; a guess could make the ranks of this group differ.
             error = GroupLostError(
                 f"not all ranks of replica group {self._link.replica_id} voted on step {step} within "
                 f"{bound_s:g} s; restart all ranks of this replica group"

@@ -18,13 +18,14 @@ from torchft_like.manager.rank_link import quorum_result_from_wire
 
 
 class ManagerClient:
-    """Unary calls to the ManagerServer at `addr` (`http://host:port`).
+    """A client of the ManagerServer at `addr` (`http://host:port`), for its unary calls.
 
-    Every call connects if need be, and raises ConnectError when the server cannot be reached or does not
+    Every call connects if necessary, and raises ConnectError when the server cannot be reached or does not
     answer in time.
 
     Args:
-        connect_timeout: without effect, as each call has a timeout of its own. torchft connects here.
+        connect_timeout: without effect, as each call has a timeout of its own; torchft's client connects in
+          its constructor.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -43,7 +44,7 @@ class ManagerClient:
         init_sync: bool = True,
         reconfigure_handle: str = "",
     ) -> QuorumResult:
-        """Join with one rank and wait for the quorum."""
+        """Join with one rank, and wait for the quorum."""
         request = pb.ManagerQuorumRequest(
             group_rank=group_rank,
             step=step,
@@ -57,13 +58,13 @@ class ManagerClient:
         return quorum_result_from_wire(response)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """Where the state of that group rank can be fetched."""
+        """Return where the state of that group rank can be fetched."""
         request = pb.CheckpointMetadataRequest(rank=rank)
         response = self._call(wire.CHECKPOINT_METADATA, request, pb.CheckpointMetadataResponse, timeout)
         return str(response.checkpoint_metadata)
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
-        """Vote with one rank and wait for the group's verdict."""
+        """Vote with one rank, and wait for the group's verdict."""
         request = pb.ShouldCommitRequest(group_rank=group_rank, step=step, should_commit=should_commit)
         response = self._call(wire.SHOULD_COMMIT, request, pb.ShouldCommitResponse, timeout)
         return bool(response.should_commit)

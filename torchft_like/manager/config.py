@@ -1,4 +1,4 @@
-"""What a Manager was told, by whoever operates the job, by the script, or by nobody.
+"""The settings of a Manager, from the operator of the job, from the script, or by default.
 
 `TORCHFT_*` variables beat arguments: the operator of a job cannot reach the arguments that a library passes.
 Arguments beat the variables of the launcher (RANK, MASTER_ADDR, ...): a script may make several groups.
@@ -26,7 +26,7 @@ TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
-SECONDS_MAX = 10 * 365 * 24 * 3600.0  # clocks and timers of the system end somewhere above this
+SECONDS_MAX = 10 * 365 * 24 * 3600.0  # the system's clocks and timers take no more
 PORT_MAX = 65535
 
 
@@ -53,15 +53,16 @@ class ManagerConfig:
     """Resolved and validated settings of one Manager.
 
     Attributes:
-        timeout_s: bound on a collective (None: the process group's own), a vote, a state transfer.
-        quorum_timeout_s: bound on waiting for a quorum, lighthouse outages included.
-        connect_timeout_s: bound on the first contact with lighthouse and ManagerServer.
-        lighthouse: None on ranks other than 0, which never speak to it.
-        store: the replica group's TCPStore; None when rank 0 shall make one.
-        host: what this process binds to and advertises.
+        timeout_s: the limit of a collective, of a vote and of a state transfer, in seconds.
+        quorum_timeout_s: the limit of a wait for a quorum, in seconds, lighthouse outages included.
+        connect_timeout_s: the limit of the first contact with the lighthouse and the ManagerServer, in
+          seconds.
+        lighthouse: the lighthouse's address; None on ranks other than 0, which never call it.
+        store: the replica group's TCPStore; None if rank 0 has to make one.
+        host: the address that this process binds to and advertises.
         replica_id: the user's name for the group, made unique for this incarnation.
-        incarnation: what distinguishes this start of the group from earlier ones on the same store.
-        sources: each setting with its value and where it came from, for the log.
+        incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
+        sources: each setting with its value and its source, for the log.
     """
 
     timeout_s: float
@@ -82,10 +83,10 @@ class ManagerConfig:
 
 
 def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerConfig:
-    """Settle every setting.
+    """Resolve every setting.
 
     Raises:
-        ConfigError: a value is missing or not of its type; names the argument and the variable.
+        ConfigError: a value is missing or not of its type; the text names the argument and the variable.
         AddressError: an address is malformed.
     """
     given = _Settings(environ)
@@ -121,7 +122,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
 
 
 def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> timedelta:
-    """torchft's helper: the seconds that a variable gives, or else the default.
+    """Return the seconds that a variable's text gives, or the default if it is None (torchft's helper).
 
     Raises:
         ConfigError: the text is not a number of seconds above 0.
@@ -131,10 +132,10 @@ def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> 
 
 
 def seconds_of(value: timedelta | float, name: str) -> float:
-    """A duration in seconds.
+    """Convert a duration to seconds.
 
     Raises:
-        ConfigError: it is not a positive number, or of more than ten years.
+        ConfigError: the duration is not a positive number, or more than ten years.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
@@ -171,7 +172,10 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
 
 
 def _host(hostname: str | None, lighthouse: Address | None, store: Address | None) -> str:
-    """Given, or else the interface that leads to the lighthouse: loopback for a loopback lighthouse."""
+    """Return the host to bind to: the given one, or else the interface that leads to the lighthouse.
+
+    For a lighthouse on a loopback address that is the loopback interface.
+    """
     if hostname:
         return parse_host(hostname, "hostname")
     towards = lighthouse or store
@@ -185,15 +189,15 @@ def _port(number: int, name: str) -> int:
 
 
 class _Settings:
-    """Looks settings up, and keeps for the log where each one came from."""
+    """Looks settings up, and records the source of each one for the log."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        # An operator who blanks a variable wants what holds without it.
+        # A TORCHFT_* variable that is set to an empty text counts as unset.
         self.environ = {k: v for k, v in environ.items() if v or not k.startswith(_OPERATORS)}
         self.sources: list[str] = []
 
     def text(self, argument: str | None, name: str, variable: str) -> str | None:
-        """None where neither is given; an empty text is none."""
+        """Return a text; None if neither source gives one. An empty text counts as none."""
         return self._first(argument or None, name, variable, str, default=None) or None
 
     def integer(self, argument: int | None, name: str, variable: str, default: int) -> int:

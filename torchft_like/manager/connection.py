@@ -1,4 +1,4 @@
-"""How a rank gets its line: rank 0 starts the ManagerServer, the others find it."""
+"""How a rank gets its connection: rank 0 starts the ManagerServer, the others find it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torchft_like.manager.server import ManagerServer
 def connect(
     config: ManagerConfig, listener: LocalListener, heartbeat_interval: timedelta
 ) -> tuple[RankLink, TCPStore]:
-    """The line of this rank, and the store of its replica group, which lives as long as it is held.
+    """Return the connection of this rank, and the store of its replica group, which lives as long as it is
+    held.
 
     Raises:
-        ConnectError, BindError: see `ManagerServer`, `SessionLink` and `open_group_store`.
+        ConnectError, BindError: a server could not be reached in time, or could not listen.
     """
     store, store_address = open_group_store(config)
     if config.group_rank > 0:
@@ -42,5 +43,5 @@ def connect(
         publish_manager(store, config, server.address())
         return server.attach_local_rank(config.group_rank, listener), store
     except BaseException:
-        server.close()  # the lighthouse knows it already, and would wait for it
+        server.close()  # the lighthouse knows the server already, and would wait for it
         raise

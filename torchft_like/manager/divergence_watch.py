@@ -1,7 +1,8 @@
-"""What a rank does about divergence: it says what its state looks like, and hears who differs.
+"""One rank's part in the watch for divergence: it sends fingerprints of its state, and learns which replicas
+differ.
 
-Who differs and who heals is decided by all members alike, from the quorum (`assignment`). Here it is
-reported, and decided whether this replica can go on. The watch knows neither threads nor the wire.
+All members decide alike, from the quorum, which replicas differ and which heal (`assignment`). This module
+reports that, and decides whether this replica can go on. It knows neither threads nor the wire.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ HEALS_IN_VAIN_MAX = 3
 
 
 class DivergenceWatch:
-    """`take` is called on the training thread, `quorum` on the coordination loop; they share `fingerprint`.
+    """The training thread calls `take`, the coordination loop `quorum`; they share `fingerprint`.
 
     Attributes:
-        fingerprint: of the state; None while nothing is watched, and then nothing is computed.
+        fingerprint: the fingerprint of the state; None while nothing is watched, and then nothing is
+          computed.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -31,11 +33,11 @@ class DivergenceWatch:
         self._healed_at = -1
 
     def take(self, step: int) -> PendingFingerprint | None:
-        """Begin to compute what the join for this step says of the state."""
+        """Begin to compute the fingerprint of the state for the join of this step."""
         return None if self.fingerprint is None else self.fingerprint.take(step)
 
     def quorum(self, result: QuorumResult, allow_heal: bool) -> DivergenceError | None:
-        """A quorum was formed: tell of those who differ. Returns why this replica cannot go on, if so."""
+        """Report the replicas that differ in a new quorum; return the error if this replica cannot go on."""
         self._tell(result.divergence)
         if self.fingerprint is None:
             return None
@@ -44,7 +46,7 @@ class DivergenceWatch:
         return self._incurable(result, self.fingerprint) if allow_heal else None
 
     def _tell(self, divergence: Divergence | None) -> None:
-        """What nothing is done about is not repeated in every step."""
+        """Report a divergence; one that nothing is done about is not repeated in every step."""
         last, self._last = self._last, divergence
         if divergence is None or (divergence == last and not divergence.heals):
             return
@@ -71,7 +73,9 @@ class DivergenceWatch:
         )
 
     def _incurable(self, result: QuorumResult, fingerprint: StateFingerprint) -> DivergenceError | None:
-        """A replica that heals again and again costs its peers more than it gives them."""
+        """Return an error for a replica that heals again and again: it costs its peers more than it
+        contributes.
+        """
         divergence, own_id = result.divergence, result.replica_ids[result.replica_rank]
         if divergence is None or not divergence.heals or own_id not in divergence.replica_ids:
             return None

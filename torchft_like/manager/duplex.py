@@ -1,4 +1,6 @@
-"""A bidirectional gRPC stream from the caller's side: say without waiting, hear one by one."""
+"""A bidirectional gRPC stream from the caller's side: sending never waits, and messages are read one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ Response = TypeVar("Response")
 
 
 class MalformedMessageError(ConnectError):
-    """The other side sent bytes that are no message, or one that makes no sense."""
+    """The other side sent bytes that are no message, or a message that makes no sense."""
 
 
 class DuplexCall(Generic[Request, Response]):
     """One call of a stream-stream method; made and used on the event loop.
 
     Args:
-        method: full name, `/package.Service/Method`.
-        request_type, response_type: message classes.
+        method: the full name, `/package.Service/Method`.
+        request_type, response_type: the classes of the messages.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class DuplexCall(Generic[Request, Response]):
         self._queue.put_nowait(request)
 
     async def read(self) -> Response | None:
-        """The next message; None when the other side has ended the call in good order.
+        """Return the next message; None if the other side has ended the call in good order.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.
-            MalformedMessageError: what came is no message; nothing after it can be relied upon.
+            MalformedMessageError: the received bytes are no message; nothing after them can be relied upon.
         """
         response: Any = await self._call.read()
         if response is None:
@@ -57,13 +59,13 @@ class DuplexCall(Generic[Request, Response]):
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
     async def close(self) -> None:
-        """End the call, whatever state it is in."""
+        """End the call, in whatever state it is."""
         self._call.cancel()
         self._writer.cancel()
         await asyncio.wait([self._writer])
 
     async def _write(self) -> None:
-        # An error here is one of the whole call, and whoever reads from it gets it.
+        # An error here is an error of the whole call, and the reader gets it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._call.write(await self._queue.get())

@@ -1,4 +1,4 @@
-"""What `Manager.errored` returns: the error that spoilt a step, as scripts of torchft read it."""
+"""The value of `Manager.errored`: the error that spoilt a step, in the form that scripts of torchft read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import traceback
 
 
 class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
-    """An error and where it was raised. Raised itself, it shows the error as its cause.
-
-    Two of the same error are equal, because `errored` makes one whenever it is asked.
+    """An error and where it was raised. If it is raised itself, it shows the error as its cause. Two
+    instances with the same error are equal, because `errored` makes one at every call.
 
     Attributes:
         original_exception: the error.

@@ -1,4 +1,4 @@
-"""The replica group as one voice: pure core of the ManagerServer.
+"""The replica group as one participant: the pure core of the ManagerServer.
 
 Ranks ask for a quorum and vote on steps; the lighthouse knows only the group. This core gathers
 the ranks' joins into one, turns the lighthouse's quorum into one result per rank, and their votes
@@ -55,11 +55,11 @@ class GroupJoin(NamedTuple):
     commit_quorum_id: int
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
-    reconfigure_handles: tuple[str, ...] = ()  # by group rank; none where no rank gave one
+    reconfigure_handles: tuple[str, ...] = ()  # by group rank; empty if no rank gave one
 
 
 class BrokenLinks(NamedTuple):
-    """Effect: tell the lighthouse which replica groups cannot be reached, all of them."""
+    """Effect: tell the lighthouse which replica groups, all of them, cannot be reached."""
 
     unreachable: tuple[str, ...]
 
@@ -72,10 +72,10 @@ class RankQuorum(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the group decided on a step, the same for every rank.
+    """The group's decision on a step, the same for every rank.
 
     Attributes:
-        stop: a rank was asked to stop: all leave after this step, none a step later than another.
+        stop: whether a rank was asked to stop: all leave after this step, none a step later than another.
     """
 
     step: int
@@ -91,11 +91,7 @@ class RankVerdict(NamedTuple):
 
 
 class LossNotice(NamedTuple):
-    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up.
-
-    Attributes:
-        unknown: fields of the lighthouse's message that this version does not know.
-    """
+    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up."""
 
     quorum_id: int
     replica_id: str
@@ -105,7 +101,9 @@ class LossNotice(NamedTuple):
 
 
 class LeftOutNotice(NamedTuple):
-    """Effect: tell every rank that a quorum does without this group: it and these cannot reach each other."""
+    """Effect: tell every rank that a quorum leaves this group out: it and these groups cannot reach each
+    other.
+    """
 
     quorum_id: int
     replica_id: str
@@ -116,8 +114,8 @@ class LeftOutNotice(NamedTuple):
 class StepLostNotice(NamedTuple):
     """Effect: tell the ranks that have not voted that the step in this quorum will not be committed.
 
-    Each may wait for a rank of another group that waits for one of this group, which has given up. Steps of
-    ranks may differ in number, where one has healed and another could not.
+    Each of them may wait for a rank of another group that waits for a rank of this group, which has given up.
+    The steps of ranks may differ in number, if one rank has healed and another could not.
     """
 
     group_ranks: tuple[int, ...]
@@ -125,9 +123,9 @@ class StepLostNotice(NamedTuple):
 
 
 class GroupLeftNotice(NamedTuple):
-    """Effect: tell the ranks that have begun another step that theirs cannot be done without the others.
+    """Effect: tell the ranks that have begun another step that they cannot do it without the others.
 
-    Nothing is said to the lighthouse: the group may be about to leave it in good order.
+    The lighthouse is not told: the group may be about to leave it in good order.
     """
 
     group_ranks: tuple[int, ...]
@@ -135,7 +133,7 @@ class GroupLeftNotice(NamedTuple):
 
 
 class GroupLostNotice(NamedTuple):
-    """Effect: tell every rank, and leave the lighthouse without a word."""
+    """Effect: tell every rank, and end the session with the lighthouse without a leave."""
 
     reason: str
 
@@ -156,7 +154,7 @@ Effect = (
 
 @dataclass
 class ReplicaGroup:
-    """State of one replica group of `world_size` ranks."""
+    """The state of one replica group of `world_size` ranks."""
 
     replica_id: str
     world_size: int
@@ -175,7 +173,7 @@ class ReplicaGroup:
         self._links = PeerLinks(self.replica_id)
 
     def rank_joined(self, join: RankJoin) -> list[Effect]:
-        """A rank asks for a quorum; the last one to ask makes the group's join."""
+        """Handle a rank's request for a quorum; the last rank's makes the group's join."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((join.group_rank,), self.lost_reason)]
         self._joins[join.group_rank] = join
@@ -204,18 +202,22 @@ class ReplicaGroup:
         return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
 
     def rank_withdrew(self, group_rank: int) -> None:
-        """A rank gave up waiting for a quorum; the group's join is open until it is replaced."""
+        """Handle a rank that gave up waiting for a quorum; the group's join stays open until it is
+        replaced.
+        """
         self._joins.pop(group_rank, None)
 
     def lighthouse_connected(self) -> list[Effect]:
-        """A session with the lighthouse is open, and it knows nothing of what was said before."""
+        """Handle a new session with the lighthouse, which knows nothing of what was sent before."""
         unreachable = tuple(self._links.unreachable)
         return [*([BrokenLinks(unreachable)] if unreachable else []), *self._say_join()]
 
     def quorum_formed(
         self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
     ) -> list[Effect]:
-        """The lighthouse announces a quorum; the round is 0 where it does not count them (torchft's own)."""
+        """Handle a quorum of the lighthouse; the round is 0 for torchft's lighthouse, which does not count
+        rounds.
+        """
         replica_ids = tuple(sorted([member.replica_id for member in participants]))
         if self._open_join is None or self.replica_id not in replica_ids:
             return []
@@ -240,23 +242,25 @@ class ReplicaGroup:
     def member_lost(
         self, quorum_id: int, replica_id: str, reason: str, is_alive: bool = False, unknown: bytes = b""
     ) -> list[Effect]:
-        """The lighthouse says that a member of a quorum is gone, or, alive, has given the quorum up.
+        """Handle the lighthouse's alarm that a member of a quorum is gone, or, alive, has given the quorum
+        up.
 
-        This group was away if it is that member, and hears of it alive.
+        If this group is that member, it was away, and is alive.
         """
         if quorum_id != self.last_quorum_id:
             return []
         is_own = replica_id == self.replica_id
         notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown)
-        if is_alive:  # why it gave the quorum up is not known: it may be a link
+        if is_alive:  # it may have given the quorum up for a broken link
             return [notice]
         return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
 
     def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
-        """A step in a quorum waits for other replica groups, and has for longer than others did.
+        """Handle a step in a quorum that waits for other replica groups, and has for longer than earlier
+        steps did.
 
         Args:
-            for_long: and for longer than most cuts last.
+            for_long: whether it has waited for longer than most network cuts last.
         """
         is_current = quorum_id == self.last_quorum_id and self._open_join is None
         if not is_current or self.lost_reason is not None:
@@ -266,7 +270,7 @@ class ReplicaGroup:
         return [*self._links.step_stalled()]
 
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
-        """Other replica groups were probed, and all but the `silent` gave an answer."""
+        """Handle the end of a probe: all replica groups but the `silent` ones have answered."""
         effects = self._settle(lambda: self._links.probed(probe, silent))
         out_of_reach = self._links.members_out_of_reach(since_quorum=True)
         can_be_left_out = out_of_reach and len(self.last_quorum_replica_ids) > 2
@@ -275,12 +279,14 @@ class ReplicaGroup:
         return [*effects, self._give_up(out_of_reach)]
 
     def _give_up(self, out_of_reach: Sequence[str]) -> LossNotice:
-        """The others will be told by the join that follows."""
+        """Give the quorum up; the join that follows tells the other replica groups."""
         reason = f"it waits, and cannot reach {', '.join(out_of_reach)}; check the network between them"
         return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)
 
     def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
-        """What follows from news of the links: a report, further probes, and the join if it had to wait."""
+        """Return what follows from news of the links: a report, further probes, and the join if it had to
+        wait.
+        """
         was_unsettled, before = self._links.is_unsettled, tuple(self._links.unreachable)
         probes = change()
         if self.lost_reason is not None:
@@ -290,13 +296,13 @@ class ReplicaGroup:
         return [*report, *probes, *(self._say_join() if was_unsettled else [])]
 
     def left_out(self, quorum_id: int, unreachable: Sequence[str], unknown: bytes = b"") -> list[Effect]:
-        """There is a quorum without this group, for links that do not work; its join stays open."""
+        """Handle a quorum without this group, for links that do not work; its join stays open."""
         if self._open_join is None:
             return []
         return [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable), unknown)]
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
-        """A rank is done with a step: the verdict that it wants."""
+        """Handle a rank's vote on a step: the verdict that it wants."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((group_rank,), self.lost_reason)]
         was_lost = any(not other.committed for other in self._votes.values())
@@ -316,13 +322,13 @@ class ReplicaGroup:
         return tuple(rank for rank in range(self.world_size) if rank not in self._votes)
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
-        """A rank has left between two steps, and with it the group."""
+        """Handle a rank that has left between two steps, and with it the group."""
         waiting = tuple(sorted(self._joins.keys() | self._votes.keys()))
         notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")
         return [GroupLeftNotice(waiting, notice.reason) for notice in notices]
 
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
-        """A rank's process is gone: its share of the model is too."""
+        """Handle a rank whose process is gone, and with it its part of the model."""
         return self._lose(f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}")
 
     def _lose(self, reason: str) -> list[GroupLostNotice]:
@@ -333,5 +339,5 @@ class ReplicaGroup:
         return [GroupLostNotice(reason)]
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
-        """Where that rank's state can be fetched, as it said when it last joined."""
+        """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)

@@ -1,4 +1,4 @@
-"""The TCPStore of one replica group: where its ranks find their ManagerServer.
+"""The TCPStore of one replica group, in which its ranks find their ManagerServer.
 
 Under torchrun the agent's store is used; otherwise rank 0 hosts it. The process groups that join
 one rank of every replica group meet in it too, so its address is part of the quorum.
@@ -23,11 +23,11 @@ PROBE_S = 1.0
 
 
 def open_group_store(config: ManagerConfig) -> tuple[TCPStore, Address]:
-    """The group's store and the address at which others reach it.
+    """Return the group's store, and the address at which others reach it.
 
     Raises:
         ConnectError: rank 0's store did not answer within `connect_timeout`.
-        BindError: rank 0 cannot listen where the store was said to be.
+        BindError: rank 0 cannot listen at the store's address.
     """
     if config.store is None:
         return _host(Address(config.host, 0), config)
@@ -38,15 +38,15 @@ def open_group_store(config: ManagerConfig) -> tuple[TCPStore, Address]:
 
 
 def publish_manager(store: TCPStore, config: ManagerConfig, address: str) -> None:
-    """Tell the other ranks where their ManagerServer is."""
+    """Publish the address of the ManagerServer for the other ranks."""
     store.set(_key(config), address)
 
 
 def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
-    """Where rank 0 said that the ManagerServer is.
+    """Wait for the address of the ManagerServer that rank 0 publishes, and return it.
 
     Raises:
-        ConnectError: rank 0 did not say so within `connect_timeout`.
+        ConnectError: rank 0 did not publish it within `connect_timeout`.
     """
     try:
         store.wait([_key(config)], timedelta(seconds=config.connect_timeout_s))
@@ -60,16 +60,17 @@ def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
 
 
 def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:
-    """`dist.init_process_group` in a part of the store that no earlier start of the group has written to.
+    """Start torch's default group in a part of the store that no earlier start of the group has written to.
 
-    torchrun keeps its store when it starts a group again, and torch's own rendezvous uses the same keys:
-    a rank would find the address of one that is dead, and fail or hang.
+    torchrun keeps its store when it starts a group again, and torch's own rendezvous uses the same keys: a
+    rank would find the address of a dead rank, and fail or hang.
 
     Args:
-        store: the group's.
-        incarnation: the same on all ranks of this start of the group, and different in every other.
-        config: of this rank.
-        backend: as torch takes it; None for its choice.
+        store: the group's store.
+        incarnation: a text that is the same on all ranks of this start of the group, and different in every
+          other.
+        config: the settings of this rank.
+        backend: the backend's name for torch; None for torch's choice.
     """
     dist.init_process_group(
         backend,
@@ -80,7 +81,8 @@ def start_default_group(store: Store, incarnation: str, config: ManagerConfig, b
 
 
 def _key(config: ManagerConfig) -> str:
-    # A restarted group may find the store of its predecessor: an old address must not be taken for a new one.
+    # A restarted group may find the store of its predecessor, whose address must not be taken for the new
+    # one.
     return f"torchft/manager/{config.incarnation}"
 
 

@@ -1,8 +1,8 @@
-"""The line from a ManagerServer to the lighthouse: a session that is always being kept open.
+"""The connection from a ManagerServer to the lighthouse: a session that is opened again whenever it ends.
 
-One coroutine owns the line. It connects, registers, reads until the stream ends, reports the end,
-waits a moment and begins again; the listener says what to register with and what to repeat. Where
-the lighthouse knows no sessions (torchft's own), the same listener is served by unary calls.
+One coroutine owns the connection. It connects, registers, reads until the stream ends, reports the end, waits
+a moment and begins again; the listener knows what to register with and what to repeat. If the lighthouse
+knows no sessions, as torchft's own does not, unary calls serve the same listener.
 
 Everything here runs on the coordination loop.
 """
@@ -27,7 +27,7 @@ from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
-LEAVE_ANSWER_S = 5.0  # on a busy host; without an answer this is a death
+LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the lighthouse takes the end for a death
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 
@@ -35,29 +35,29 @@ logger = logging.getLogger(__name__)
 
 
 class LighthouseListener(Protocol):
-    """Who the line belongs to."""
+    """The owner of the connection."""
 
     def registration(self) -> pb.Register:
-        """What to say first."""
+        """Return the first message of a session."""
 
     def lighthouse_connected(self) -> None:
-        """The lighthouse listens; it has forgotten whatever was joined before."""
+        """Repeat the open requests: the lighthouse listens, and has forgotten earlier ones."""
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        """The line is down; it is being restored."""
+        """Note that the connection is down; it is being restored."""
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
-        """A quorum that contains this replica group."""
+        """Handle a quorum that contains this replica group."""
 
     def member_lost(self, lost: pb.MemberLost) -> None:
-        """A member of a quorum is gone."""
+        """Handle the loss of a member of a quorum."""
 
     def left_out(self, left: pb.LeftOut) -> None:
-        """A quorum was formed without this replica group."""
+        """Handle a quorum that was formed without this replica group."""
 
 
 class LighthouseLink:
-    """Keeps one line to the lighthouse open until `close`."""
+    """A connection to the lighthouse, which is kept open until `close`."""
 
     def __init__(self, address: Address, listener: LighthouseListener, heartbeat_interval_s: float) -> None:
         self._address = address
@@ -72,29 +72,29 @@ class LighthouseLink:
         self._task = asyncio.create_task(self._keep_open())
 
     async def wait_connected(self, timeout_s: float) -> bool:
-        """Whether the lighthouse answered within the timeout."""
+        """Return whether the lighthouse answered within the timeout."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._connected.wait(), timeout_s)
         return self._connected.is_set()
 
     def join(self, member: pb.QuorumMember) -> None:
-        """Ask for a quorum; it arrives at the listener, which repeats this after a reconnect."""
+        """Ask for a quorum; the listener gets it, and repeats this after a reconnect."""
         if self._say is not None:
             self._say(pb.SessionRequest(join=member))
 
     @property
     def hears_of_links(self) -> bool:
-        """Whether the lighthouse can do without who cannot be reached; torchft's cannot."""
+        """Whether the lighthouse can leave out replicas that cannot be reached; torchft's cannot."""
         return self._serve == self._serve_session
 
     def report_links(self, unreachable: Iterable[str]) -> None:
-        """Say whom this replica group cannot reach; the listener repeats this, too."""
+        """Report which replica groups this one cannot reach; the listener repeats this, too."""
         if self._say is not None:
             links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
             self._say(pb.SessionRequest(broken_links=links))
 
     async def leave(self, reason: str) -> None:
-        """Say goodbye, so that nobody is alarmed, and close."""
+        """Send a leave, so that the lighthouse alarms no replica, and close."""
         self._leaving = True
         if self._say is not None:
             self._say(pb.SessionRequest(leave=pb.Leave(reason=reason)))
@@ -102,7 +102,7 @@ class LighthouseLink:
         await self.close()
 
     async def close(self) -> None:
-        """Hang up without a word: to the lighthouse this is a death."""
+        """Close without a leave: the lighthouse takes that for a death."""
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._close_channel()
@@ -122,7 +122,7 @@ class LighthouseLink:
                 reason = str(error)
             except TimeoutError:
                 reason = f"no answer to the registration within {REGISTER_S:g} s"
-            except Exception as error:  # of the listener, perhaps of a user's process group
+            except Exception as error:  # an error of the listener, perhaps of a user's process group
                 logger.exception("what the lighthouse said could not be dealt with; connecting anew")
                 reason = f"{type(error).__name__}: {error}"
             self.last_error = reason
@@ -131,7 +131,7 @@ class LighthouseLink:
             if self._connected.is_set() and not self._leaving:
                 backoff = RECONNECT_MIN_S
                 self._mark_disconnected(reason)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads the crowd
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             backoff = min(2 * backoff, RECONNECT_MAX_S)
 
     async def _close_channel(self) -> None:
@@ -154,7 +154,7 @@ class LighthouseLink:
     # -------------------------------------------------------------- sessions
 
     async def _serve_session(self, channel: grpc.aio.Channel) -> None:
-        """One session, from register to its end."""
+        """Serve one session, from its register to its end."""
         call: DuplexCall[pb.SessionRequest, pb.SessionResponse]
         call = DuplexCall(channel, wire.SESSION, pb.SessionRequest, pb.SessionResponse)
         try:
@@ -178,13 +178,13 @@ class LighthouseLink:
                 self._listener.member_lost(response.member_lost)
             case "left_out":
                 self._listener.left_out(response.left_out)
-            case _:  # a newer lighthouse may say more than this client understands
+            case _:  # a newer lighthouse may send messages that this client does not know
                 pass
 
     # ------------------------------------------------------ torchft's lighthouse
 
     async def _serve_unary(self, channel: grpc.aio.Channel) -> None:
-        """Heartbeats and blocking Quorum calls, until one fails or this side leaves."""
+        """Send heartbeats, and run blocking Quorum calls, until one fails or this side leaves."""
         heartbeat = channel.unary_unary(
             wire.HEARTBEAT,
             request_serializer=pb.LighthouseHeartbeatRequest.SerializeToString,
@@ -205,9 +205,9 @@ class LighthouseLink:
             await asyncio.wait([quorums])
 
     async def _call_quorums(self, channel: grpc.aio.Channel, said: asyncio.Queue[pb.SessionRequest]) -> None:
-        """One call per join, until a leave: torchft's lighthouse notices that by the silence after it.
+        """Run one call per join, until a leave: torchft's lighthouse notices that by the silence after it.
 
-        It knows nothing of links.
+        That lighthouse knows nothing of links.
         """
         quorum = channel.unary_unary(
             wire.QUORUM,

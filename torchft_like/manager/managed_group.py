@@ -1,8 +1,6 @@
-"""The process group and what the protocol knows about it, changed together.
-
-The order of abort and configure is the whole difficulty. Invariants:
-
-* An abort is meant for one quorum. It is carried out only while no newer quorum is agreed.
+"""The process group, and the protocol's state of it, changed together under one lock. The difficulty is the
+order of abort and configure. Invariants: * An abort is meant for one quorum. It is carried out only while no
+newer quorum is agreed.
 * A group whose quorum is broken before or during its configuration ends that configuration: the signal that
   ends it is made here, before `configure` is called, so no abort can come too early for it.
 * A quorum counts as configured only after `configure` returned without error.
@@ -27,31 +25,31 @@ Emit = Callable[..., None]
 
 
 class ManagedGroup:
-    """Guards `protocol` and `pg` with one lock; never waits while holding it."""
+    """Guards `protocol` and `pg` with one lock, which is never held during a wait."""
 
     def __init__(self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
         self.pg = adopted(pg)
         self.lock = threading.RLock()
         self._protocol = protocol
         self._emit = emit
-        self._ending = AbortSignal()  # of the last configuration
+        self._ending = AbortSignal()  # the signal of the last configuration
 
     def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
-        """The quorum of the current attempt is known."""
+        """Record the quorum of the current attempt, and return what has to be done before it can be used."""
         with self.lock:
             plan = self._protocol.agreed(result, allow_heal)
-            if self._protocol.is_broken(result.quorum_id):  # something went wrong before it was known
+            if self._protocol.is_broken(result.quorum_id):  # an error came before the quorum was known
                 self._abort(result.quorum_id, f"the step is lost: {self._protocol.failure!r}")
             return plan
 
     def configure(
         self, result: QuorumResult, store_prefix: str, replica_id: str, group: tuple[int, int]
     ) -> bool:
-        """Configure the process group for a quorum; False when that failed or the quorum broke.
+        """Configure the process group for a quorum; return False if that failed or the quorum broke.
 
         Args:
-            store_prefix: `host:port/prefix`, unique to the quorum and group rank.
-            group: this rank in its replica group, and the group's size.
+            store_prefix: the address `host:port/prefix`, unique to the quorum and group rank.
+            group: this rank's number in its replica group, and the group's size.
         """
         quorum_id = result.quorum_id
         with self.lock:
@@ -70,11 +68,11 @@ class ManagedGroup:
         try:
             self.pg.configure(
                 store_prefix,
-                rank=result.replica_rank,  # by name: a subclass may have torchft 0.2.0's order
+                rank=result.replica_rank,  # by name, because a subclass may have torchft 0.2.0's order
                 world_size=result.replica_world_size,
                 **about,
             )
-        except Exception as error:  # noqa: BLE001 - whatever the backend raises, this quorum is lost and the next is tried
+        except Exception as error:  # noqa: BLE001 - after any error this quorum is lost and the next is tried
             self.fail(quorum_id, error)
             return False
         else:
@@ -83,7 +81,7 @@ class ManagedGroup:
             return True
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> None:
-        """Something went wrong in a quorum; peers that wait for this rank are released."""
+        """Record an error in a quorum, and release the peers that wait for this rank."""
         with self.lock:
             was_broken = self._protocol.is_broken(quorum_id)
             is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken)
@@ -93,7 +91,7 @@ class ManagedGroup:
             self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
 
     def fail_current(self, reason: Exception) -> None:
-        """The training script reports an error in its current step."""
+        """Record an error that the training script reports in its current step."""
         with self.lock:
             is_news = self._protocol.fail_current(reason)
             quorum_id = self._protocol.quorum_id
@@ -102,7 +100,7 @@ class ManagedGroup:
         self._emit("error", quorum_id=quorum_id, reason=f"{type(reason).__name__}: {reason}")
 
     def member_lost(self, notice: LossNotice) -> None:
-        """A member is gone, or gave the quorum up: nobody can finish a collective with it any more."""
+        """Abort: no rank can finish a collective with a member that is gone, or gave the quorum up."""
         verb = "given up by" if notice.is_alive else "lost"
         reason = f"{verb} {notice.replica_id}: {notice.reason}"
         with self.lock:
@@ -115,7 +113,7 @@ class ManagedGroup:
             self._emit("abort", quorum_id=notice.quorum_id, reason=reason)
 
     def refuse(self) -> bool:
-        """Whether a collective must not be issued now; then the step has failed."""
+        """Return whether a collective must not be issued now; the step has then failed."""
         with self.lock:
             if self._protocol.can_communicate:
                 return False
@@ -128,12 +126,12 @@ class ManagedGroup:
         return True
 
     def abort_now(self) -> None:
-        """End whatever the process group does, in any quorum: this replica stops."""
+        """End whatever the process group does, in any quorum, because this replica stops."""
         self.pg.abort("this replica stops")
         self._ending.set("this replica stops")
 
     def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:
             return
-        self.pg.abort(reason)  # which a user's class may have defined anew
+        self.pg.abort(reason)  # a user's class may have overridden `abort`
         self._ending.set(reason)

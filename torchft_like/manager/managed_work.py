@@ -1,4 +1,4 @@
-"""The reduction behind the Work of a managed collective: it succeeds, or the Manager has heard why not."""
+"""The reduction behind the Work of a managed collective: it succeeds, or the Manager gets the error."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from torchft_like.writing import divide
 
 Report = Callable[[Exception], object]
 
-# When each was issued, in this order.
+# When each reduction was issued, in this order.
 Pending = dict["Reduction", float]
 
 
 class Reduction(Operation):
-    """A reduction of a step: never fails; after an error the tensors are undefined and the step lost.
+    """A reduction of a step, which never fails; after an error the tensors are undefined and the step is
+    lost.
 
-    The group's operation is followed up (an average divided, an error reported) once, by whoever comes first:
-    the thread that waits, or, if somebody asked for the future, the one that completes the collective.
-    Python that runs on a backend's thread costs more than a small allreduce takes, so nothing runs
-    there unless it was asked for.
+    The group's operation is followed up (an average divided, an error reported) once, by the first thread
+    that comes: the one that waits, or, if the future was asked for, the one that completes the collective.
+    Running Python on a backend's thread takes longer than a small allreduce, so nothing runs there unless the
+    future was asked for.
 
-    Until it was told to `follow` the group's operation, it is over.
+    Until `follow` gets the group's operation, the reduction is over.
 
     Args:
-        tensors: its result.
-        divide_by: for an average, which the backend only added up.
-        report: told of an error.
-        pending: holds the reduction until it was followed up, whatever becomes of the caller's handle.
+        tensors: the tensors, which are its result.
+        divide_by: the divisor of an average, for which the backend only added up.
+        report: called with an error.
+        pending: keeps the reduction until it was followed up, even if the caller drops its work.
     """
 
-    _inner: Operation | None = None  # of the group, until it was followed up
+    _inner: Operation | None = None  # the group's operation, until it was followed up
     _future: Future[Any] | None = None
 
     def __init__(
@@ -58,16 +59,16 @@ class Reduction(Operation):
             pending[self] = time.monotonic()
 
     def follow(self, operation: Operation) -> None:
-        """The group has begun it."""
+        """Follow up this operation, which the group has begun."""
         self._inner = operation
         if self._tensors and not self._tensors[0].is_cpu:
-            self.future()  # whoever waits on another stream waits for the division, too
+            self.future()  # a thread that waits on another stream waits for the division, too
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it was followed up.
+        """Block until the operation was followed up.
 
         Raises:
-            TimeoutError: it is not over at the deadline.
+            TimeoutError: the operation is not over at the deadline.
         """
         if deadline != FOREVER:
             future_wait(self.future(), timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
@@ -76,13 +77,13 @@ class Reduction(Operation):
         elif (inner := self._inner) is not None:
             try:
                 inner.wait()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the step is lost and the Manager knows
+            except Exception as error:  # noqa: BLE001 - any error loses the step, and goes to the Manager
                 self._fail(error)
             else:
                 self._succeed()
 
     def is_over(self) -> bool:
-        """Whether the result is there."""
+        """Return whether the result is there."""
         if self._future is not None:
             return self._future.done()
         if (inner := self._inner) is not None and inner.is_over():
@@ -90,21 +91,21 @@ class Reduction(Operation):
         return self._inner is None
 
     def error(self) -> None:
-        """None: the Manager has it."""
+        """Return None: the Manager has the error."""
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """Return the tensors."""
         return list(self._tensors)
 
     def future(self) -> Future[Any]:
-        """Completes with what `outcome` gives, once it was followed up."""
+        """Return a future that completes with `outcome()`, once the operation was followed up."""
         if self._future is None:
             inner = self._inner
             self._future = self._completed() if inner is None else inner.future().then(self._finish)
         return self._future
 
     def outcome(self) -> Any:
-        """What the future carries: the tensor."""
+        """Return the value of the future: the tensor."""
         return self._tensors[0]
 
     def _finish(self, done: Future[Any]) -> Any:
@@ -128,7 +129,7 @@ class Reduction(Operation):
                 if self._inner is not None and self._divide_by is not None:
                     divide(self._tensors, self._divide_by)
                 self._end()
-        except Exception as error:  # noqa: BLE001 - a tensor that nothing can be written to
+        except Exception as error:  # noqa: BLE001 - a tensor may not be writable
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -142,33 +143,35 @@ class Reduction(Operation):
 
 
 class GroupReduction(Reduction):
-    """As a process group's: its future carries a list, and a wait that ends too early loses the step."""
+    """The reduction of a process group: its future carries a list, and a wait that ends too early loses the
+    step.
+    """
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until it was followed up, or until the deadline, which is an error."""
+        """Block until the operation was followed up, or until the deadline, which is an error."""
         try:
             super().wait(deadline)
         except TimeoutError as error:
             self._report(error)
 
     def outcome(self) -> list[torch.Tensor]:
-        """What the future carries: all tensors."""
+        """Return the value of the future: all tensors."""
         return list(self._tensors)
 
 
 def is_average(operation: ReduceOp.RedOpType | ReduceOp) -> bool:
-    """Whether the group's sum has to be divided by the number of participants."""
+    """Return whether the group's sum has to be divided by the number of participants."""
     return hash(operation) == _AVERAGE
 
 
 def options_for(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
-    """torch's options for it. Whoever gets them changes nothing: many share them."""
+    """Return torch's options for an operation. Many callers share them, so they must not be changed."""
     known = _OPTIONS.get(hash(operation))
-    return known or _options(operation)  # a sum that multiplies carries its factor
+    return known or _options(operation)  # a premultiplied sum carries its factor
 
 
 def summing(options: AllreduceOptions) -> AllreduceOptions:
-    """Such options, but for the sum."""
+    """Return the same options with a sum as their operation."""
     made = type(options)()
     made.reduceOp = SUM.reduceOp
     made.timeout = options.timeout
@@ -178,12 +181,12 @@ def summing(options: AllreduceOptions) -> AllreduceOptions:
 
 def _options(operation: ReduceOp.RedOpType | ReduceOp) -> AllreduceOptions:
     options = AllreduceOptions()
-    options.reduceOp = operation  # type: ignore[assignment] # torch takes either
+    options.reduceOp = operation  # type: ignore[assignment] # torch takes either type
     return options
 
 
-# Made once, and by hash, which is the number of the operation: an allreduce of four bytes takes less time
-# than looking at torch's enums in any other way.
+# The keys are hashes, because an operation's hash is its number: an allreduce of four bytes takes less time
+# than any other look at torch's enums.
 _AVERAGE = hash(ReduceOp.AVG)
 _OPTIONS = {
     hash(operation): _options(operation)

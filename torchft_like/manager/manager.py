@@ -1,14 +1,14 @@
-"""The Manager: what a training script holds in its hand.
+"""The Manager: the interface of a training script.
 
-It runs the step protocol (`step.StepProtocol`) against real things. Four threads meet here:
+It runs the step protocol (`step.StepProtocol`) on real groups, servers and states. Four threads meet here:
 
 * the training thread calls the public methods, and serves and loads state inside of them;
-* the coordination loop delivers what this rank is told, and aborts the process group the moment a
-  member is lost, whatever the other threads are blocked in;
+* the coordination loop delivers the messages to this rank, and aborts the process group the moment a member
+  is lost, whatever blocks the other threads;
 * the quorum worker configures the process group;
 * the process group's own threads complete collectives.
 
-`ManagedGroup` holds the one lock they share; it is never held while waiting.
+`ManagedGroup` has the one lock that they share, which is never held during a wait.
 """
 
 from __future__ import annotations
@@ -60,29 +60,32 @@ WORKER_STOP_S = 5.0
 
 
 class Manager:
-    """Keeps one rank of one replica group in step with its peers. A TORCHFT_* variable beats its argument.
+    """Keeps one rank of one replica group in step with its peers. A TORCHFT_* variable overrides its
+    argument.
 
     Args:
-        pg: joins this rank of every replica group; the Manager configures it. Ours, or torch's (`adopted`).
-        load_state_dict, state_dict: load and save the training script's state (model, optimizer, ...).
-        min_replica_size: fewer participants than this do not commit.
-        use_async_quorum: let the quorum overlap with the forward pass; a healing replica then
+        pg: the group of this rank of every replica group, which the Manager configures: one of this package,
+          or torch's Gloo with `enable_reconfigure=True`.
+        load_state_dict, state_dict: functions that load and save the training script's state (model,
+        optimizer, ...).
+        min_replica_size: the smallest number of participants with which a step commits.
+        use_async_quorum: whether the quorum overlaps with the forward pass; a healing replica then
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
             it must where gradients are divided by a number of the state (a GradScaler's).
         timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each (TORCHFT_TIMEOUT_SEC,
             TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
             and state transfers.
-        rank, world_size: in the replica group (RANK, WORLD_SIZE; 0 of 1 when unset).
+        rank, world_size: the rank in the replica group, and its size (RANK, WORLD_SIZE; 0 of 1 when unset).
         store_addr, store_port: the group's TCPStore (MASTER_ADDR, MASTER_PORT); a group of one rank
             makes its own when none is given.
         lighthouse_addr: `http://host:port` (TORCHFT_LIGHTHOUSE); read on rank 0.
         replica_id: a name for the replica group; made unique for each start.
         port, hostname: where rank 0's ManagerServer listens (TORCHFT_MANAGER_PORT) and is reached;
             by default any free port on the interface that leads to the lighthouse.
-        heartbeat_interval: only for torchft's own lighthouse, which knows no sessions.
+        heartbeat_interval: the time between heartbeats to torchft's own lighthouse, which knows no sessions.
         checkpoint_transport: how state reaches healing peers; HTTP by default.
-        init_sync: at step 0 everybody takes the state of one replica.
-        max_retries: failed steps in a row before `should_commit` raises.
+        init_sync: whether all replicas take the state of one of them at step 0.
+        max_retries: how many failed steps in a row are allowed; after one more `should_commit` raises.
         quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
 
     Raises:
@@ -149,7 +152,7 @@ class Manager:
         self._driver = QuorumDriver(config, self._protocol, self._group, self._exchange, self._emit)
         self._reducer = Reducer(self._protocol, self._group, self._driver)
         try:
-            # First: whom the lighthouse knows, others wait for.
+            # The group is prepared first: as soon as the lighthouse knows this replica, others wait for it.
             self._group.pg.prepare(timedelta(seconds=config.timeout_s))
             self._link, self._store = connect(config, self._driver, heartbeat_interval)
         except BaseException:
@@ -174,19 +177,19 @@ class Manager:
         self._state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(self, load_state_dict: LoadFunction, state_dict: SaveFunction) -> None:
-        """torchft's older name: registers under the key `set_state_dict_fns`."""
+        """Register functions under the key `set_state_dict_fns` (torchft's older name)."""
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
     def allow_state_dict_read(self) -> None:
-        """The state is consistent again; peers may be served at the end of a step."""
+        """Declare the state consistent again; peers may be served at the end of a step."""
         self._state.allow_read()
 
     def disallow_state_dict_read(self) -> None:
-        """The state is about to change outside `step()`: until it may be read again, peers are refused."""
+        """Refuse peers from now on, because the state is about to change outside `step()`."""
         self._state.disallow_read()
 
     def state_dict(self) -> dict[str, int]:
-        """The Manager's own counters, to be saved in periodic checkpoints beside the model."""
+        """Return the Manager's own counters, to be saved in periodic checkpoints beside the model."""
         return self._protocol.counters()
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -194,7 +197,7 @@ class Manager:
         self._protocol.restore(state_dict)
 
     def disown_state(self) -> None:
-        """After a committed step that could not be carried out: take over a peer's state in the next one.
+        """Take over a peer's state in the next step, after a committed step that could not be carried out.
 
         `Optimizer.step` calls this when the optimizer raises. Without a peer this replica goes on as it is.
         """
@@ -202,7 +205,7 @@ class Manager:
             self._protocol.disown_state()
 
     def watch_divergence(self, fingerprint: StateFingerprint) -> None:
-        """Compare this replica's state with its peers' in every step; see docs/divergence.md."""
+        """Compare this replica's state with its peers' in every step, as docs/divergence.md describes."""
         self._driver.divergence.fingerprint = fingerprint
 
     # ------------------------------------------------------------------------- one step
@@ -214,20 +217,21 @@ class Manager:
 
         Args:
             allow_heal: whether this replica may fetch a peer's state in this step; the same on all.
-            shrink_only: do not let new replicas in.
-            timeout: bound on waiting for this quorum instead of `quorum_timeout`.
+            shrink_only: whether to let no new replicas in.
+            timeout: the limit of the wait for this quorum, instead of `quorum_timeout`.
 
         Raises:
-            QuorumTimeoutError: only where it waits here: with `use_async_quorum=False`, and for the quorum
-                of a step that was given up before it was known.
+            QuorumTimeoutError: there was no quorum within `quorum_timeout`. This waits only with
+              `use_async_quorum=False`, and for the quorum of a step that was given up before its quorum was
+              known.
             GroupLostError: another rank of this replica group is gone.
-            CheckpointFormatError: the state that was registered can never travel; names path and type.
+            CheckpointFormatError: the registered state cannot be sent; the text names the path and the type.
         """
         self._driver.raise_if_over()
         last = self._driver.attempt
         if last is not None and last.error is None and not last.is_overdue:
-            # Also one that was given up: a second join could miss the quorum that answers the first, and be
-            # taken for one of the step after.
+            # This waits also for a step that was given up: a second join could miss the quorum that answers
+            # the first, and be taken for a join of the step after.
             last.wait_configured(self._driver.why_no_quorum)
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
@@ -252,7 +256,7 @@ class Manager:
         """Wait until collectives can be issued, or are known to be pointless in this step.
 
         Raises:
-            QuorumTimeoutError: no quorum within `quorum_timeout`.
+            QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             GroupLostError: another rank of this replica group is gone.
         """
         self._driver.current().wait_configured(self._driver.why_no_quorum)
@@ -263,34 +267,34 @@ class Manager:
         should_quantize: bool = False,
         reduce_op: ReduceOp.RedOpType | ReduceOp = ReduceOp.AVG,
     ) -> Work:
-        """Reduce a tensor over the participants, in place; never raises for what peers do.
+        """Reduce a tensor over the participants, in place; peers' errors are never raised.
 
-        What a replica that heals or is a spare has does not count: it adds zeros, and has no part in a
+        The tensor of a replica that heals, or is a spare, does not count: it adds zeros, and has no part in a
         minimum, maximum or product. After an error the work still succeeds, the content of the tensor is
         undefined, and the step will not be committed.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
-            NotSupportedError: `should_quantize`.
+            NotSupportedError: `should_quantize` is true.
         """
         if should_quantize:
             raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
         return self._reducer.start([tensor], options_for(reduce_op), Reduction)
 
     def group_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any) -> Work:
-        """`allreduce` for a ManagedProcessGroup, whose works are those of a process group.
+        """Do as `allreduce`, for a ManagedProcessGroup, whose works are those of a process group.
 
         Args:
-            how: which collective, and of whom: as for `Reducer.start`.
+            how: the keyword arguments of `Reducer.start`.
         """
         return self._reducer.start(tensors, options, GroupReduction, **how)
 
     def report_error(self, e: Exception) -> None:
-        """The current step is spoilt: it will not be committed and peers are released."""
+        """Declare the current step spoilt: it will not be committed, and peers are released."""
         self._group.fail_current(e)
 
     def interrupt(self, e: Exception) -> None:
-        """From another thread: end whatever the training thread waits for in this step.
+        """End whatever the training thread waits for in this step; called from another thread.
 
         Its collectives end, and `should_commit` raises `e`.
         """
@@ -301,22 +305,24 @@ class Manager:
         self._exchange.end_fetch(f"interrupted: {e!r}")
 
     def request_stop(self) -> None:
-        """Have this replica group leave after its current step, all ranks after the same one."""
+        """Make this replica group leave after its current step, all ranks after the same one."""
         self._ballot.request_stop()
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether the ranks of this replica group leave now; looked at between two steps."""
+        """Whether the ranks of this replica group leave now; the script reads it between two steps."""
         return self._ballot.stop_agreed
 
     def errored(self) -> ExceptionWithTraceback | None:
-        """Why the current step will not be committed, if so."""
+        """Return why the current step will not be committed, if so."""
         return ExceptionWithTraceback(error) if (error := self._protocol.failure) else None
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | float | None = None
     ) -> torch.futures.Future[T]:
-        """A future that gives `default`, and spoils the step, where `fut` fails or is not done in time."""
+        """Return a future that gives `default`, and spoils the step, if `fut` fails or is not done in
+        time.
+        """
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         attempt = self._driver.attempt
 
@@ -330,7 +336,7 @@ class Manager:
         return future_timeout(fut, timedelta(seconds=bound_s)).then(settle)
 
     def should_commit(self, timeout: timedelta | float | None = None) -> bool:
-        """End a step: True when the optimizer may be stepped, the same on all ranks of this group.
+        """End a step; return True if the optimizer may be stepped, the same on all ranks of this group.
 
         `Optimizer.step` calls this once after the backward pass.
 
@@ -339,7 +345,7 @@ class Manager:
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
-            DivergenceError: this replica's state differs from its peers', and healing is no way out.
+            DivergenceError: this replica's state differs from its peers', and healing cannot mend that.
         """
         attempt = self._driver.current()
         if not self._protocol.in_step:
@@ -366,27 +372,29 @@ class Manager:
     # ------------------------------------------------------------------------ questions
 
     def current_step(self) -> int:
-        """Steps committed so far, by this replica or the one it healed from."""
+        """Return the number of steps committed so far, by this replica or the one it healed from."""
         return self._protocol.step
 
     @property
     def steps_given_up(self) -> int:
-        """How often a step began while the last one had no `should_commit`: after an exception, say."""
+        """How often a step began while the last one had no `should_commit`, for example after an
+        exception.
+        """
         return self._protocol.steps_given_up
 
     def batches_committed(self) -> int:
-        """Sum over the committed steps of the number of participants."""
+        """Return the sum over the committed steps of the number of participants."""
         return self._protocol.batches_committed
 
     def participating_rank(self) -> int | None:
-        """This replica group's rank among the participants; None for a spare or one that heals."""
+        """Return this replica group's rank among the participants; None for a spare or one that heals."""
         if self._driver.attempt is None:
             return None
         self.wait_quorum()
         return self._protocol.participating_rank
 
     def num_participants(self) -> int:
-        """Replica groups whose gradients count in the current step; waits for the quorum.
+        """Return how many replica groups' gradients count in the current step; waits for the quorum.
 
         In the very first step these are all members, though all but one add zeros (`init_sync`).
         """
@@ -396,31 +404,37 @@ class Manager:
         return self._protocol.num_participants
 
     def is_participating(self) -> bool:
-        """Whether this replica group's gradients count in the current step."""
+        """Return whether this replica group's gradients count in the current step."""
         return self._protocol.is_participating
 
     def replica_rank(self) -> int | None:
-        """This replica group's rank among all members of the quorum, healing ones and spares included."""
+        """Return this replica group's rank among all members of the quorum, healing ones and spares
+        included.
+        """
         result = self._last_result()
         return None if result is None else result.replica_rank
 
     def replica_world_size(self) -> int:
-        """Members of the quorum, healing ones and spares included."""
+        """Return the number of members of the quorum, healing ones and spares included."""
         result = self._last_result()
         return 0 if result is None else result.replica_world_size
 
     def healing_ranks(self) -> frozenset[int]:
-        """The members of the quorum, by rank, that compute this step with a state that is not the others'."""
+        """Return the members of the quorum, by rank, that compute this step with a state other than the
+        others'.
+        """
         result = self._last_result() if self._rules.use_async_quorum else None
         return frozenset() if result is None else result.healing_ranks
 
     def is_exchanging_state(self) -> bool:
-        """Whether the state is read for a peer or a peer's is loaded: no other replica takes part."""
+        """Return whether this replica reads its state for a peer or loads a peer's; no other replica takes
+        part in that.
+        """
         attempt = self._driver.attempt
         return attempt is not None and attempt.is_exchanging
 
     def replica_id(self) -> str:
-        """The replica group's name, unique for this start."""
+        """Return the replica group's name, unique for this start."""
         return self._replica_id
 
     @property
@@ -429,16 +443,19 @@ class Manager:
         return self._group.pg
 
     def init_process_group(self, backend: str | None = None) -> None:
-        """Start torch's default group over this replica group; see `start_default_group` for why here."""
+        """Start torch's default group over this replica group.
+
+        The group meets in a part of the store that no earlier start of the replica group has used.
+        """
         start_default_group(self._store, self._replica_id, self._config, backend)
 
     # ------------------------------------------------------------------------- the end
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave: in good order between two steps, without a word in the middle of one. Safe to call again.
+        """Leave: in good order between two steps, without notice in the middle of one. Safe to call again.
 
-        Peers lose no step to a shutdown between steps. One in the middle of a step, or after one that was
-        not committed, looks like a death to them, which is what releases them at once.
+        Peers lose no step to a shutdown between steps. A shutdown in the middle of a step, or after one that
+        was not committed, looks like a death to them, which releases them at once.
         """
         if isinstance(self._driver.fatal, ShutdownError):
             return

@@ -1,18 +1,19 @@
-"""Which other replica groups cannot be reached from this one. Pure core of the search for broken links.
+"""Which other replica groups cannot be reached from this one: the pure core of the search for broken links.
 
-When a step does not get on, or fails, and no death explains it, a link may be broken: every member of the
-quorum is probed. After a failed step the next join waits for the answers, so that the lighthouse knows before
-it forms the next quorum. Whoever gives none is reported as unreachable, probed again every now and then, and
-no longer reported once there is an answer. How one probes, and how long, is not known here.
+When a step stalls, or fails, and no death explains it, a link may be broken: every member of the quorum is
+probed. After a failed step the next join waits for the answers, so that the lighthouse knows before it forms
+the next quorum. A replica group that gives no answer is reported as unreachable and probed again from time to
+time, and once it answers it is no longer reported. This module does not know how a probe is done, nor how
+long it takes.
 
 Invariants:
 
 * The join after a failed step waits only for a probe that is under way, and no longer for a member once it
   is lost. Every other join waits for nothing.
-* Of at most one probe because of a step, and of one because of what is unreachable, the answers count. A step
-  that succeeds contradicts the suspicion, and the answers to it count no more.
-* What is kept is bounded, and of the members of the last quorum and of as many others as the
-  lighthouse takes in a report. Who cannot reach so many is left out itself, whatever else it has to say.
+* The answers of at most one probe because of a step count, and of one because of unreachable groups. A step
+  that succeeds contradicts the suspicion, and the answers to its probe count no more.
+* What is kept is bounded: the members of the last quorum, and as many others as the lighthouse takes in a
+  report. A group that cannot reach so many is left out itself, so the rest does not matter.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Probe:
     """Effect: find out which of these replica groups give no answer.
 
     Attributes:
-        peers: replica id and address of each.
-        is_repeated: they gave none before; ask after a while.
+        peers: the replica id and the address of each.
+        is_repeated: whether they gave no answer before, and are probed again after a pause.
     """
 
     peers: tuple[tuple[str, str], ...]
@@ -40,56 +41,62 @@ class Probe:
 
 @dataclass
 class PeerLinks:
-    """Events in, probes out.
+    """The state of the search: it takes events, and returns the probes to be done.
 
     Attributes:
-        replica_id: of this replica group.
-        unreachable: address by replica id of whom to report.
+        replica_id: the name of this replica group.
+        unreachable: the addresses of the groups to report, by replica id.
     """
 
     replica_id: str
     unreachable: dict[str, str] = field(default_factory=dict)
-    _members: Sequence[QuorumMemberLike] = ()  # of the last quorum
-    _known: frozenset[str] = frozenset()  # to be unreachable when it was formed
-    _lost: set[str] = field(default_factory=set)  # of the members: explains whatever fails in the last quorum
-    _probe: Probe | None = None  # because of a step
-    _asked: dict[str, str] = field(default_factory=dict)  # by it, and not lost since
-    _has_failed: bool = False  # a step in the last quorum
+    _members: Sequence[QuorumMemberLike] = ()  # the members of the last quorum
+    _known: frozenset[str] = frozenset()  # the groups that were known to be unreachable when it was formed
+    # its members that were lost, which explains any failure in the last quorum
+    _lost: set[str] = field(default_factory=set)
+    _probe: Probe | None = None  # the probe because of a step
+    # the groups that it asked, and that were not lost since
+    _asked: dict[str, str] = field(default_factory=dict)
+    _has_failed: bool = False  # whether a step in the last quorum failed
     _is_watching: bool = False
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether the join has to wait."""
+        """Whether the join has to wait for a probe."""
         return self._has_failed and bool(self._asked)
 
     def quorum_formed(self, members: Sequence[QuorumMemberLike]) -> None:
-        """There is a quorum with this replica group."""
+        """Start anew with a quorum that contains this replica group."""
         self._members = members
         self._known = frozenset(self.unreachable)
         self._lost, self._has_failed = set(), False
 
     def members_out_of_reach(self, *, since_quorum: bool = False) -> list[str]:
-        """The members of the last quorum that are unreachable, or those found to be since it was formed."""
+        """Return the members of the last quorum that are unreachable, or only those found so since it was
+        formed.
+        """
         members = {member.replica_id for member in self._members} - (self._known if since_quorum else set())
         return [replica_id for replica_id in self.unreachable if replica_id in members]
 
     def member_lost(self, replica_id: str) -> list[Probe]:
-        """A member of the last quorum is gone. If it comes back, the link to it is no better for that."""
+        """Record the loss of a member. If it comes back, the link to it is no better for that."""
         self._lost.add(replica_id)
         self._asked.pop(replica_id, None)
         return []
 
     def step_succeeded(self) -> None:
-        """All members did what they had to: whoever was suspected in the step was not to blame."""
+        """Drop the suspicion: all members did their part of the step."""
         self._probe, self._asked = None, {}
 
     def step_failed(self) -> list[Probe]:
-        """A step in the last quorum failed, and the next join is about to be said."""
+        """Begin to probe after a failed step in the last quorum, before the next join is sent."""
         self._has_failed = not self._lost
         return [] if self._lost else self._ask()
 
     def step_stalled(self) -> list[Probe]:
-        """A step in the last quorum takes long, be it after a death: that ends no heal from a live member."""
+        """Begin to probe because a step takes long, even after a death: that ends no heal from a live
+        member.
+        """
         return self._ask()
 
     def _ask(self) -> list[Probe]:
@@ -97,7 +104,7 @@ class PeerLinks:
             return []
         ids = [member.replica_id for member in self._members]
         own = ids.index(self.replica_id) if self.replica_id in ids else 0
-        # Everybody begins with another one, or all would ask the same one at the same time.
+        # Each group begins with another member, or all of them would ask the same one at the same time.
         in_turn = [*self._members[own:], *self._members[:own]]
         settled = {self.replica_id, *self.unreachable, *self._lost}
         self._asked = {m.replica_id: m.address for m in in_turn if m.replica_id not in settled}
@@ -105,7 +112,7 @@ class PeerLinks:
         return [self._probe] if self._probe else []
 
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Probe]:
-        """The answers are in: of all the probed but the `silent`."""
+        """Record that all of the probed groups but the `silent` ones have answered."""
         asked: dict[str, str] = {}
         if probe is self._probe:
             asked, self._asked, self._probe = self._asked, {}, None
@@ -125,7 +132,7 @@ class PeerLinks:
 
 
 def _beyond_a_report(replica_ids: Sequence[str]) -> Sequence[str]:
-    """The oldest, perhaps of hosts long gone: a report of all would end the session."""
+    """Return the oldest ids that do not fit into a report: a report of all of them would end the session."""
     lengths = accumulate(map(len, reversed(replica_ids)))
     kept = sum(length <= REPORTED_CHARACTERS_MAX for length in lengths)
     return replica_ids[: len(replica_ids) - min(kept, REPORTED_MAX)]

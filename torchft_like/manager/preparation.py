@@ -1,7 +1,6 @@
-"""The thread on which the process group is configured, between knowing the quorum and using it.
-
-The training thread goes on with the forward pass meanwhile; the coordination loop stays free to
-hear that a member died and to abort what is being waited for here.
+"""The thread that configures the process group, after the quorum is known and before it is used. The training
+thread goes on with the forward pass meanwhile; the coordination loop stays free to receive the alarm that a
+member died, and to abort what this thread waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class QuorumWorker:
     """A daemon thread that runs one job after the other.
 
     Attributes:
-        device: the index of the one that is current in jobs, None where the process uses none.
+        device: the index of the device that is current in jobs; None if the process uses none.
     """
 
     def __init__(self) -> None:
@@ -33,11 +32,13 @@ class QuorumWorker:
         self._thread.start()
 
     def submit(self, job: Job, on_error: OnError = lambda _: None) -> None:
-        """Run `job` after those that were submitted before. An error is logged and told to `on_error`."""
+        """Run `job` after those that were submitted before. An error is logged and passed to `on_error`."""
         self._jobs.put((job, on_error))
 
     def stop(self, timeout_s: float | None) -> None:
-        """End after the jobs submitted so far, and wait for that for at most `timeout_s` (None: do not)."""
+        """End after the jobs submitted so far, and wait for that for at most `timeout_s` (None: not at
+        all).
+        """
         self._jobs.put(None)
         if timeout_s is not None:
             self._thread.join(timeout_s)
@@ -48,7 +49,8 @@ class QuorumWorker:
             try:
                 with devices.beside_captures(self.device):
                     job()
-            except Exception as error:  # perhaps of a user's transport; later jobs have to run nevertheless
+            # it may be an error of a user's transport, and later jobs have to run nevertheless
+            except Exception as error:
                 logger.exception("a job of the quorum worker failed")
                 on_error(error)
-            del entry, job, on_error  # they hold attempts and their tensors
+            del entry, job, on_error  # these hold attempts, and attempts hold tensors

@@ -1,8 +1,8 @@
-"""Asks other replica groups for a sign that they can be reached, by connecting to their ManagerServers.
+"""Probes of other replica groups: whether their ManagerServers accept a connection.
 
-Of a connection only the beginning is of interest, and that is the kernels' work: a process that is stopped
-or busy answers nevertheless. A refusal is an answer, too; whether a process lives is for the lighthouse to
-find out. What is decided from the answers is not known here.
+Only the beginning of a connection matters, and the kernels do that: a process that is stopped or busy answers
+nevertheless. A refusal is an answer, too; the lighthouse finds out whether a process lives. This module does
+not know what is decided from the answers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lighthouse.errors import AddressError
 from lighthouse.net import answers_tcp, resolve
 from torchft_like.manager.peer_links import Probe
 
-# All of them together are far below the timeout of a process group, and enough where packets are lost. The
-# kernel would try again after a second only.
+# All attempts together take far less than the timeout of a process group, and are enough where packets are
+# lost. The kernel would try again only after a second.
 ATTEMPTS = 6
 ATTEMPT_EVERY_S = 0.12
-ANSWER_S = 0.4  # to the last attempt; earlier ones have longer
+ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
 RESOLVE_S = 0.5
 LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
 REPEAT_S = 1.0
@@ -27,9 +27,10 @@ PEERS_AT_ONCE = 32
 
 
 async def silent_peers(probe: Probe) -> frozenset[str]:
-    """Those of the probed who gave no answer within a second, names aside; a repeated one waits before.
+    """Return the probed groups that gave no answer within a second, apart from the time for names.
 
-    Whoever could not be asked, for want of an address, a name server or time, is not among them.
+    A repeated probe waits first. A group that could not be asked, for lack of an address, a name server or
+    time, is not among them.
     """
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
@@ -51,10 +52,10 @@ async def _answers(text: str) -> bool:
     try:
         address = parse_address(text)
     except AddressError:
-        return True  # it does not say where it is: nothing can be said about the link, either
+        return True  # without an address nothing can be said about the link
     addresses = await resolve(address, RESOLVE_S)
     if not addresses:
-        return True  # that is the name server's fault
+        return True  # the name server is at fault, not the link
     attempts: list[asyncio.Task[bool]] = []
     try:
         for to_follow in reversed(range(ATTEMPTS)):
@@ -69,7 +70,7 @@ async def _answers(text: str) -> bool:
 
 
 async def _any_answers(attempts: list[asyncio.Task[bool]], limit_s: float) -> bool:
-    """Whether any of them finds an answer; False after the limit, and not before it."""
+    """Return whether any attempt finds an answer; False after the limit, and not before it."""
     end = asyncio.get_running_loop().time() + limit_s
     waiting = set(attempts)
     while waiting:

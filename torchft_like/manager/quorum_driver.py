@@ -1,7 +1,6 @@
-"""From the join to a usable quorum: what happens behind the training thread's back.
-
-The driver is the rank's ear (`LocalListener`, called on the coordination loop) and the quorum
-worker's hand. It opens the gates of the current `Attempt`; the training thread waits at them.
+"""From the join to a usable quorum, in the background of the training thread. The coordination loop calls the
+driver with the messages to this rank (`LocalListener`), and the quorum worker runs its jobs. It opens the
+gates of the current `Attempt`; the training thread waits at them.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
 
 
 class QuorumDriver:
-    """Carries the current attempt from join to ready.
+    """The driver of the current attempt, from the join until collectives can be issued.
 
     Attributes:
-        attempt: the current one, or the last.
-        fatal: set once this Manager cannot go on; every later wait raises it.
-        trouble: why the lighthouse cannot be reached just now, if so.
-        divergence: what is said and heard of the replicas' states.
+        attempt: the current attempt, or the last one.
+        fatal: the error with which this Manager ended; every later wait raises it.
+        trouble: why the lighthouse cannot be reached at present, if so.
+        divergence: the watch over differences between the replicas' states.
     """
 
     def __init__(
@@ -67,20 +66,23 @@ class QuorumDriver:
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False
-        self._left_out_by: tuple[str, ...] = ()  # this quorum, for links to these
+        # the members to which links are broken, if this quorum leaves this group out for them
+        self._left_out_by: tuple[str, ...] = ()
 
     def begin(self, attempt: Attempt) -> Join:
-        """`attempt` is the current one from now on: what to say in the join."""
+        """Make `attempt` the current one, and return what its join says of this rank."""
         with self._group.lock:
             self.attempt = attempt
             self._worker.device = attempt.device
             self._left_out_by = ()
-            if self.fatal is not None:  # since the caller has looked: nobody else wakes this attempt
+            if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
             return self._protocol.begin()
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
-        """Join, with the fingerprint of the state once the device has computed it, which nobody waits for."""
+        """Join, with the fingerprint of the state once the device has computed it, for which no thread
+        waits.
+        """
         pending = self.divergence.take(join.step)
         if pending is None:
             link.join(join)
@@ -90,10 +92,10 @@ class QuorumDriver:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending), attempt.fail)
 
     def current(self) -> Attempt:
-        """The attempt that has begun.
+        """Return the attempt that has begun.
 
         Raises:
-            RuntimeError: none has.
+            RuntimeError: no attempt has begun.
             FaultToleranceError: this Manager cannot go on.
         """
         self.raise_if_over()
@@ -102,7 +104,7 @@ class QuorumDriver:
         return self.attempt
 
     def spoil(self, attempt: Attempt | None, error: Exception) -> None:
-        """Something of an attempt has failed: perhaps before its quorum is known, perhaps after its end."""
+        """Report an error in an attempt, perhaps before its quorum is known, perhaps after its end."""
         with self._group.lock:  # no other attempt begins meanwhile, to which the error would not belong
             if attempt is not None and attempt.result is not None:
                 self._group.fail(attempt.result.quorum_id, error)
@@ -110,12 +112,12 @@ class QuorumDriver:
                 self._group.fail_current(error)
 
     def raise_if_over(self) -> None:
-        """Raise what keeps this Manager from going on, if anything does."""
+        """Raise the error that keeps this Manager from going on, if there is one."""
         if self.fatal is not None:
-            raise self.fatal.with_traceback(None)  # raised again and again: frames would pile up
+            raise self.fatal.with_traceback(None)  # it may be raised often, and frames would pile up
 
     def why_no_quorum(self) -> str:
-        """For the message of a QuorumTimeoutError."""
+        """Describe the circumstances, for the message of a QuorumTimeoutError."""
         lighthouse = self._config.lighthouse
         if lighthouse is None:
             return "rank 0 answered, but has no quorum; its log says why"
@@ -132,15 +134,17 @@ class QuorumDriver:
         )
 
     def stop(self, error: FaultToleranceError, timeout_s: float | None) -> None:
-        """Wake whoever waits with `error`, end what runs in the background, and the worker with it."""
+        """Wake all waiting threads with `error`, and end what runs in the background, the worker included."""
         self._end(error)
         self._group.abort_now()
         self._worker.stop(timeout_s)
 
-    # ------------------------------------------------- told on the coordination loop
+    # ------------------------------------------------- called on the coordination loop
 
     def quorum(self, result: QuorumResult) -> None:
-        with self._group.lock:  # no other attempt begins meanwhile, or its peers would wait in a quorum
+        # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
+        # of.
+        with self._group.lock:
             attempt = self.attempt  # that only the protocol has heard of
             if attempt is None or attempt.is_agreed or self.fatal is not None:
                 return  # an answer to a join that was given up
@@ -157,7 +161,7 @@ class QuorumDriver:
             self._worker.submit(lambda: self._exchange.ask_early(attempt, result))
 
     def verdict(self, verdict: Verdict) -> None:
-        """Of the current attempt; one on an attempt that was given up comes before the next one's quorum."""
+        """Handle a verdict; one on an attempt that was given up comes before the next attempt's quorum."""
         attempt = self.attempt
         if attempt is not None and attempt.is_agreed and verdict.step == self._protocol.step:
             attempt.decide(verdict)
@@ -173,7 +177,7 @@ class QuorumDriver:
         self._exchange.member_lost(notice.quorum_id, notice.replica_id)
 
     def left_out(self, notice: LeftOutNotice) -> None:
-        """The others go on. This replica waits until it can be among them, however long that takes."""
+        """Wait until a later quorum takes this replica in, however long that takes; the others go on."""
         self._left_out_by = notice.unreachable
         if self.attempt is not None:
             self.attempt.is_left_out = not self._is_asked_to_stop
@@ -182,7 +186,9 @@ class QuorumDriver:
         self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links)
 
     def asked_to_stop(self) -> None:
-        """It does not wait any longer for being let in than `quorum_timeout`. Safe in a signal handler."""
+        """Wait no longer than `quorum_timeout` for a quorum that takes this replica in. Safe in a signal
+        handler.
+        """
         self._is_asked_to_stop = True
         if self.attempt is not None:
             self.attempt.is_left_out = False
@@ -190,11 +196,15 @@ class QuorumDriver:
     def group_lost(self, reason: str) -> None:
         self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
         self._group.abort_now()
-        abort_groups_of_torch(reason)  # those within this replica group: a rank may wait in them
+        abort_groups_of_torch(reason)  # a rank may wait in a group within this replica group
         self._emit("shutdown", reason=reason)
 
     def waits_for(self) -> Wait | None:
-        """Its preparation, device, state, other ranks' votes, or the oldest allreduce not followed up yet."""
+        """Return what the training thread waits for in its step.
+
+        That is its preparation, the device, a state, other ranks' votes, or the oldest allreduce that is not
+        followed up yet.
+        """
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None:
             return None
@@ -212,7 +222,7 @@ class QuorumDriver:
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason
         if self.attempt is not None:
-            self.attempt.is_left_out = False  # said again if it is still so
+            self.attempt.is_left_out = False  # the lighthouse tells it again if it is still so
         self._emit("disconnected", address=str(self._config.lighthouse), reason=reason)
 
     def lighthouse_connected(self) -> None:
@@ -226,7 +236,7 @@ class QuorumDriver:
     ) -> None:
         try:
             join = join._replace(fingerprint=pending.result())
-        except Exception:  # the device's failure meets the step elsewhere, and peers wait for the join
+        except Exception:  # the step finds the device's failure elsewhere, and peers wait for the join
             logger.exception("step %d: no fingerprint of the state", join.step)
         if self.attempt is attempt and attempt.error is None:
             link.join(join)
@@ -267,7 +277,7 @@ class QuorumDriver:
 
 
 def _leave_to_the_parent() -> None:
-    """In a fork the Manager has no threads: it is over there, and its shutdown at exit does nothing."""
+    """End the Manager in a fork, which has none of its threads, so that its shutdown at exit does nothing."""
     for driver in list(_drivers):
         driver.fatal = ShutdownError(
             f"this Manager is that of process {os.getppid()}, which has forked this one: make one in the "

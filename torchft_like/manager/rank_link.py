@@ -1,8 +1,8 @@
-"""The line between one rank and its ManagerServer, seen from the rank.
+"""The rank's side of the connection to its ManagerServer.
 
-Rank 0 shares a process with the ManagerServer and calls it directly; the other ranks keep a
-session open. Both speak the same few words (`RankLink`) and are told the same few things
-(`RankListener`), always on the coordination loop.
+Rank 0 shares a process with the ManagerServer and calls it directly; the other ranks keep a session open.
+Both have the same few methods (`RankLink`) and get the same few messages (`RankListener`), always on the
+coordination loop.
 """
 
 from __future__ import annotations
@@ -27,48 +27,50 @@ from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verd
 from torchft_like.manager.stall_watch import Wait
 
 CONNECT_RETRY_S = 0.05
-LEAVE_ANSWER_S = 5.0  # on a busy host; without an answer this is a death
+LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the end for a death
 
 logger = logging.getLogger(__name__)
 
 
 class RankListener(Protocol):
-    """What a rank is told. Called on the coordination loop: be quick, never block."""
+    """The receiver of messages to a rank. Methods run on the coordination loop: they must be quick, and never
+    block.
+    """
 
     def quorum(self, result: QuorumResult) -> None:
-        """The quorum that was asked for."""
+        """Handle the quorum that was asked for."""
 
     def verdict(self, verdict: Verdict) -> None:
-        """The group's decision on a step."""
+        """Handle the group's decision on a step."""
 
     def step_lost(self, quorum_id: int) -> None:
-        """Another rank has voted no on the step that this rank has not voted on."""
+        """Handle another rank's vote against the step, on which this rank has not voted yet."""
 
     def member_lost(self, notice: LossNotice) -> None:
-        """A member of the current quorum is gone."""
+        """Handle the loss of a member of the current quorum."""
 
     def left_out(self, notice: LeftOutNotice) -> None:
-        """There is a quorum without this replica group, which waits for a later one."""
+        """Handle a quorum without this replica group, which waits for a later one."""
 
     def group_lost(self, reason: str) -> None:
-        """This replica group has lost a rank; it cannot go on."""
+        """Handle the loss of a rank of this replica group, which cannot go on."""
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        """Rank 0 only: the lighthouse is away, and being looked for."""
+        """Handle the loss of the connection to the lighthouse, which is being restored; rank 0 only."""
 
     def lighthouse_connected(self) -> None:
-        """Rank 0 only: the lighthouse listens."""
+        """Handle a new connection to the lighthouse; rank 0 only."""
 
 
 class LocalListener(RankListener, Protocol):
-    """The rank in the ManagerServer's process can be asked, too."""
+    """The receiver in the ManagerServer's own process, which the server can also query."""
 
     def waits_for(self) -> Wait | None:
-        """What of other replica groups it waits for in its step."""
+        """Return which operation of other replica groups the rank waits for in its step."""
 
 
 class RankLink(Protocol):
-    """What a rank says. Callable from any thread but the coordination loop's."""
+    """A rank's messages to its ManagerServer. Any thread but the coordination loop's may call these."""
 
     @property
     def replica_id(self) -> str:
@@ -81,14 +83,14 @@ class RankLink(Protocol):
         """Vote on a step: the verdict that this rank wants."""
 
     def leave(self, reason: str) -> None:
-        """Say goodbye and hang up."""
+        """Leave in good order, and close."""
 
     def close(self) -> None:
-        """Hang up without a word: to the others this rank has died."""
+        """Close without a leave: the others take that for this rank's death."""
 
 
 class SessionLink:
-    """The line of a rank that is not in the ManagerServer's process.
+    """The connection of a rank that is not in the ManagerServer's process.
 
     Raises:
         ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
@@ -167,7 +169,7 @@ class SessionLink:
             reason = error.details() or error.code().name
         except MalformedMessageError as error:
             reason = str(error)
-        except Exception as error:  # of the listener, perhaps of a user's process group
+        except Exception as error:  # it may be an error of the listener, perhaps of a user's process group
             logger.exception("what the ManagerServer said could not be dealt with; hanging up")
             reason = f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})"
         finally:
@@ -210,10 +212,11 @@ class SessionLink:
 
 
 def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
-    """The value type of a wire message.
+    """Convert a wire message to a value.
 
     Raises:
-        MalformedMessageError: its ranks are not among its members, or not all or none have a handle.
+        MalformedMessageError: the ranks are not among the members, or some members have a handle and some
+          have none.
     """
     _check_ranks(response)
     source = response.recover_src_replica_rank if response.HasField("recover_src_replica_rank") else None
@@ -239,7 +242,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
 
 
 def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
-    """Members are looked up by these."""
+    """Check the ranks by which members are looked up, and the number of handles."""
     size = len(response.replica_ids)
     ranks = [response.replica_rank, response.recover_src_replica_rank, response.max_replica_rank]
     if not all(0 <= rank < size for rank in (*ranks, *response.recover_dst_replica_ranks)):
@@ -250,7 +253,7 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
 
 
 def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
-    """The wire message of a value; None fields stay unset."""
+    """Convert a value to a wire message; None fields stay unset."""
     fields = result._asdict()
     if result.divergence is not None:
         fields["divergence"] = pb.Divergence(**asdict(result.divergence))

@@ -1,4 +1,6 @@
-"""One allreduce of a step: over the participants, never failing, followed up by the work that it returns."""
+"""The allreduces of a step: over the participants, never failing, followed up by the works that they
+return.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torchft_like.writing import writing_to
 
 
 class Reducer:
-    """Issues the allreduces of a Manager. Every microsecond here is one more for each small gradient."""
+    """Issues the allreduces of a Manager. Every microsecond here is added to each small gradient."""
 
     def __init__(self, protocol: StepProtocol, group: ManagedGroup, driver: QuorumDriver) -> None:
         self._protocol = protocol
@@ -36,13 +38,14 @@ class Reducer:
         collective: Collective = ALLREDUCE,
         of_all_members: bool = False,
     ) -> OperationWork:
-        """Begin one, in place; an error spoils the step, and is told to nobody else.
+        """Begin an allreduce, in place; an error spoils the step, and is reported nowhere else.
 
         Args:
-            tensors: reduced by one operation of the group, whatever it makes of several.
-            kind: of reduction behind the work that is returned.
-            collective: that operation: `allreduce` or `allreduce_coalesced`.
-            of_all_members: what a replica that heals or is a spare has counts like the others'.
+            tensors: the tensors, which one operation of the group reduces.
+            kind: the class of the reduction behind the returned work.
+            collective: the operation: `allreduce` or `allreduce_coalesced`.
+            of_all_members: whether the tensors of a replica that heals, or is a spare, count like the
+              others'.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -73,27 +76,28 @@ class Reducer:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
             reduction.follow(group.pg.issue(collective, tensors, options))
-        except Exception as error:  # noqa: BLE001 - a backend may raise anything, and so may `fill_`; the step is lost, not the script
+        except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
             report(error)
         return work
 
     def _can_communicate(self, attempt: Attempt) -> bool:
-        """Wait for the quorum; an error in getting it is kept for `should_commit`, which raises it."""
+        """Wait for the quorum; keep an error in getting it for `should_commit`, which raises it."""
         try:
             attempt.wait_configured(self._driver.why_no_quorum)
         except FaultToleranceError as error:
             attempt.fail(error)
             return False
-        # While a state is read or loaded the other replicas take no part: the sum is this one's.
+        # While a state is read or loaded the other replicas take no part: the sum is this replica's own
+        # tensor.
         return not attempt.is_exchanging and not self._group.refuse()
 
 
 def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the backend's own average is what is wanted, on all members alike.
+    """Return whether the backend's own average is precise enough, which is the same on all members.
 
-    It divides by the number of members, by way of a factor of the tensors' type: that of a third is wrong by
-    2 per mille in bfloat16, for all gradients alike, where the quotient of a sum is rounded to either side.
+    The backend multiplies by the inverse of the number of members in the tensors' dtype: in bfloat16 a third
+    is wrong by 2 per mille, for all gradients alike, while the quotient of a sum is rounded to either side.
     """
     if attempt.result is None or participants != attempt.result.replica_world_size:
         return False
@@ -104,12 +108,12 @@ _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex1
 
 
 def leave_out(tensors: Sequence[torch.Tensor], operation: ReduceOp.RedOpType | ReduceOp) -> None:
-    """Put into the tensors what changes nothing about the others' result."""
+    """Fill the tensors with the neutral value of the operation, which does not change the others' result."""
     neutral = _NEUTRAL.get(hash(operation))
     with writing_to(*tensors):
         for tensor in tensors:
             if neutral is None:
-                tensor.zero_()  # which sparse tensors know, too
+                tensor.zero_()  # sparse tensors have `zero_`, too
             else:
                 tensor.fill_(neutral(tensor.dtype))
 
@@ -130,7 +134,7 @@ def _all_bits(dtype: torch.dtype) -> int:
     return -1 if dtype.is_signed else int(_largest(dtype))
 
 
-# By hash, as in `is_average`. The others are sums, or like sums.
+# The keys are hashes, as in `is_average`. All other operations are sums, or like sums.
 _NEUTRAL: Mapping[int, Callable[[torch.dtype], float]] = {
     hash(ReduceOp.MIN): _largest,
     hash(ReduceOp.MAX): _smallest,

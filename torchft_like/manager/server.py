@@ -1,9 +1,9 @@
 """The ManagerServer: the shell around the replica group's core.
 
-It lives in the process of rank 0, on the coordination loop, which owns all of its state. Towards
-the lighthouse it keeps a `LighthouseLink`; towards the ranks it serves sessions, torchft's unary
-calls, and direct calls for the rank in its own process. What any of them says goes through
-`ReplicaGroup`, and the effects that come back are carried out here.
+It lives in the process of rank 0, on the coordination loop, which owns all of its state. Towards the
+lighthouse it keeps a `LighthouseLink`; towards the ranks it serves sessions, torchft's unary calls, and
+direct calls for the rank in its own process. All their messages go through `ReplicaGroup`, and this module
+carries out the effects that come back.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ KILL_EXIT_CODE = 1
 
 
 class ManagerServer:
-    """Serves one replica group and speaks for it to the lighthouse; torchft's constructor.
+    """The server of one replica group, which speaks for it to the lighthouse; it has torchft's constructor.
 
     Args:
-        replica_id: unique for this incarnation of the group.
+        replica_id: a name that is unique for this incarnation of the group.
         lighthouse_addr: `http://host:port` of the lighthouse.
-        hostname: host that other replica groups reach this server at.
+        hostname: the host at which other replica groups reach this server.
         bind: `host:port` to listen on; port 0 takes a free one.
         store_addr: `host:port` of the group's TCPStore.
-        world_size: ranks in the group.
-        heartbeat_interval: only for a lighthouse without sessions (torchft's own).
-        connect_timeout: bound on the first contact with the lighthouse.
+        world_size: the number of ranks in the group.
+        heartbeat_interval: the time between heartbeats to a lighthouse without sessions (torchft's own).
+        connect_timeout: the limit of the first contact with the lighthouse.
 
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
@@ -91,7 +91,7 @@ class ManagerServer:
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size)
         self._ranks: dict[int, RankListener] = {}
-        self._lasting: dict[int, RankListener] = {}  # those of `_ranks` that are not of a single call
+        self._lasting: dict[int, RankListener] = {}  # the listeners of `_ranks` that outlast a single call
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()
@@ -101,7 +101,7 @@ class ManagerServer:
         )
 
     def address(self) -> str:
-        """`http://host:port` that other replica groups and ranks use."""
+        """Return `http://host:port`, which other replica groups and ranks use."""
         return self._address.url
 
     def shutdown(self) -> None:
@@ -109,11 +109,11 @@ class ManagerServer:
         self.leave("shutdown")
 
     def leave(self, reason: str) -> None:
-        """Leave in good order: nobody's step is disturbed."""
+        """Leave in good order, without disturbing a step of other groups."""
         self._stop_once(reason)
 
     def close(self) -> None:
-        """Hang up without a word: to everybody else this replica group has died."""
+        """Close without a leave: all others take that for this replica group's death."""
         self._stop_once(None)
 
     def attach_local_rank(self, group_rank: int, listener: LocalListener) -> LocalLink:
@@ -125,10 +125,11 @@ class ManagerServer:
     # ------------------------------------------------- called on the loop, by ranks
 
     def rank_attached(self, group_rank: int, listener: RankListener, *, lasts: bool) -> bool:
-        """A rank can be told things from now on, by a line that lasts or by a call that waits for one answer.
+        """Register the listener of a rank: that of a session, which lasts, or of a call that waits for one
+        answer.
 
-        False where the rank has a line that lasts: a rank has one in its life, so this is somebody else.
-        A call takes the place of an older one.
+        Return False if the rank has a session already: a rank has one in its life, so this is another
+        process. A call takes the place of an older one.
         """
         if group_rank in self._lasting:
             return False
@@ -138,26 +139,28 @@ class ManagerServer:
         return True
 
     def rank_joined(self, join: RankJoin) -> None:
-        """A rank asks for a quorum."""
+        """Handle a rank's request for a quorum."""
         self._perform(self._group.rank_joined(join))
 
     def rank_withdrew(self, group_rank: int, listener: RankListener) -> None:
-        """A rank no longer waits for a quorum; ignored for a call whose place a newer one took."""
+        """Handle a rank that no longer waits for a quorum; ignored for a call that a newer one replaced."""
         if self._ranks.get(group_rank) is listener:
             self._group.rank_withdrew(group_rank)
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> None:
-        """A rank votes on a step."""
+        """Handle a rank's vote on a step."""
         self._perform(self._group.rank_voted(group_rank, vote))
 
     def rank_left(self, group_rank: int, reason: str) -> None:
-        """A rank left in good order; without it the group cannot go on, so it leaves as a whole."""
+        """Handle a rank that left in good order; without it the group cannot go on, so it leaves as a
+        whole.
+        """
         self._forget(group_rank)
         self._perform(self._group.rank_left(group_rank, reason))
-        asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - ends with the link
+        asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - it ends with the link
 
     def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
-        """A rank's line ended without a word; ignored for a line that was replaced."""
+        """Handle a rank's session that ended without a leave; ignored for a listener that was replaced."""
         if self._ranks.get(group_rank) is listener:
             self._forget(group_rank)
             self._perform(self._group.rank_lost(group_rank, reason))
@@ -168,7 +171,7 @@ class ManagerServer:
         self._rank_gone.set()
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
-        """Where that rank's state can be fetched."""
+        """Return where that rank's state can be fetched."""
         return self._group.checkpoint_metadata(group_rank)
 
     def kill(self, message: str) -> None:
@@ -180,7 +183,7 @@ class ManagerServer:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
+        """The number of ranks in the group."""
         return self._group.world_size
 
     @property
@@ -249,7 +252,7 @@ class ManagerServer:
                 for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
                     rank.group_lost(reason)
             case GroupLostNotice(reason):
-                asyncio.ensure_future(self._link.close())  # noqa: RUF006 - ends with the link
+                asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
                 for rank in list(self._ranks.values()):
                     rank.group_lost(reason)
             case _:
@@ -271,18 +274,20 @@ class ManagerServer:
         self._link.report_links(news.unreachable)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        """In the background, until this server stops."""
+        """Run a coroutine in the background, until this server stops."""
         task = self._loop.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, listener: LocalListener) -> None:
-        """Look whether the rank in this process waits for other replica groups longer than it used to."""
+        """Check regularly whether the rank in this process waits for other replica groups longer than it used
+        to.
+        """
         watch = StallWatch()
         while True:
             try:
                 self._look(watch, listener)
-            except Exception:  # of the rank, perhaps of a user's process group
+            except Exception:  # an error of the rank, perhaps of a user's process group
                 logger.exception("what a rank waits for could not be seen to")
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -297,11 +302,11 @@ class ManagerServer:
         silent: frozenset[str] = frozenset()
         try:
             silent = await silent_peers(probe)
-        except Exception:  # the join waits for the answers, whatever becomes of them
+        except Exception:  # the join waits for the answers, so an error must not keep them away
             logger.exception("probing the other replica groups failed")
         try:
             self._perform(self._group.probed(probe, silent))
-        except Exception:  # of a rank, perhaps of a user's process group
+        except Exception:  # an error of a rank, perhaps of a user's process group
             logger.exception("what follows from a probe could not be carried out")
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
@@ -349,7 +354,7 @@ class ManagerServer:
         for task in list(self._tasks):
             task.cancel()
         if reason is None:
-            self._forget(LOCAL_RANK)  # which knows: it has hung up
+            self._forget(LOCAL_RANK)  # the local rank closes, so it is not told
             self._perform(self._group.rank_lost(LOCAL_RANK, "it has hung up"))
             await self._link.close()
         else:
@@ -359,7 +364,9 @@ class ManagerServer:
         await self._server.stop(STOP_GRACE_S)
 
     async def _wait_for_other_ranks(self) -> None:
-        """They are told the last verdict by this server, and end their sessions a moment later."""
+        """Wait for the other ranks: they get the last verdict from this server, and end their sessions soon
+        after.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RANKS_LEAVE_S):
                 while any(rank != LOCAL_RANK for rank in self._ranks):
@@ -368,7 +375,7 @@ class ManagerServer:
 
 
 class LocalLink:
-    """The line of the rank that shares the ManagerServer's process; closing it closes the server."""
+    """The link of the rank that shares the ManagerServer's process; closing it closes the server."""
 
     def __init__(self, server: ManagerServer) -> None:
         self._server = server

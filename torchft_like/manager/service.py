@@ -1,7 +1,6 @@
-"""The gRPC face of the ManagerServer: sessions of ranks, and torchft's unary calls.
-
-Each handler turns messages into calls of the server's methods and waits for what comes back
-through a `RankListener`. Nothing is decided here.
+"""The gRPC interface of the ManagerServer: sessions of ranks, and torchft's unary calls. Each handler turns
+messages into calls of the server's methods and waits for the answers through a `RankListener`. Nothing is
+decided here.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-REGISTER_S = 10.0  # how long a session may take to say which rank it is
+REGISTER_S = 10.0  # seconds in which a session has to name its rank
 M = TypeVar("M")
-LINE_MAX = 64  # messages that may wait for a rank's reader; with one more the rank counts as lost
+LINE_MAX = 64  # how many messages may wait for a rank's reader; with one more the rank counts as lost
 
 
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
-    """The handlers of service torchft.ManagerService."""
+    """Make the handlers of the service torchft.ManagerService."""
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     handlers = _Handlers(server)
     return grpc.method_handlers_generic_handler(
@@ -94,7 +93,7 @@ class _Handlers:
     ) -> None:
         try:
             async for request in requests:
-                if request is None:  # bytes that are no message: nothing more of this rank makes sense
+                if request is None:  # bytes that are no message make the session useless
                     return
                 match request.WhichOneof("request"):
                     case "join":
@@ -104,7 +103,7 @@ class _Handlers:
                         self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
                     case "leave":
                         self._server.rank_left(group_rank, request.leave.reason[:TEXT_MAX])
-                        return  # the rank waits for this end of the stream
+                        return  # the rank waits for this side to end the stream
         finally:
             line.end()
 
@@ -187,12 +186,12 @@ async def _first(
 async def _well_formed(request: M | None, context: Context) -> M:
     if request is None:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of the protocol")
-        raise AssertionError  # `abort` has raised
+        raise AssertionError  # unreachable: `abort` raises
     return request
 
 
 def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
-    """The value type of a wire message; the session, not the message, says which rank speaks."""
+    """Convert a wire message to a value; the rank is that of the session, not the message's."""
     return RankJoin(
         group_rank=group_rank,
         step=request.step,
@@ -208,14 +207,14 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
 
 
 def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
-    """The wire message of a verdict."""
+    """Convert a verdict to a wire message."""
     return pb.ShouldCommitResponse(should_commit=verdict.committed, step=verdict.step, stop=verdict.stop)
 
 
 class _SessionLine:
-    """A `RankListener` that puts what the rank is told on its stream.
+    """A `RankListener` that puts the messages to a rank on its stream.
 
-    `responses` ends with None: the rank has hung up, or reads so little that more is waiting than may.
+    `responses` ends with None once the rank has closed its side, or too many messages wait for it to read.
     """
 
     def __init__(self) -> None:
@@ -253,7 +252,7 @@ class _SessionLine:
         self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
 
     def end(self) -> None:
-        """Nothing more is told."""
+        """End the stream after the messages so far."""
         self.responses.put_nowait(None)
 
     def _put(self, response: pb.RankSessionResponse) -> None:
@@ -263,10 +262,10 @@ class _SessionLine:
             self.end()
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        """Only rank 0 tells of it."""
+        """Do nothing: only rank 0 handles this."""
 
     def lighthouse_connected(self) -> None:
-        """Only rank 0 tells of it."""
+        """Do nothing: only rank 0 handles this."""
 
 
 class _GroupLostError(Exception):
@@ -290,22 +289,22 @@ class _UnaryCall:
             self.verdict_given.set_result(verdict)
 
     def step_lost(self, quorum_id: int) -> None:
-        """A unary caller cannot be told."""
+        """Do nothing: a unary caller cannot be told."""
 
     def member_lost(self, notice: LossNotice) -> None:
-        """A unary caller cannot be told."""
+        """Do nothing: a unary caller cannot be told."""
 
     def left_out(self, notice: LeftOutNotice) -> None:
-        """A unary caller cannot be told."""
+        """Do nothing: a unary caller cannot be told."""
 
     def group_lost(self, reason: str) -> None:
         for future in (self.result, self.verdict_given):
             if not future.done():
                 future.set_exception(_GroupLostError(reason))
-                future.exception()  # nobody may be waiting for the other one
+                future.exception()  # the other future may have no waiter to retrieve its error
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        """Only rank 0 tells of it."""
+        """Do nothing: only rank 0 handles this."""
 
     def lighthouse_connected(self) -> None:
-        """Only rank 0 tells of it."""
+        """Do nothing: only rank 0 handles this."""

@@ -1,8 +1,8 @@
-"""When has a step waited for so long that something may be wrong? Pure; the clock is the caller's.
+"""Whether a step has waited for so long that something may be wrong. Pure; the caller passes the time.
 
-What is normal differs by orders of magnitude between jobs, so it is learned: a wait is remarkable when it
-takes twice as long as those before it of its kind, in the same quorum. It is so again each time that it has
-taken twice as long as before, but often enough that what happens in a long wait is found, too.
+Normal waits differ by orders of magnitude between jobs, so they are learned: a wait is remarkable when it
+takes twice as long as earlier waits of its kind in the same quorum. It is remarkable again each time that its
+length has doubled, and at least every LAST_S seconds, so that events in a long wait are found, too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 FIRST_S = 0.5
 LAST_S = 10.0
-LONG_S = 30.0  # most cuts are over by then, and the usual timeout of operations is not
-# Everybody asks everybody: what that costs stays a small part of the time that is waited.
+LONG_S = 30.0  # seconds: most network cuts are over by then, and the usual timeout of operations is not
+# All members probe all others, and the cost of that has to stay a small part of the wait.
 PER_MEMBER_S = 0.005
 LOOK_EVERY_S = 0.1
-EASING = 0.9  # of what was learned, with every wait: one slow checkpoint is forgotten in the end
+EASING = 0.9  # factor of the learned time at every wait, so that one slow checkpoint is forgotten in the end
 
 
 class Wait(NamedTuple):
-    """What a rank waits for.
+    """A wait of a rank.
 
     Attributes:
-        kind: what takes about as long every time.
-        which: another wait of that kind is another value.
+        kind: the kind of wait; waits of a kind take about the same time.
+        which: a value that tells this wait from others of its kind.
     """
 
     kind: str
@@ -34,20 +34,21 @@ class Wait(NamedTuple):
 
 @dataclass
 class StallWatch:
-    """Told every LOOK_EVERY_S what a rank waits for."""
+    """The watch, which is told every LOOK_EVERY_S what a rank waits for."""
 
     _quorum_id: int | None = None
     _wait: Wait | None = None
     _since: float = 0.0
     _remarkable_at: float = 0.0
-    _usual_s: dict[str, float] = field(default_factory=dict)  # by kind: twice the longest, eased
+    _usual_s: dict[str, float] = field(default_factory=dict)  # by kind: twice the longest wait, eased
 
     def look(self, quorum_id: int, members: int, wait: Wait | None, now: float) -> float:
-        """How many seconds a rank has waited, if that is remarkable now, and was not at the last look; or 0.
+        """Return how many seconds a rank has waited, if that has become remarkable since the last look; else
+        0.
 
         Args:
-            members: of the quorum.
-            now: in seconds.
+            members: the number of members of the quorum.
+            now: the present time in seconds.
         """
         least_s, most_s = FIRST_S + PER_MEMBER_S * members, LAST_S + PER_MEMBER_S * members
         if quorum_id != self._quorum_id:
@@ -64,7 +65,7 @@ class StallWatch:
         return waited_s
 
     def _learn(self, now: float) -> None:
-        """From the wait that is over."""
+        """Learn from the wait that is over."""
         if self._wait is not None:
             eased_s = EASING * self._usual_s.get(self._wait.kind, 0.0)
             self._usual_s[self._wait.kind] = max(2 * (now - self._since), eased_s)

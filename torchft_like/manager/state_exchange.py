@@ -1,4 +1,4 @@
-"""A rank's state on its way to and from its peers: on the training thread, between two steps.
+"""The exchange of a rank's state with its peers, on the training thread, between two steps.
 
 INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by
 the first `start_quorum`, which looks at what they return, and then, in a step in which somebody heals, where
@@ -6,10 +6,10 @@ the step ends and the optimizer has yet to step (with a synchronous quorum: befo
 no module computes, so `state_dict` may take modules apart. Every rank of a replica group is at the same
 place, and all of them serve or none, so it may use collectives of the group.
 
-Who waits for whom: a healing rank waits, in `should_commit`, until its source comes to the end of the same
-step and has offered its state. The source waits for nobody: it takes a snapshot, or refuses, and goes on. It
-cannot wait for the healing rank in a collective: that takes part in all of the step's before it asks for the
-state. A rank that never met its source in `configure` asks for nothing, as the source may wait there for it.
+A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
+its state. The source never waits: it takes a snapshot, or refuses, and goes on. It cannot wait for the
+healing rank in a collective: that takes part in all of the step's before it asks for the state. A rank that
+never met its source in `configure` asks for nothing, as the source may wait there for it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ State = Mapping[str, object]
 LINGER_S = 5.0
 ABORT_REPEAT_S = 0.02
 PATIENCE_WHEN_FAILED = 0.25
-ASK_EARLY_S = 1.0  # whoever waits for the quorum worker waits so long, if the source's host is gone
+ASK_EARLY_S = 1.0  # seconds; so long the quorum worker is blocked if the source's host is gone
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PeerState:
-    """What a peer sent: the training script's state, and its Manager's counters."""
+    """A received state: that of the training script, and its Manager's counters."""
 
     user: State
     counters: State
@@ -72,23 +72,25 @@ class StateExchange:
         self._emit = emit
         self._is_serving = False
         self._fetching: tuple[str, str] | None = None  # the source of the fetch that runs, and this replica
-        self._client: ManagerClient | None = None  # that asks the source
-        self._lost: frozenset[tuple[int, str]] = frozenset()  # members, with the quorum they were lost in
+        self._client: ManagerClient | None = None  # the client that asks the source
+        # lost members, with the quorum in which they were lost
+        self._lost: frozenset[tuple[int, str]] = frozenset()
 
     # -------------------------------------------------------------- on the training thread
 
     def exchange(self, attempt: Attempt) -> None:
-        """Serve and heal as the quorum of the attempt wants it; once, the next call does nothing.
+        """Serve and heal as the quorum of the attempt requires; a second call does nothing.
 
         Raises:
-            ConfigError: somebody has to heal, and nothing was registered.
+            ConfigError: a replica has to heal, and no state was registered.
             FaultToleranceError: the attempt has ended while a peer's state was awaited.
-            Exception: of the script's load functions; the state is nobody's then.
+            Exception: an error of the script's load functions; the state is then neither this replica's nor
+              the peer's.
         """
         plan, result = attempt.take_plan(), attempt.result
         if plan is None or result is None or not (plan.serve or plan.heal or self._is_serving):
             return
-        if plan.heal or (plan.serve and result.max_step == 0):  # later it is the healing replica's error
+        if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
             self._registry.check_registered()
         attempt.synchronize()
         attempt.is_exchanging = attempt.has_exchanged = True
@@ -100,7 +102,9 @@ class StateExchange:
             attempt.is_exchanging = False
 
     def _serve(self, plan: Plan, result: QuorumResult) -> None:
-        """A failure is the healing replicas' loss, never this one's or its step's: they are told."""
+        """Offer the state to healing replicas. A failure is reported to them, and spoils neither this rank
+        nor its step.
+        """
         if plan.serve:
             self._is_serving = True
             self._offer(result)
@@ -108,7 +112,7 @@ class StateExchange:
             self._is_serving = False
             try:
                 self._transport.disallow_checkpoint()
-            except Exception:  # of a user's transport
+            except Exception:  # it may be an error of a user's transport
                 logger.exception("the offer of the state could not be ended")
 
     def _offer(self, result: QuorumResult) -> None:
@@ -118,7 +122,7 @@ class StateExchange:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 timeout = timedelta(seconds=self._config.timeout_s)
                 self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
-        except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory end
+        except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory may run out
             self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
             self._refuse(ranks, result.max_step, f"{type(error).__name__}: {error}")
         else:
@@ -127,13 +131,14 @@ class StateExchange:
     def _refuse(self, ranks: list[int], step: int, reason: str) -> None:
         try:
             self._transport.refuse_checkpoint(ranks, step, reason)
-        except Exception:  # of a user's transport, or of the process group
+        except Exception:  # it may be an error of a user's transport, or of the process group
             logger.exception("healing members could not be told that there is no state for them")
 
     def _heal(self, attempt: Attempt, result: QuorumResult) -> None:
         """Take over the peer's state; without it this replica does not commit.
 
-        It adds zeros where the others do not count it (`StepProtocol.is_counted_on`); else nobody commits.
+        A failure loses the others nothing where they do not count this replica, which adds zeros then; where
+        they count it (`StepProtocol.is_counted_on`) no replica commits.
         """
         began = time.monotonic()
         source, own = result.recover_src_replica_rank or 0, result.replica_rank
@@ -144,7 +149,7 @@ class StateExchange:
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
             state = self._fetch(attempt, result)
-        except Exception as error:  # noqa: BLE001 - of a user's transport, or for want of memory or threads
+        except Exception as error:  # noqa: BLE001 - it may be an error of a user's transport, or a lack of memory or threads
             attempt.raise_error()
             self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
             return
@@ -159,13 +164,14 @@ class StateExchange:
         self._load(state)
 
     def _fetch(self, attempt: Attempt, result: QuorumResult) -> PeerState:
-        """The whole state of the up-to-date peer that the quorum assigned, verified.
+        """Fetch and verify the whole state of the up-to-date peer that the quorum assigned.
 
         Raises:
-            CheckpointError: the peer is gone, slow, or what it sent is not the state of `max_step`.
+            CheckpointError: the peer is gone or slow, or did not send the state of `max_step`.
         """
         timeout_s = self._config.timeout_s
-        if self._protocol.failure is not None:  # the source may wait for this rank: the next join releases it
+        # the source may wait for this rank, whose next join releases it
+        if self._protocol.failure is not None:
             timeout_s *= PATIENCE_WHEN_FAILED
         metadata = attempt.source_metadata
         if metadata is None:
@@ -187,7 +193,7 @@ class StateExchange:
         return PeerState(user, counters)
 
     def _ask(self, result: QuorumResult, timeout_s: float) -> str:
-        """Where the source's state can be had."""
+        """Ask the source where its state can be fetched."""
         client = self._client = ManagerClient(result.recover_src_manager_address)
         try:
             return client._checkpoint_metadata(self._config.group_rank, timedelta(seconds=timeout_s))
@@ -206,21 +212,25 @@ class StateExchange:
             raise
 
     def linger(self) -> None:
-        """Before this replica leaves: who heals from it in its last step has only begun to fetch."""
+        """Wait, before this replica leaves, for a replica that has begun to fetch its state in the last
+        step.
+        """
         if self._is_serving:
             self._transport.wait_fetched(timedelta(seconds=LINGER_S))
 
     # ------------------------------------------------------------------ from other threads
 
     def ask_early(self, attempt: Attempt, result: QuorumResult) -> None:
-        """On the quorum worker: what a fetch has to know, while the training thread computes."""
+        """Ask for what a fetch has to know while the training thread computes; runs on the quorum worker."""
         try:
             attempt.source_metadata = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
         except Exception:  # it is asked again at the end of the step
             logger.info("the source could not be asked for its address yet", exc_info=True)
 
     def member_lost(self, quorum_id: int, replica_id: str) -> None:
-        """On the coordination loop: a fetch that needs the member ends, also one that is yet to begin."""
+        """End a fetch that needs the lost member, even one that is yet to begin; runs on the coordination
+        loop.
+        """
         newest = self._protocol.quorum_id
         self._lost = frozenset(lost for lost in self._lost if lost[0] >= newest) | {(quorum_id, replica_id)}
         fetching = self._fetching
@@ -228,11 +238,13 @@ class StateExchange:
             self._end(fetching, f"lost {replica_id}")
 
     def end_fetch(self, reason: str) -> None:
-        """The attempt has failed: the training thread need not wait for a state any longer."""
+        """End a fetch because the attempt has failed: the training thread need not wait for a state any
+        longer.
+        """
         self._end(self._fetching, reason)
 
     def _end(self, fetching: tuple[str, str] | None, reason: str) -> None:
-        """Repeated, as the transport's part of it may yet begin."""
+        """End a fetch; repeated, as the transport's part of it may not have begun."""
         if fetching is not None and fetching is self._fetching:
             if (client := self._client) is not None:
                 client.close()
@@ -242,7 +254,7 @@ class StateExchange:
 
 
 def state_bytes(state: object) -> int:
-    """Bytes of all tensors in nested containers."""
+    """Return the bytes of all tensors in nested containers."""
     if isinstance(state, Shard):
         return state_bytes(state.local)
     if isinstance(state, torch.Tensor):

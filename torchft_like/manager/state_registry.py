@@ -1,6 +1,5 @@
-"""The state of the training script: how to read it for a peer, how to load a peer's.
-
-All of it happens on the training thread; other threads may only say whether it may be read.
+"""The state of the training script: the functions that read it for a peer and load a peer's. All of them run
+on the training thread; other threads may only allow and disallow reading.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SaveFunction = Callable[[], Any]
 
 
 class StateRegistry:
-    """Pairs of load and save functions by key, and the right to read what they save."""
+    """Pairs of load and save functions by key, and the permission to read what they save."""
 
     def __init__(self) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
@@ -38,23 +37,23 @@ class StateRegistry:
         self._is_looked_at = False
 
     def look(self, check: Callable[[Any], object]) -> None:
-        """Before the first step: call the functions and look at what they return.
+        """Call the functions before the first step, and check what they return.
 
-        A state that cannot be read, or can never travel, is thus found on the replica whose state it is and
-        while nobody needs it. What the functions raise goes to the caller.
+        A state that cannot be read or sent is thus found on the replica that has it, before a peer needs it.
+        Errors of the functions go to the caller.
 
         Args:
-            check: raises CheckpointFormatError for a state that the transport cannot carry.
+            check: a function that raises CheckpointFormatError for a state that the transport cannot carry.
         """
         if not self._is_looked_at and self._is_read_allowed:
             check(self._save())
             self._is_looked_at = True
 
     def check_registered(self) -> None:
-        """Is there anything to save and to load?
+        """Check that there are functions to save and to load a state.
 
         Raises:
-            ConfigError: nothing was registered, so that healing would leave a replica with its old state.
+            ConfigError: no function was registered, so that healing would leave a replica with its old state.
         """
         if not self._functions:
             raise ConfigError(
@@ -63,23 +62,24 @@ class StateRegistry:
             )
 
     def allow_read(self) -> None:
-        """Peers may be served again."""
+        """Let peers be served again."""
         if not self._is_read_allowed:
             self._is_read_allowed = True
             self._reading.release()
 
     def disallow_read(self) -> None:
-        """Wait until nobody reads the state, and keep others from it until `allow_read`."""
+        """Wait until no thread reads the state, and keep it from being read until `allow_read`."""
         if self._is_read_allowed:
             self._reading.acquire()
             self._is_read_allowed = False
 
     @contextmanager
     def reading(self) -> Iterator[dict[str, object]]:
-        """The user's whole state, which stays as it is inside the block.
+        """Yield the user's whole state, which does not change inside the block.
 
         Raises:
-            CheckpointError: reading is not allowed; waiting could be for what the caller itself has to do.
+            CheckpointError: reading is not allowed; this does not wait, because the caller itself may have to
+              allow it.
         """
         if not self._reading.acquire(blocking=False):
             raise CheckpointError(
@@ -92,10 +92,10 @@ class StateRegistry:
             self._reading.release()
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Hand every part to its load function.
+        """Pass every part to its load function.
 
         Raises:
-            CheckpointError: the peer registered other keys; the replicas do not run the same script.
+            CheckpointError: the peer registered other keys, because the replicas do not run the same script.
         """
         if set(state) != set(self._functions):
             raise CheckpointError(

@@ -1,10 +1,11 @@
-"""The step protocol of one rank: may this step commit? Pure: no threads, clocks, sockets or torch.
+"""The step protocol of one rank, which decides whether a step may commit. Pure: no threads, clocks, sockets
+or torch.
 
 One attempt at a step runs through
 
     begin -> agreed -> (configured) -> (healed) -> vote -> decide
 
-and anything may go wrong in between. What holds throughout:
+and anything may go wrong in between. Invariants:
 
 * An error belongs to the quorum in which it happened. It makes every later step of that quorum
   fail, and no step of any other (`no_zombie`).
@@ -29,7 +30,7 @@ from torchft_like.manager.assignment import QuorumResult
 
 
 class WorldSizeMode(Enum):
-    """How many replicas contribute gradients when more than `min_replica_size` are there.
+    """How many replicas contribute gradients if there are more than `min_replica_size`.
 
     DYNAMIC: all of them; averages divide by their number.
     FIXED_WITH_SPARES: exactly `min_replica_size`; the others are spares that contribute zeros.
@@ -41,7 +42,7 @@ class WorldSizeMode(Enum):
 
 @dataclass(frozen=True)
 class StepRules:
-    """The settings that bear on whether a step may commit."""
+    """The settings that decide whether a step may commit."""
 
     min_replica_size: int
     use_async_quorum: bool = True
@@ -50,7 +51,7 @@ class StepRules:
 
 
 class Join(NamedTuple):
-    """What a rank says of itself when it asks for a quorum."""
+    """A rank's part of a request for a quorum."""
 
     step: int
     commit_failures: int
@@ -92,10 +93,10 @@ class StepProtocol:
         self._lacks_state = False
 
     def begin(self) -> Join:
-        """A new attempt starts: what to send with the join.
+        """Start a new attempt; return what to send with the join.
 
-        One that was given up without a verdict has left collectives behind, which must not meet those of
-        this one: its process group is used no more.
+        An attempt that was given up without a verdict has left collectives behind, which must not meet those
+        of this attempt: its process group is used no more.
         """
         if self.in_step and self._agreed:
             self._broken.add(self.quorum_id)
@@ -108,7 +109,7 @@ class StepProtocol:
         return Join(self.step, max(self.commit_failures, int(broken > 0)), self.commit_quorum_id, broken)
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
-        """The quorum of this attempt is known."""
+        """Record the quorum of this attempt, and return what has to be done before it can be used."""
         self.quorum_id = result.quorum_id
         self._agreed = True
         self._failures = {q: reason for q, reason in self._failures.items() if q >= result.quorum_id}
@@ -124,30 +125,33 @@ class StepProtocol:
         )
 
     def configured(self, quorum_id: int) -> None:
-        """The process group is ready for this quorum."""
+        """Record that the process group is ready for this quorum."""
         self._configured_quorum_id = quorum_id
 
     def restore(self, counters: Mapping[str, object]) -> None:
-        """Take over counters that `counters` gave, of a periodic checkpoint."""
+        """Take over counters of a periodic checkpoint, which `counters` returned."""
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
 
     def heal(self, counters: Mapping[str, object]) -> None:
-        """A peer's state was loaded: take over its counters, and nothing is lacking for a commit.
+        """Take over the counters of a peer whose state was loaded, after which this replica may commit.
 
-        With a synchronous quorum that was before the forward pass: this replica contributes like any other.
+        With a synchronous quorum that happens before the forward pass, so this replica contributes like any
+        other.
         """
         self.restore(counters)
         self._lacks_state = False
         self.healing = self._rules.use_async_quorum
 
     def disown_state(self) -> None:
-        """The state is not what the step has made of it: whoever has that is ahead of this rank."""
+        """Declare the state not to be that of the step, so that a replica that has it is ahead of this
+        rank.
+        """
         self.commit_quorum_id = 0
 
     def counters(self) -> dict[str, int]:
-        """The state version and what was done so far, for peers and periodic checkpoints."""
+        """Return the state version and the number of batches so far, for peers and periodic checkpoints."""
         return {
             "step": self.step,
             "batches_committed": self.batches_committed,
@@ -155,7 +159,7 @@ class StepProtocol:
         }
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
-        """Something went wrong in a quorum. True when that is news that concerns the current one."""
+        """Record an error in a quorum; return True if that is news and concerns the current one."""
         if quorum_id < self.quorum_id:
             return False
         is_news = quorum_id not in self._failures or (group_broken and quorum_id not in self._broken)
@@ -165,21 +169,21 @@ class StepProtocol:
         return is_news
 
     def fail_current(self, reason: Exception) -> bool:
-        """Something went wrong in the current attempt, whether or not its quorum is known yet."""
+        """Record an error in the current attempt, whether or not its quorum is known yet."""
         if self._is_waiting:
             self._failure_before_quorum = self._failure_before_quorum or reason
             return False
         return self.fail(self.quorum_id, reason)
 
     def group_broke(self, quorum_id: int) -> bool:
-        """The process group of a quorum is of no use any more. True when that is news."""
+        """Record that the process group of a quorum cannot be used any more; return True if that is news."""
         if quorum_id < self.quorum_id or quorum_id in self._broken:
             return False
         self._broken.add(quorum_id)
         return True
 
     def is_broken(self, quorum_id: int) -> bool:
-        """Whether the process group of that quorum cannot be used, configured or not."""
+        """Return whether the process group of that quorum cannot be used, configured or not."""
         return quorum_id < self.quorum_id or quorum_id in self._broken
 
     @property
@@ -195,7 +199,9 @@ class StepProtocol:
 
     @property
     def may_wait_for_state(self) -> bool:
-        """Whether a source comes to the end of the step: it may wait in `configure` for one it never met."""
+        """Whether a source comes to the end of the step: it may wait in `configure` for a rank that it never
+        met.
+        """
         return self._configured_quorum_id == self.quorum_id
 
     @property
@@ -211,18 +217,18 @@ class StepProtocol:
     def is_counted_on(self) -> bool:
         """Whether the others' averages count this replica although it has to heal before it contributes.
 
-        A synchronous quorum heals first and counts everybody: where that fails, no sum is worth anything.
+        A synchronous quorum heals first and counts all replicas: if that fails, every sum is wrong.
         """
         return self.participating_rank is not None and not self._rules.use_async_quorum
 
     def vote(self) -> bool:
-        """Whether this rank may commit."""
+        """Return whether this rank may commit."""
         if self.failure is not None or self._lacks_state:
             return False
         return self.num_participants >= self._rules.min_replica_size
 
     def decide(self, committed: bool) -> None:
-        """The whole replica group has voted."""
+        """Record the decision of the whole replica group."""
         self.in_step = False
         if committed:
             self.step += 1
@@ -234,7 +240,7 @@ class StepProtocol:
 
     @property
     def leaves_in_order(self) -> bool:
-        """Whether a replica that leaves now needs to alarm nobody.
+        """Whether a replica that leaves now need not alarm any other.
 
         After a step that it did not commit, peers may still wait for it, even in a process group that it
         has never entered.
@@ -243,7 +249,7 @@ class StepProtocol:
 
     @property
     def out_of_retries(self) -> bool:
-        """More failed attempts in a row than `max_retries` allows."""
+        """Whether more attempts in a row failed than `max_retries` allows."""
         limit = self._rules.max_retries
         return limit is not None and self.commit_failures > limit
 
