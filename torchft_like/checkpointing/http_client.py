@@ -1,4 +1,4 @@
-"""One fetch of a peer's state over HTTP, which another thread can end at any moment."""
+"""A fetch of a peer's state over HTTP, which another thread can end at any moment."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How to fetch.
+    """The options of a fetch.
 
     Attributes:
-        step: whose state.
-        parts: over how many connections at a time.
-        timeout_s: for everything, the wait until the peer offers the step included.
-        stall_s: without a byte from the peer; then it counts as dead.
-        limits: of the state.
+        step: the step whose state is fetched.
+        parts: the number of connections at a time.
+        timeout_s: the limit of the whole fetch, the wait until the peer offers the step included.
+        stall_s: how long the peer may send nothing before it counts as dead.
+        limits: the limits of the state.
     """
 
     step: int
@@ -52,7 +52,7 @@ class FetchOptions:
 
 
 class Fetch:
-    """Fetches once. `end` makes a blocked `run` raise at once, and a later `run` too."""
+    """A single fetch. `end` makes a blocked `run` raise at once, and a later `run` too."""
 
     def __init__(self, address: Address, options: FetchOptions) -> None:
         self._address = address
@@ -65,11 +65,11 @@ class Fetch:
         self._progress = "it had not answered"
 
     def run(self) -> object:
-        """The state.
+        """Fetch the state.
 
         Raises:
-            CheckpointTimeoutError: not in time, or the peer fell silent.
-            CheckpointError: it could not be had; names the peer and why.
+            CheckpointTimeoutError: the state did not come in time, or the peer fell silent.
+            CheckpointError: the state could not be fetched; the text names the peer and the reason.
         """
         with context_timeout(self._expire, timedelta(seconds=self._options.timeout_s)):
             try:
@@ -80,7 +80,7 @@ class Fetch:
                 self.end("it is over")
 
     def end(self, reason: str, is_overdue: bool = False) -> None:
-        """Close every connection of this fetch; the first reason is the one that is told."""
+        """Close every connection of this fetch; errors show the first reason."""
         with self._lock:
             if self._end_reason is None:
                 self._end_reason, self._is_overdue = reason, is_overdue
@@ -125,7 +125,7 @@ class Fetch:
 
     @contextmanager
     def _response(self, part: int) -> Iterator[http.client.HTTPResponse]:
-        """An open response that brings the part; asks again for as long as the step is not offered."""
+        """Yield an open response that brings the part; ask again for as long as the step is not offered."""
         while True:
             connection = http.client.HTTPConnection(self._address.host, self._address.port)
             connection.sock = connect_tcp(self._address, self._options.stall_s, self._register)
@@ -139,7 +139,7 @@ class Fetch:
             finally:
                 connection.close()
             self._progress = _ASK_AGAIN[response.status]
-            time.sleep(ASK_AGAIN_S)  # a peer that does not wait itself is not hammered
+            time.sleep(ASK_AGAIN_S)  # a pause for peers that do not wait themselves
 
     def _register(self, connection: socket.socket) -> None:
         with self._lock:
@@ -149,7 +149,9 @@ class Fetch:
             self._sockets.append(connection)
 
     def _path(self, part: int) -> str:
-        """The peer may wait for the step for half of the time after which it would count as dead."""
+        """Return the request's path, by which the peer may wait for half of the time after which it counts as
+        dead.
+        """
         options = self._options
         wait_ms = int(options.stall_s / 2 * 1000)
         return f"/checkpoint/{options.step}?part={part}&parts={options.parts}&wait_ms={wait_ms}"
@@ -193,12 +195,12 @@ def _submit(
 ) -> Future[None]:
     try:
         return pool.submit(read_part, incoming, index)
-    except RuntimeError as error:  # what threading raises
+    except RuntimeError as error:  # threading raises it if the system has no thread
         raise CheckpointError(f"there is no thread for part {index} of it: {error}") from error
 
 
 def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:  # not connected yet, or it has ended by itself
+    except OSError as error:  # it is not connected yet, or has ended by itself
         _logger.debug("shutdown of a socket: %s", error)

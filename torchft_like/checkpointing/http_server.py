@@ -3,17 +3,17 @@
     GET /checkpoint/{step}?part=0&parts=1&wait_ms=5000
 
     200  the part, with Checkpoint-Step and Checkpoint-Id (the same for all parts of one snapshot)
-    202  nothing is offered yet; it was waited for `wait_ms`, ask again
+    202  nothing is offered yet, after a wait of `wait_ms`: ask again
     400  not such a request
     410  a later step is offered: this one will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again; or the server ends
 
-A connection carries one request. Whatever a client does, or does not do, it holds one of a limited
-number of threads for a limited time: to send its request, to wait, to take each chunk, and for the
-whole. When all are taken, the client that has been silent for longest makes room: who has something
-to ask says it at once. A transfer keeps its snapshot in memory until it ends; the last snapshot and
-the one before may be in transfer, older ones are cut off.
+A connection carries one request. A client holds one of a limited number of threads, and each of its actions
+has a time limit: to send its request, to wait, to take each chunk, and the whole. When all threads are taken,
+the client that has been silent for longest makes room: a client with a request sends it at once. A transfer
+keeps its snapshot in memory until it ends; the last snapshot and the one before may be in transfer, older
+ones are cut off.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from torchft_like.futures import context_timeout
 _logger = logging.getLogger(__name__)
 
 WAIT_S_MAX = 5.0
-SILENT_S = 0.25  # after which a client without a request may lose its place to another
+SILENT_S = 0.25  # seconds after which a client without a request may lose its place
 REASON_LENGTH_MAX = 400
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
 _ACCEPT_RETRY_S = 0.1
-LOOK_S = 0.05  # whether a transfer is still going on
-PARTS_MAX = 10_000  # as the request's form has it
+LOOK_S = 0.05  # seconds between two looks whether a transfer is still going on
+PARTS_MAX = 10_000  # the request's form allows no more
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a client may use up.
+    """The limits of what a client may use up.
 
     Attributes:
-        request_s: to send its request; less where another needs the thread.
-        chunk_s: to take 4 MiB; a client that is slower than that, or stopped, is cut off.
-        transfer_s: for everything together.
-        connections: how many at a time; each has a thread.
+        request_s: seconds to send its request; less if another client needs the thread.
+        chunk_s: seconds to take 4 MiB; a client that is slower than that, or stopped, is cut off.
+        transfer_s: seconds for the whole transfer.
+        connections: the number of connections at a time; each has a thread.
     """
 
     request_s: float = 5.0
@@ -68,7 +68,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Offer:
-    """A snapshot that may be fetched, or why there is none of that step."""
+    """A snapshot that may be fetched, or the reason why there is none of that step."""
 
     step: int
     state: EncodedState | None
@@ -78,7 +78,7 @@ class Offer:
 
 
 class CheckpointServer:
-    """Serves the current offer until `close`.
+    """A server of the current offer, until `close`.
 
     Raises:
         BindError: the address is in use or not of this host.
@@ -90,23 +90,25 @@ class CheckpointServer:
         self.port: int = self._listener.getsockname()[1]
         self._changed = threading.Condition()
         self._offer: Offer | None = None
-        self._fetched = 0.0  # how many times the current offer was sent, in parts
+        self._fetched = 0.0  # how many times the current offer was sent, by its parts
         self._recent_ids: deque[str] = deque(maxlen=2)
         self._connections: dict[socket.socket, _Connection] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="torchft-checkpoint", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the system has no thread for it
+        except RuntimeError:  # the system has no thread
             self._listener.close()
             raise
 
     def refuse(self, step: int, reason: str) -> None:
-        """Tell who asks for the step, or waits for it, that it will not come from here."""
+        """Tell clients that ask for the step, or wait for it, that this server will not offer it."""
         self._announce(Offer(step, None, reason))
 
     def offer(self, step: int, state: EncodedState, receivers: int = 0) -> None:
-        """Offer `state` from now on, and wake who waits for it: `receivers` are expected."""
+        """Offer `state` from now on, and wake the clients that wait for it; `receivers` clients are
+        expected.
+        """
         self._announce(Offer(step, state, receivers=receivers))
 
     def _announce(self, offer: Offer) -> None:
@@ -121,7 +123,7 @@ class CheckpointServer:
             connection.end()
 
     def offer_as(self, step: int) -> bool:
-        """Offer what is offered as the state of `step`; False where nothing is."""
+        """Offer the current snapshot as the state of `step`; return False if there is none."""
         with self._changed:
             state = self._offer.state if self._offer is not None else None
         if state is not None:
@@ -134,7 +136,9 @@ class CheckpointServer:
             self._offer = None
 
     def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
-        """The offer of `step` or of a later one; None if there is none after `wait_s` seconds."""
+        """Wait for the offer of `step` or a later one, and return it; None if there is none after `wait_s`
+        seconds.
+        """
         deadline = time.monotonic() + wait_s
         with self._changed:
             while not self._closing.is_set():
@@ -147,14 +151,16 @@ class CheckpointServer:
         return None
 
     def note_fetched(self, offer: Offer, share: float) -> None:
-        """A receiver was sent that much of the offer, 1 being all of it."""
+        """Note that a receiver was sent this share of the offer; 1 is all of it."""
         with self._changed:
             if offer is self._offer:
                 self._fetched += share
                 self._changed.notify_all()
 
     def wait_fetched(self, idle_s: float) -> None:
-        """Until all who are expected were sent the offer, or it was sent to nobody for `idle_s` seconds."""
+        """Wait until all expected receivers were sent the offer, or for `idle_s` seconds without a
+        transfer.
+        """
         deadline = time.monotonic() + idle_s
         with self._changed:
             while (offer := self._offer) is not None and self._fetched < offer.receivers - 0.5 / PARTS_MAX:
@@ -189,7 +195,7 @@ class CheckpointServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError as error:
-                if not self.closing:  # most likely out of file descriptors: some may come back
+                if not self.closing:  # most likely out of file descriptors, of which some may be closed
                     _logger.warning("the checkpoint server cannot accept a connection: %s", error)
                     self._closing.wait(_ACCEPT_RETRY_S)
                 continue
@@ -204,7 +210,7 @@ class CheckpointServer:
                 silent.is_given_up = True
         if silent is not None:
             silent.end()
-            silent.join()  # it waits for nothing but its socket
+            silent.join()  # the client waits only for its socket
         with self._changed:
             full = len(self._connections) >= self.limits.connections or self.closing
             if not full:
@@ -213,10 +219,10 @@ class CheckpointServer:
             _refuse(peer)
 
     def note_request(self, connection: _Connection) -> None:
-        """A client has said what it wants.
+        """Note that a client has sent its request.
 
         Raises:
-            ConnectionError: too late, another has its place.
+            ConnectionError: the request came too late: another client has its place.
         """
         with self._changed:
             if connection.is_given_up:
@@ -224,7 +230,7 @@ class CheckpointServer:
             connection.has_asked = True
 
     def forget(self, peer: socket.socket) -> None:
-        """A connection has ended."""
+        """Drop a connection that has ended."""
         with self._changed:
             del self._connections[peer]
 
@@ -233,7 +239,8 @@ class _Connection:
     """One client: its socket, its thread, and the offer that it is being sent.
 
     Attributes:
-        has_asked: its request is there. `is_given_up`: it was not when another needed the thread.
+        has_asked: whether its request has come. `is_given_up`: whether it had not when another client needed
+          the thread.
     """
 
     def __init__(self, server: CheckpointServer, peer: socket.socket) -> None:
@@ -246,11 +253,11 @@ class _Connection:
         self.thread = threading.Thread(target=self._run, name="torchft-checkpoint-client", daemon=True)
 
     def is_silent(self) -> bool:
-        """Whether its request should be there by now, and is not."""
+        """Return whether the client's request should have come by now, and has not."""
         return not self.has_asked and time.monotonic() - self._since > SILENT_S
 
     def start(self) -> bool:
-        """False when the system has no thread for it."""
+        """Start the thread; return False if the system has none."""
         try:
             self.thread.start()
         except RuntimeError as error:
@@ -260,7 +267,7 @@ class _Connection:
         return True
 
     def end(self) -> None:
-        """Make whatever the thread is doing on the socket fail now."""
+        """Make the thread's present operation on the socket fail now."""
         _shut(self.peer)
 
     def join(self) -> None:
@@ -272,7 +279,7 @@ class _Connection:
         try:
             with context_timeout(self.end, timedelta(seconds=self.server.limits.transfer_s)):
                 _Handler(self)
-        except (OSError, ValueError) as error:  # a ValueError is the base class's, about a malformed head
+        except (OSError, ValueError) as error:  # the base class raises ValueError for a malformed head
             _logger.info("a checkpoint client was lost: %s", error)
         finally:
             self.server.forget(self.peer)
@@ -280,20 +287,20 @@ class _Connection:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Reads one request and answers it; the constructor does it all, as in the base class."""
+    """A handler that reads one request and answers it; the constructor does it all, as in the base class."""
 
     server_version = "torchft_like"
     sys_version = ""
-    disable_nagle_algorithm = True  # a checksum after a chunk would wait for an acknowledgement
+    disable_nagle_algorithm = True  # else a checksum after a chunk would wait for an acknowledgement
 
     def __init__(self, connection: _Connection) -> None:
         self._owner = connection
         self._limits = connection.server.limits
         client = connection.peer.getpeername()
-        super().__init__(connection.peer, client, connection.server)  # type: ignore[arg-type] # only kept
+        super().__init__(connection.peer, client, connection.server)  # type: ignore[arg-type] # the base class only stores it
 
     def setup(self) -> None:
-        """The head is read here, under one deadline: a trickle of bytes does not extend it."""
+        """Read the head under one deadline, which a trickle of bytes does not extend."""
         super().setup()
         self.rfile = io.BytesIO(_read_head(self._owner.peer, self._limits.request_s))
         self._owner.server.note_request(self._owner)
@@ -368,5 +375,5 @@ def _refuse(peer: socket.socket) -> None:
 def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:  # it has ended by itself
+    except OSError as error:  # the connection has ended by itself
         _logger.debug("shutdown of a socket: %s", error)

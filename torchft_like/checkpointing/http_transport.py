@@ -1,4 +1,4 @@
-"""State over HTTP from a snapshot in memory: the transport that needs nothing but a network.
+"""State over HTTP from a snapshot in memory: a transport that needs only a network.
 
 The source copies its state once and goes on training; receivers fetch the copy when they come, and
 read straight into the tensors that they keep. No bytes from the network are ever unpickled.
@@ -22,21 +22,21 @@ CHUNKS_MAX = 64
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Offers this rank's state over HTTP and fetches that of others.
+    """A transport that offers this rank's state over HTTP, and fetches that of others.
 
-    Memory: one copy of the state on the CPU from `send_checkpoint` until `disallow_checkpoint`; a
-    transfer in progress keeps its copy until it ends, and at most two different ones are kept.
+    It takes memory for one copy of the state on the CPU from `send_checkpoint` until `disallow_checkpoint`; a
+    transfer in progress keeps its copy until it ends, and at most two different copies are kept.
 
     Args:
         timeout: the longest that sending the state to one receiver may take.
-        num_chunks: over how many connections at a time to fetch; 0 means one.
-        hostname: under which other hosts reach this one. By default the Manager that has it says so: as
-            for its own server, the interface that leads to the lighthouse. Without a Manager, the address
-            of this host's name; nothing listens before it is asked for, or a state is offered.
-        bind_host: where to listen; the same as `hostname` unless given.
-        stall_timeout: without a byte from the peer; then it counts as dead.
-        state_bytes_max: the most bytes of tensors to fetch. By default 16 times those of this rank's own
-            state and 256 MiB; any number until the Manager has looked at that state.
+        num_chunks: the number of connections of one fetch; 0 means one.
+        hostname: the name under which other hosts reach this one. By default the Manager sets it: as for its
+          own server, to the interface that leads to the lighthouse. Without a Manager it is the address of
+          this host's name, and the server starts when the address is asked for, or a state is offered.
+        bind_host: the address to listen on; `hostname` by default.
+        stall_timeout: how long the peer may send nothing before it counts as dead.
+        state_bytes_max: the limit of the bytes of tensors to fetch. By default it is 16 times those of this
+          rank's own state plus 256 MiB; there is no limit until the Manager has read that state.
 
     Raises:
         BindError: the address is not of this host.
@@ -69,7 +69,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._closed = False
 
     def use_host(self, host: str) -> None:
-        """Serve under `host` from now on, unless a `hostname` was given; what was offered no longer is.
+        """Serve under `host` from now on, unless a `hostname` was given; earlier offers end.
 
         Raises:
             BindError: the address is not of this host.
@@ -83,18 +83,18 @@ class HTTPTransport(CheckpointTransport[T]):
             before[0].close(wait=True)
 
     def metadata(self) -> str:
-        """The address of this rank's server, http://host:port."""
+        """Return the address of this rank's server, http://host:port."""
         return self._served()[1].url
 
     def address(self) -> str:
-        """Where the server answers: http://host:port/checkpoint/, and then the step."""
+        """Return the URL of the server, http://host:port/checkpoint/, which the step follows."""
         return f"{self.metadata()}/checkpoint/"
 
     def allow_checkpoint(self, step: int) -> None:
-        """Offer what is offered as the state of `step`; `send_checkpoint` offers by itself.
+        """Offer the current snapshot as the state of `step`; `send_checkpoint` offers by itself.
 
         Raises:
-            CheckpointError: nothing is offered; `disallow_checkpoint` lets go of the copy.
+            CheckpointError: nothing is offered; `disallow_checkpoint` has dropped the copy.
         """
         self._check_open()
         if not self._served()[0].offer_as(step):
@@ -103,35 +103,35 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Copy the state and offer the copy; receivers fetch it when they come.
 
-        It replaces what was offered before. Whoever asks for the step is served, not `dst_ranks` alone;
-        copying waits for nobody, whatever the `timeout`.
+        It replaces the earlier offer. Every client that asks for the step is served, not only `dst_ranks`.
+        Copying waits for no receiver, so `timeout` has no effect.
         """
         self._check_open()
         self._served()[0].offer(step, EncodedState(state_dict), len(dst_ranks))
 
     def check_state(self, state_dict: T) -> None:
-        """Describe the state without copying a tensor, and expect one of a peer to be like it."""
+        """Describe the state without copying a tensor, and expect a peer's state to be like it."""
         self._expected.learn(state_dict)
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """Answer whoever asks for the step with `reason`, and nothing else, until the next offer."""
+        """Answer requests for the step with `reason`, and nothing else, until the next offer."""
         self._served()[0].refuse(step, reason)
 
     def disallow_checkpoint(self) -> None:
-        """Offer nothing to new requests. Transfers in progress finish: the copy is theirs."""
+        """Offer nothing to new requests. Transfers in progress finish with the copy."""
         if self._serving is not None:
             self._serving[0].withdraw()
 
     def wait_fetched(self, idle: timedelta) -> None:
-        """Wait until as many have it as `send_checkpoint` was told; not while nobody fetches for `idle`."""
+        """Wait until all receivers of `send_checkpoint` have the state, or none has fetched for `idle`."""
         if self._serving is not None:
             self._serving[0].wait_fetched(idle.total_seconds())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Fetch the state of `step`; asked too early, wait until it is offered.
+        """Fetch the state of `step`; wait until it is offered.
 
-        The tensors are on the CPU, contiguous and without gradient: `load_state_dict` copies them
-        to where they belong.
+        The tensors are on the CPU, contiguous and without gradient: `load_state_dict` has to copy them into
+        the model.
         """
         try:
             address = parse_address(metadata, "the metadata of a checkpoint")
@@ -151,7 +151,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 self._fetches.discard(fetch)
 
     def abort_recv(self, reason: str = "aborted") -> None:
-        """End any receive in progress with a CheckpointError that tells `reason`; thread-safe."""
+        """End all fetches in progress with a CheckpointError that has `reason`; any thread may call this."""
         with self._lock:
             fetches = list(self._fetches)
         for fetch in fetches:

@@ -1,4 +1,4 @@
-"""State over the process group that trains: for scripts of torchft that ask for it.
+"""State over the process group of the training, for scripts of torchft that ask for it.
 
 The bytes are those of `state_stream`, cut into messages: first one of two numbers (step, bytes that
 follow), then messages of 4 MiB, the last shorter. Where there is no state to send, the second number is
@@ -32,17 +32,18 @@ _logger = logging.getLogger(__name__)
 
 
 class PGTransport(CheckpointTransport[T]):
-    """Sends this rank's state to others through the group's `send` and receives theirs through `recv`.
+    """A transport that sends this rank's state through the group's `send`, and receives that of others
+    through `recv`.
 
     `HTTPTransport`, the Manager's own, shares no time limit with the collectives and needs no room on a
     device: prefer it unless the group reaches peers that sockets do not.
 
     Args:
         pg: the group that the Manager configures; replica ranks are its ranks.
-        timeout: for all messages of one transfer; a shorter one of the Manager's counts.
-        device: where messages are staged: the one that `pg` transfers from.
-        state_dict: accepted from scripts of torchft; the state arrives in memory of its own nevertheless.
-        state_bytes_max: as of an `HTTPTransport`.
+        timeout: the limit of all messages of one transfer; a shorter one of the Manager's counts.
+        device: the device on which messages are staged: the one that `pg` transfers from.
+        state_dict: accepted from scripts of torchft, without effect: the state arrives in memory of its own.
+        state_bytes_max: the limit of the bytes of tensors to receive, as in `HTTPTransport`.
     """
 
     def __init__(
@@ -60,19 +61,19 @@ class PGTransport(CheckpointTransport[T]):
         self._timeout_s = timeout.total_seconds()
         self._device = torch.device(device)
         self._expected = Expectation(state_bytes_max)
-        self._is_announced = False  # a transfer that has begun, and may have failed
+        self._is_announced = False  # whether a transfer has begun, which may have failed
         if state_dict is not None:
             _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
 
     def metadata(self) -> str:
-        """Nothing: a receiver has the same group."""
+        """Return an empty text: a receiver has the same group."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Send a snapshot to all of `dst_ranks`; returns when they have it.
+        """Send a snapshot to all of `dst_ranks`; return when they have it.
 
         Raises:
-            CheckpointFormatError: the state holds something that does not travel.
+            CheckpointFormatError: the state holds a value of a type that cannot be sent.
             CheckpointError: the group could not transfer it, or not in time.
         """
         encoded = EncodedState(state_dict)
@@ -81,23 +82,23 @@ class PGTransport(CheckpointTransport[T]):
         self._is_announced = False
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """Send the reason instead of the state, unless the group has failed with a part of that."""
+        """Send the reason instead of the state, unless the group failed in the middle of the state."""
         is_under_way, self._is_announced = self._is_announced, False
         if not is_under_way:
             told = reason.encode()[:REASON_BYTES_MAX]
             self._send(dst_ranks, self._timeout_s, (step, -len(told)), [told])
 
     def check_state(self, state_dict: T) -> None:
-        """Describe the state without copying a tensor, and expect one of a peer to be like it."""
+        """Describe the state without copying a tensor, and expect a peer's state to be like it."""
         self._expected.learn(state_dict)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.
 
         Raises:
-            CheckpointFormatError: what came is corrupt.
-            CheckpointTimeoutError: not in time.
-            CheckpointError: the group could not transfer it, or it is of another step.
+            CheckpointFormatError: the received bytes are corrupt.
+            CheckpointTimeoutError: the state did not come in time.
+            CheckpointError: the group could not transfer the state, or it is of another step.
         """
         line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replica {src_rank}")
         announcement = torch.empty(2, dtype=torch.int64, device=self._device)
@@ -142,13 +143,13 @@ class _Line:
         try:
             for work in begin():
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:  # torch's own, and those of our groups
+        except RuntimeError as error:  # errors of torch, and those of this package's groups
             kind = CheckpointTimeoutError if time.monotonic() >= self._deadline else CheckpointError
             raise kind(f"the group moved no state to or from {self._peer}: {error}") from error
 
 
 class _Arriving:
-    """The bytes of a stream as the messages bring them: a source for `state_stream`."""
+    """The bytes of a stream as its messages bring them: a source for `state_stream`."""
 
     def __init__(self, line: _Line, rank: int, length: int, device: torch.device) -> None:
         self._line, self._rank, self._left, self._device = line, rank, length, device
@@ -168,7 +169,7 @@ class _Arriving:
 
 
 def _messages(pieces: Iterable[bytes | memoryview]) -> Iterator[torch.Tensor]:
-    """The same bytes in tensors of MESSAGE_BYTES, the last perhaps shorter."""
+    """Yield the same bytes in tensors of MESSAGE_BYTES; the last may be shorter."""
     gathered = bytearray()
     for piece in pieces:
         rest = memoryview(piece)

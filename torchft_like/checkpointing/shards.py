@@ -1,9 +1,9 @@
-"""DTensors in a state: a rank sends its local shard and says how it lies; a peer puts it on its own mesh.
+"""DTensors in a state: a rank sends its local shard and its layout; a peer puts the shard on its own mesh.
 
-A mesh does not travel: it is process groups of one replica group. The sender numbers its meshes. The receiver
-has the same rank in a replica group of the same form, and learns which of its own meshes a number stands for
-from the places where its own state has a DTensor too. A number that occurs at none of them stands for the
-only mesh of that form.
+A mesh is not sent: it consists of process groups of one replica group. The sender numbers its meshes. The
+receiver has the same rank in a replica group of the same form, and learns which of its own meshes a number
+stands for from the places where its own state has a DTensor too. A number that occurs at none of them stands
+for the only mesh of that form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Path: TypeAlias = "tuple[object, ...]"
 
 
 def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
-    """A DTensor as the shard of it that this rank has; for `STATE_SCHEMA`."""
+    """Write a DTensor as this rank's shard of it; a writer of `STATE_SCHEMA`."""
     if any(placement.is_partial() for placement in value.placements):
         raise Unfit(
             f"is a DTensor placed {', '.join(map(str, value.placements))}: partial values do not travel; "
@@ -37,7 +37,7 @@ STATE_SCHEMA = replace(STATES, writers={**STATES.writers, DTensor: write_dtensor
 
 
 def shard_of(tensor: DTensor, number: int = 0) -> Shard:
-    """This rank's part, on the memory of the tensor, whose mesh has the number."""
+    """Return this rank's part, on the memory of the tensor, whose mesh has the number."""
     mesh = tensor.device_mesh
     layout = Layout(
         shape=tuple(tensor.shape),
@@ -50,7 +50,7 @@ def shard_of(tensor: DTensor, number: int = 0) -> Shard:
 
 
 def shards_in(state: object) -> Iterator[Shard | DTensor]:
-    """Every shard and every DTensor in nested containers."""
+    """Yield every shard and every DTensor in nested containers."""
     if isinstance(state, Shard | DTensor):
         yield state
     elif isinstance(state, dict):
@@ -62,15 +62,15 @@ def shards_in(state: object) -> Iterator[Shard | DTensor]:
 
 
 def place(state: object, own: object) -> Any:
-    """`state` with a DTensor in the place of each Shard.
+    """Return `state` with a DTensor in the place of each Shard.
 
     Args:
-        state: what a peer sent; its containers are changed.
+        state: the state that a peer sent; its containers are changed.
         own: this rank's own state, of the same form.
 
     Raises:
-        CheckpointFormatError: this rank's tensor at a shard's place lies otherwise, or there is none and
-            no mesh of that form, or several; names the path.
+        CheckpointFormatError: this rank's tensor at a shard's place has another layout, or there is none and
+          no mesh of that form, or several; the text names the path.
     """
     placing = _Placing([tensor for tensor in shards_in(own) if isinstance(tensor, DTensor)])
     state = _replace(state, own, (), placing.beside)
@@ -78,7 +78,7 @@ def place(state: object, own: object) -> Any:
 
 
 def _replace(value: object, own: Any, path: Path, leaf: Callable[[Shard, object, Path], object]) -> object:
-    """`value` with `leaf(shard, what the own state has there, path)` in the place of each Shard."""
+    """Replace each Shard in `value` by `leaf(shard, value of the own state at that place, path)`."""
     if isinstance(value, Shard):
         return leaf(value, own, path)
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ class _Placing:
         self._placements: dict[str, Placement] = {str(p): p for tensor in own for p in tensor.placements}
 
     def beside(self, shard: Shard, own: object, path: Path) -> Shard | DTensor:
-        """The shard where this rank's own state has a DTensor, whose mesh it tells the number of."""
+        """Place a shard where this rank's own state has a DTensor, and learn the number of its mesh."""
         if not isinstance(own, DTensor):
             return shard
         here = shard_of(own)
@@ -116,7 +116,7 @@ class _Placing:
         return _tensor(shard, own.device_mesh, own.placements, own.stride())
 
     def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:
-        """The shard where this rank's own state has none."""
+        """Place a shard where this rank's own state has no DTensor."""
         layout, form = shard.layout, _mesh_of(shard.layout)
         meshes = self._by_number.get((shard.mesh, form)) or self._by_form.get(form, [])
         placements = [self._placements[text] for text in layout.placements if text in self._placements]

@@ -1,17 +1,17 @@
-"""State as a stream of checked bytes: what travels, and in which frames.
+"""State as a stream of bytes with checksums.
 
     prefix     magic "TFTSTATE", version u32, length of the structure u32, CRC-32 of the structure u32
     structure  what `plain_data` writes of the state: how it is built, and which leaves it has
     chunks     4 MiB of the payload each (the last is shorter), followed by its CRC-32 u32
 
-Numbers are little-endian. The payload is all leaves one after another, each padded with zeros to
-64 bytes, so that the sender keeps its snapshot as the very bytes that it serves. The receiver reads
-into memory of one leaf per tensor: what it keeps does not hold the rest alive.
+Numbers are little-endian. The payload is all leaves one after another, each padded with zeros to 64 bytes, so
+that the sender keeps its snapshot as the very bytes that it serves. The receiver reads each tensor into
+memory of its own, so that a tensor that it keeps does not keep the others alive.
 
-A stream may be cut into parts, each prefix and structure and a contiguous run of the chunks, to be
-fetched over several connections. CRC-32 finds every burst of up to 32 wrong bits and all but one in
-four billion of other damage; it is no defence against a peer that lies. That is what limits are for: a
-receiver makes memory for bytes that have come, and takes no more of them than its own state lets expect.
+A stream may be cut into parts, each prefix and structure and a contiguous run of the chunks, to be fetched
+over several connections. CRC-32 finds every burst of up to 32 wrong bits and all but one in four billion of
+other damage; it is no defence against a peer that lies. Limits are: a receiver makes memory for bytes that
+have come, and takes no more of them than its own state lets it expect.
 
 All replicas of a job must run the same version; a stream of another one is refused.
 """
@@ -36,7 +36,8 @@ from torchft_like.plain_data import Leaf, Limits, Structure, TensorSpec, bytes_o
 
 CHUNK_BYTES = 4 * 1024 * 1024
 
-# A receiver takes so many times what its own state has, which may lack that of optimizers, and so much more.
+# A receiver takes this many times the size of its own state, which may lack that of optimizers, plus
+# GROWTH_FROM.
 GROWTH_MAX = 16
 GROWTH_FROM = Limits(structure_bytes=2**20, leaves=2**14, leaf_bytes=2**28)
 
@@ -48,10 +49,10 @@ _ALIGNMENT = 64
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
-    """The structure of a state, and its leaves: the state's own tensors, wherever they are.
+    """Return the structure of a state, and its leaves: the state's own tensors, on their devices.
 
     Raises:
-        CheckpointFormatError: a value is of a type that does not travel; names its path.
+        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
     try:
         return write(state, STATE_SCHEMA)
@@ -60,13 +61,14 @@ def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
 
 
 class Expectation:
-    """What a rank takes from a peer: a state like its own, once that is known.
+    """The limits of what a rank takes from a peer: a state like its own, once that is known.
 
     Args:
-        leaf_bytes_max: the most bytes of tensors; None for GROWTH_MAX times those of its own state, and some.
+        leaf_bytes_max: the limit of the bytes of tensors; None for GROWTH_MAX times those of its own state,
+          plus GROWTH_FROM.
 
     Attributes:
-        limits: of the next state that comes.
+        limits: the limits of the next state that comes.
     """
 
     def __init__(self, leaf_bytes_max: int | None = None) -> None:
@@ -75,10 +77,10 @@ class Expectation:
         self.limits = most if leaf_bytes_max is None else replace(most, leaf_bytes=leaf_bytes_max)
 
     def learn(self, own: object) -> None:
-        """The rank's own state is this.
+        """Set the limits by the rank's own state.
 
         Raises:
-            CheckpointFormatError: as `flatten_state`.
+            CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
         """
         structure, leaves = flatten_state(own)
         most, floor = STATE_SCHEMA.limits, GROWTH_FROM
@@ -92,23 +94,23 @@ class Expectation:
 
 
 class Source(Protocol):
-    """Where bytes come from: any binary file object, an HTTP response among them."""
+    """A source of bytes: any binary file object, or an HTTP response."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Read up to `len(buffer)` bytes into it; the count, 0 at the end."""
+        """Read up to `len(buffer)` bytes into the buffer; return their number, 0 at the end."""
 
 
 def dump_state(state: object) -> bytes:
-    """The whole stream in memory. For small states: see `EncodedState` for large ones.
+    """Encode a small state as a stream in memory; `EncodedState` is for large ones.
 
     Raises:
-        CheckpointFormatError: a value is of a type that does not travel; names its path.
+        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
     return b"".join(EncodedState(state).part())
 
 
 def load_state(data: bytes) -> object:
-    """What `dump_state` was given.
+    """Decode a state that `dump_state` has encoded.
 
     Raises:
         CheckpointFormatError: the bytes are truncated, corrupt, or not of this format.
@@ -121,13 +123,13 @@ def load_state(data: bytes) -> object:
 
 
 class EncodedState:
-    """A snapshot of a state, laid out as it will be sent.
+    """A snapshot of a state, in the layout in which it is sent.
 
-    Making it copies every tensor to the CPU once; it holds nothing of the original afterwards.
-    Reading it is thread-safe.
+    The constructor copies every tensor to the CPU once; it keeps nothing of the original. Any thread may read
+    it.
 
     Raises:
-        CheckpointFormatError: a value is of a type that does not travel; names its path.
+        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
 
     def __init__(self, state: object) -> None:
@@ -137,7 +139,7 @@ class EncodedState:
         self._payload = payload.numpy().data
 
     def part(self, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-        """Part `index` of `count`, in pieces of at most 4 MiB."""
+        """Yield part `index` of `count`, in pieces of at most 4 MiB."""
         for start in range(0, len(self._header), CHUNK_BYTES):
             yield memoryview(self._header)[start : start + CHUNK_BYTES]
         for start, stop in _chunks(len(self._payload), index, count):
@@ -146,20 +148,20 @@ class EncodedState:
             yield _CRC.pack(zlib.crc32(chunk))
 
     def part_nbytes(self, index: int = 0, count: int = 1) -> int:
-        """How long that part is, in bytes."""
+        """Return the length of that part in bytes."""
         return len(self._header) + _chunks_nbytes(len(self._payload), index, count)
 
     @property
     def nbytes(self) -> int:
-        """The size of the snapshot in memory."""
+        """The size of the snapshot in memory, in bytes."""
         return len(self._header) + len(self._payload)
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
-    """The checked structure of a state, read in pieces: memory is made for what has come.
+    """Read and check the structure of a state, in pieces: memory is made for bytes that have come.
 
     Raises:
-        CheckpointFormatError: it is truncated, corrupt, too large, or not of this format.
+        CheckpointFormatError: the structure is truncated, corrupt, too large, or not of this format.
     """
     magic, version, length, crc = _PREFIX.unpack(_read(source, _PREFIX.size))
     if magic != _MAGIC:
@@ -183,22 +185,22 @@ def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
 
 
 class IncomingState:
-    """A state that is being received, in one part or in several, each perhaps by its own thread.
+    """A state that is being received, in one part or in several, each of which may have its own thread.
 
     Memory is made for a leaf when its first byte is about to be read.
 
     Args:
-        header: what `read_header` returned.
-        limits: what the receiver takes.
+        header: the structure that `read_header` returned.
+        limits: the limits of the receiver.
 
     Raises:
-        CheckpointFormatError: the header is not one that a sender makes, or it describes too much.
+        CheckpointFormatError: the header is malformed, or describes more than the limits allow.
     """
 
     def __init__(self, header: bytes, limits: Limits = STATE_SCHEMA.limits) -> None:
         self.header = header
         try:
-            # Its tensors are counted below, where there is more to say about them.
+            # The bytes of tensors are checked below, with a more helpful error.
             unbound = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
             self._structure = Structure(header, STATE_SCHEMA, unbound)
         except PlainDataError as error:
@@ -214,30 +216,30 @@ class IncomingState:
 
     @property
     def header_nbytes(self) -> int:
-        """The length of prefix and header, which every part begins with."""
+        """The length in bytes of prefix and structure, with which every part begins."""
         return _PREFIX.size + len(self.header)
 
     @property
     def payload_nbytes(self) -> int:
-        """The length of all buffers with their padding."""
+        """The length in bytes of all leaves with their padding."""
         return self._offsets[-1]
 
     def check_length(self, length: int, index: int = 0, count: int = 1) -> None:
-        """Before anything is allocated: does the length that the source announces fit the header?
+        """Check, before anything is allocated, that the length that the source announces fits the header.
 
         Args:
             length: how many bytes of the part follow the header.
-            index, count: which part of how many.
+            index, count: the number of the part, and the number of parts.
 
         Raises:
-            CheckpointFormatError: it does not.
+            CheckpointFormatError: the length does not fit.
         """
         expected = _chunks_nbytes(self.payload_nbytes, index, count)
         if length != expected:
             raise CheckpointFormatError(f"{length} bytes follow the header; by its own account {expected} do")
 
     def read_part(self, source: Source, index: int = 0, count: int = 1) -> None:
-        """Read the chunks of a part into place; `source` is positioned behind the header.
+        """Read the chunks of a part into place; `source` is positioned after the header.
 
         Raises:
             CheckpointFormatError: the part ends early, a checksum is wrong, or there is no memory for it.
@@ -246,10 +248,10 @@ class IncomingState:
             self._read_chunk(source, start, stop)
 
     def state(self) -> object:
-        """The state, once every part has been read.
+        """Return the state, once every part has been read.
 
         Raises:
-            CheckpointFormatError: the header describes something else than what was sent.
+            CheckpointFormatError: the header does not describe the leaves that were sent.
         """
         try:
             return self._structure.value(self._leaves)
@@ -267,7 +269,7 @@ class IncomingState:
             )
 
     def _windows(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The memory where bytes [start, stop) of the payload belong, piece by piece."""
+        """Yield the memory to which bytes [start, stop) of the payload belong, piece by piece."""
         padding = memoryview(bytearray(_ALIGNMENT))
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
@@ -292,19 +294,19 @@ class _ArrivingLeaves:
         self._next = iter(range(len(specs)))
 
     def window(self, index: int) -> memoryview:
-        """The bytes of a leaf."""
+        """Return the bytes of a leaf."""
         return self._get(index).reshape(-1).view(torch.uint8).numpy().data
 
     def tensor(self, _: TensorSpec) -> torch.Tensor:
-        """The next leaf, which is a tensor."""
+        """Return the next leaf, which is a tensor."""
         return self._get(next(self._next))
 
     def memory(self, _: int) -> memoryview:
-        """The next leaf, for an array."""
+        """Return the next leaf, for an array."""
         return self.window(next(self._next))
 
     def data(self, _: int) -> bytes:
-        """The next leaf, which is bytes."""
+        """Return the next leaf, which is bytes."""
         return bytes(self.window(next(self._next)))
 
     def _get(self, index: int) -> torch.Tensor:
@@ -337,19 +339,19 @@ def _copy_payload(leaves: Sequence[Leaf]) -> torch.Tensor:
 
 
 def _chunk_range(payload_nbytes: int, index: int, count: int) -> range:
-    """Which chunks belong to a part."""
+    """Return the numbers of the chunks that belong to a part."""
     total = -(-payload_nbytes // CHUNK_BYTES)
     return range(total * index // count, total * (index + 1) // count)
 
 
 def _chunks(payload_nbytes: int, index: int, count: int) -> Iterator[tuple[int, int]]:
-    """Where the chunks of a part begin and end in the payload."""
+    """Yield the start and the end of each chunk of a part in the payload."""
     for chunk in _chunk_range(payload_nbytes, index, count):
         yield chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, payload_nbytes)
 
 
 def _chunks_nbytes(payload_nbytes: int, index: int, count: int) -> int:
-    """Computed, not counted: a header may claim any length."""
+    """Compute the bytes of a part's chunks without a loop, because a header may claim any length."""
     chunks = _chunk_range(payload_nbytes, index, count)
     stop = min(chunks.stop * CHUNK_BYTES, payload_nbytes)
     return max(0, stop - chunks.start * CHUNK_BYTES) + (chunks.stop - chunks.start) * _CRC.size

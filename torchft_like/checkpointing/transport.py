@@ -1,4 +1,4 @@
-"""What the Manager asks of whatever moves a live peer's state to a replica that is behind."""
+"""The interface of transports, which move a live peer's state to a replica that is behind."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ T = TypeVar("T")
 
 
 class CheckpointTransport(ABC, Generic[T]):
-    """Moves the state of a step from a rank that has it to the same rank of other replica groups."""
+    """A transport of a step's state from a rank that has it to the same rank of other replica groups."""
 
     @abstractmethod
     def metadata(self) -> str:
-        """What a receiver must know to fetch from here; it travels with the quorum."""
+        """Return what a receiver must know to fetch from here; it is sent with the quorum."""
 
     @abstractmethod
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Send the state of `step`, or begin to offer it; `state_dict` may change after the return.
 
         Args:
-            dst_ranks: replica ranks that will receive.
+            dst_ranks: the replica ranks that will receive.
             step: the step that the state is of.
             state_dict: the state.
-            timeout: for the sending, where it is part of this call.
+            timeout: the limit of the sending, if this call sends.
 
         Raises:
-            CheckpointFormatError: the state holds something that does not travel.
-            CheckpointError: it could not be sent.
+            CheckpointFormatError: the state holds a value of a type that cannot be sent.
+            CheckpointError: the state could not be sent.
         """
 
     @abstractmethod
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """The state of `step` from a peer, complete and verified.
+        """Return the state of `step` from a peer, complete and verified.
 
         Args:
             src_rank: the replica rank that sends.
-            metadata: what `metadata()` returned there.
-            step: the step wanted.
-            timeout: for all of it, the wait for the peer to be ready included.
+            metadata: the value that `metadata()` returned there.
+            step: the step whose state is wanted.
+            timeout: the limit of the whole fetch, the wait for the peer to be ready included.
 
         Raises:
-            CheckpointError: the peer is gone, silent or too late, what came is corrupt, or the
-                receive was aborted; the message names the peer.
+            CheckpointError: the peer is gone, silent or too late, the received bytes are corrupt, or the
+              receive was aborted; the text names the peer.
         """
 
     def check_state(self, state_dict: T) -> None:
-        """Raise CheckpointFormatError, which names the path and the type, where a state can never travel."""
+        """Raise CheckpointFormatError, with the path and the type, for a state that can never be sent."""
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
-        """Tell receivers of `step` at once that it will not come from here, where they can be told.
+        """Tell receivers of `step` at once that its state will not come from here, if they can be told.
 
-        Also after a `send_checkpoint` that has raised.
+        The Manager calls this also after a `send_checkpoint` that has raised an error.
         """
 
     def use_host(self, host: str) -> None:
-        """The Manager says under which address of this machine its peers reach it."""
+        """Set the address of this machine under which peers reach it; the Manager calls this."""
 
     def disallow_checkpoint(self) -> None:
-        """The step is over: offer its state to nobody new."""
+        """Offer the state to no new receiver: the step is over."""
 
     def wait_fetched(self, idle: timedelta) -> None:
-        """Wait until receivers have what was offered to them; no longer than `idle` while nobody fetches."""
+        """Wait until receivers have the offered state, or none has fetched for `idle`."""
 
     def abort_recv(self, reason: str = "aborted") -> None:
         """End any receive in progress, from another thread; later receives are not affected."""

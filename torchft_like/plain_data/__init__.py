@@ -1,23 +1,23 @@
 """Nested values as bytes and tensors, and back: the one codec of messages, checkpoints and digests.
 
-A schema is closed: a value has exactly one of the schema's types (a subclass is another type), or it does
-not travel. Reading can therefore never run anything that a peer sent, which a pickle does. Coordinators,
-gangs and message queues send `MESSAGES`, checkpoint transports `STATES` with DTensors, Baby groups `CALLS`;
+A schema is closed: a value has exactly one of the schema's types (a subclass is another type), or it is
+refused. Reading can therefore never run code that a peer sent, as reading a pickle can. Coordinators, gangs
+and message queues send `MESSAGES`, checkpoint transports `STATES` with DTensors, Baby groups `CALLS`;
 `state_digest` has a schema of its own. They differ in their types and limits, and share one format.
 
-A value comes apart into a *structure*, which is bytes, and tensors, which the caller moves as it likes:
-by a collective, through shared memory. Arrays, and bytes and texts too long to be worth a place in the
-structure, go beside it as tensors of uint8 on the same memory.
+A value is taken apart into a *structure*, which is bytes, and tensors, which the caller moves in its own way:
+by a collective, through shared memory. Arrays, and long bytes and texts, go beside the structure as tensors
+of uint8 on the same memory.
 
-What is kept: values bit for bit, types, the order of keys, dtypes and shapes. What is not: tensors need
-no gradient afterwards, a Parameter arrives as the tensor in it, and what occurs twice arrives twice; of a
-state, equal views of the same memory (tied weights) are one memory again, tensors arrive on the CPU, and a
-DTensor arrives as a `Shard`.
+Values are kept bit for bit, and so are types, the order of keys, dtypes and shapes. Gradients and identity
+are not: tensors arrive without requires_grad, a Parameter arrives as its tensor, and a value that occurs
+twice arrives twice. In a state, equal views of the same memory (tied weights) are one memory again, tensors
+arrive on the CPU, and a DTensor arrives as a `Shard`.
 
 INVARIANT of reading: no length is used before it was compared with what is there and with what the reader
 takes (`Limits`), so a corrupt structure costs an error, and never more memory than a small multiple of its
 own size. All processes of a job must run the same version of the format; another one is refused by its first
-bytes. This module knows nothing of who sends what to whom.
+bytes. This package does not know its senders and receivers.
 """
 
 from torchft_like.errors import PlainDataError

@@ -1,4 +1,4 @@
-"""Messages taken apart and put together again, for whatever moves structure and leaves as it likes."""
+"""Messages, taken apart into a structure and leaves, and put together again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def disassemble(value: object) -> Message:
     """Take a message apart.
 
     Raises:
-        PlainDataError: a part of it is of a type that does not travel, it contains itself, or it is too
-            large; names the part (`a[3]`), its type, and what to pass instead.
+        PlainDataError: a part of the value is of a type that cannot be sent, the value contains itself, or it
+          is too large; the text names the part (`a[3]`), its type, and what to pass instead.
     """
     structure, leaves = dissect(value)
     return Message(structure, tuple(map(_as_tensor, leaves)) if leaves else ())
 
 
 def dissect(value: object) -> tuple[bytes, list[Leaf]]:
-    """Like `disassemble`, for a sender that needs bytes and no tensors: leaves are what they were."""
+    """Take a message apart as `disassemble` does, but leave its leaves as they are, for a sender that needs
+    bytes.
+    """
     structure, leaves = write(value, MESSAGES)
     if leaves:
         leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -34,19 +36,19 @@ def dissect(value: object) -> tuple[bytes, list[Leaf]]:
 
 
 def tensor_specs(structure: bytes) -> list[TensorSpec]:
-    """What tensors belong to the structure of a message, in their order.
+    """Return the descriptions of the tensors that belong to the structure of a message, in their order.
 
     Raises:
-        PlainDataError: these are not the bytes of a structure.
+        PlainDataError: the bytes are no structure.
     """
     return list(Structure(structure, MESSAGES).specs)
 
 
 def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
-    """The value that `disassemble` took apart, on the memory of `tensors`, on whatever device they are.
+    """Put a value together that `disassemble` took apart, on the memory and the devices of `tensors`.
 
     Raises:
-        PlainDataError: these are not the bytes of a structure, or the tensors are not those it speaks of.
+        PlainDataError: the bytes are no structure, or the tensors are not those that it describes.
     """
     known = Structure(structure, MESSAGES)
     if known.specs or tensors:
@@ -55,20 +57,20 @@ def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
 
 
 def assemble_from(structure: bytes, leaves: LeafSource) -> object:
-    """The value that `dissect` took apart; its leaves are fetched while it is read, each once, in order.
+    """Put a value together that `dissect` took apart; each leaf is fetched once, in order, while it is read.
 
     Raises:
-        PlainDataError: these are not the bytes of a structure.
-        FaultToleranceError: what the source of the leaves raised.
+        PlainDataError: the bytes are no structure.
+        FaultToleranceError: the source of the leaves raised it.
     """
     return Structure(structure, MESSAGES).value(leaves)
 
 
 def encode(values: Sequence[object]) -> bytes:
-    """Values without leaves as bytes, one after the other; for `decode`.
+    """Encode values without leaves, one after the other, for `decode`.
 
     Raises:
-        PlainDataError: a value is of a type that does not travel, or too large.
+        PlainDataError: a value is of a type that cannot be sent, or too large.
     """
     sheet = Sheet(CALLS)
     index = 0
@@ -83,10 +85,10 @@ def encode(values: Sequence[object]) -> bytes:
 
 
 def decode(data: bytes, start: int = 0, count: int = 1) -> list[object]:
-    """The `count` values that `encode` was given.
+    """Decode `count` values that `encode` has encoded.
 
     Raises:
-        PlainDataError: there are not so many, or more.
+        PlainDataError: there are fewer values, or more.
     """
     try:
         values, end = Reader(data, CALLS, CALLS.limits).values(start, count)

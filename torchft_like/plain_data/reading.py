@@ -1,4 +1,4 @@
-"""A value from a structure and leaves."""
+"""The reader: it makes a value from a structure and leaves."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ from torchft_like.plain_data.schema import (
 
 
 class LeafSource(Protocol):
-    """Where the leaves of a message come from, in their order; what it gives belongs to the value."""
+    """The source of a message's leaves, in their order; the value owns what it returns."""
 
     def tensor(self, spec: TensorSpec, /) -> Tensor:
-        """The next leaf, which is a tensor."""
+        """Return the next leaf, which is a tensor."""
 
     def memory(self, nbytes: int, /) -> Buffer:
-        """The next leaf, for an array: writable memory of this size."""
+        """Return writable memory of this size with the next leaf, for an array."""
 
     def data(self, nbytes: int, /) -> bytes:
-        """The next leaf, which is bytes."""
+        """Return the next leaf, which is bytes."""
 
 
 _length, _int, _float = LENGTH.unpack_from, INT.unpack_from, FLOAT.unpack_from
 
-# What reading foreign bytes may raise: turned into a PlainDataError at the door.
+# Errors of reading foreign bytes, which the public functions turn into a PlainDataError.
 FOREIGN = (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError, OverflowError, RuntimeError)
 BEYOND = "a length goes beyond the end"
 
 
 def foreign(error: Exception) -> PlainDataError:
-    """The error for the caller."""
+    """Make the error for the caller."""
     return PlainDataError(f"what came is no plain data ({error}): do both sides run the same version?")
 
 
 def _read_specs(data: bytes, limits: Limits) -> tuple[list[TensorSpec], int]:
-    """The specs, and where the value begins."""
+    """Read the descriptions of the leaves; return them, and where the value begins."""
     if len(data) < wire.HEAD.size:
         raise ValueError(f"it ends after {len(data)} bytes")
     magic, count = wire.HEAD.unpack_from(data)
@@ -95,7 +95,7 @@ def _read_shape(data: bytes, at: int, dimensions: int) -> tuple[tuple[int, ...],
 
 
 class Reader:
-    """Reads values, and knows how many leaves it has given away."""
+    """A reader of values, which counts the leaves that it has given away."""
 
     specs: Sequence[TensorSpec] = ()
     leaves: LeafSource | None = None
@@ -105,12 +105,13 @@ class Reader:
         self.data = data
         self.schema = schema
         self.values_left = limits.values
-        self.given: list[Tensor | None] = []  # for each leaf, the tensor that it was, if it was one
+        # for each leaf that was given away: the tensor, or None if it was none
+        self.given: list[Tensor | None] = []
 
     def values(self, at: int, count: int, depth: int = 0) -> tuple[list[object], int]:
-        """So many values from there on, and where they end.
+        """Read `count` values from `at` on; return them, and where they end.
 
-        One loop over lists, tuples and dicts in each other: a call for each takes longer than all the rest.
+        One loop reads nested lists, tuples and dicts: a call for each takes longer than all the rest.
         """
         data, size, tags_end, values_left = self.data, len(self.data), self.schema.tags_end, self.values_left
         outer: list[tuple[int, list[object], int]] = []
@@ -158,7 +159,7 @@ class Reader:
             items.append(finished)
 
     def inner_values(self, at: int, depth: int, each: int = 1, more: int = 0) -> tuple[list[object], int]:
-        """The values of a container that begins there, and where they end."""
+        """Read the values of a container that begins at `at`; return them, and where they end."""
         count = _length(self.data, at)[1]
         self.values_left -= count + 8  # such containers take several times the memory of others
         found = each * count + more
@@ -167,7 +168,7 @@ class Reader:
         return self.values(at + 5, found, depth + 1)
 
     def take(self, at: int) -> tuple[bytes, int]:
-        """As many bytes as the length there says, and where they end."""
+        """Read bytes after their length; return them, and where they end."""
         start = at + 5
         end = start + LENGTH.unpack_from(self.data, at)[1]
         if end > len(self.data):
@@ -175,7 +176,7 @@ class Reader:
         return self.data[start:end], end
 
     def next_spec(self) -> tuple[TensorSpec, LeafSource]:
-        """The next leaf's, and where to get that leaf from."""
+        """Return the description of the next leaf, and the source to get that leaf from."""
         if self.leaves is None or len(self.given) == len(self.specs):
             raise ValueError("a tensor is missing")
         spec = self.specs[len(self.given)]
@@ -183,21 +184,21 @@ class Reader:
         return spec, self.leaves
 
     def next_data(self) -> bytes:
-        """The next leaf, which is bytes."""
+        """Return the next leaf, which is bytes."""
         spec, leaves = self.next_spec()
         return leaves.data(spec.nbytes)
 
 
 class Structure(Reader):
-    """The bytes that `write` has made, of which the leaves are known at once and the value can be read, once.
+    """A structure that `write` has made: its leaves are known at once, and its value can be read once.
 
     Args:
-        data: the bytes; from anywhere.
-        schema: what may be in them.
-        limits: what the reader takes; by default those of the schema.
+        data: the bytes, which need not be trusted.
+        schema: the types that may be in them.
+        limits: the limits of the reader; by default those of the schema.
 
     Raises:
-        PlainDataError: these are not the bytes of a structure, or it goes beyond the limits.
+        PlainDataError: the bytes are no structure, or it goes beyond the limits.
     """
 
     def __init__(self, data: bytes, schema: Schema, limits: Limits | None = None) -> None:
@@ -211,11 +212,11 @@ class Structure(Reader):
             self.copies_left = limits.leaves - len(self.specs)
 
     def value(self, leaves: LeafSource) -> object:
-        """The value.
+        """Read the value.
 
         Raises:
-            PlainDataError: these are not the bytes of one.
-            FaultToleranceError: what the source of the leaves raised.
+            PlainDataError: the bytes are no value.
+            FaultToleranceError: the source of the leaves raised it.
         """
         self.leaves = leaves
         try:
@@ -243,7 +244,7 @@ def _read_leaf_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
 
 
 def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
-    """Another tensor on the memory of one that has come."""
+    """Make another tensor on the memory of one that has been read."""
     _, index = LENGTH.unpack_from(reader.data, at)
     known = reader.given[index]
     reader.copies_left -= 1
@@ -297,7 +298,7 @@ def _read_device(reader: Reader, at: int, _: int) -> tuple[torch.device, int]:
 
 
 def _pairs(reader: Reader, items: list[object]) -> dict[object, object]:
-    """A dict of keys and values, which come in turn."""
+    """Make a dict of keys and values, which alternate."""
     keys = items[::2]
     for key in keys:
         if type(key) is not str:
@@ -323,7 +324,7 @@ def _read_counter(reader: Reader, at: int, depth: int) -> tuple[object, int]:
 
 
 def _read_ordered_dict(reader: Reader, at: int, depth: int) -> tuple[object, int]:
-    """After the pairs come the versions of a `Module.state_dict()`."""
+    """Read an OrderedDict: after the pairs come the versions of a `Module.state_dict()`."""
     items, at = reader.inner_values(at, depth, 2, 1)
     versions = items.pop()
     found = OrderedDict(_pairs(reader, items))
@@ -362,13 +363,13 @@ def _texts(value: object) -> tuple[str, ...]:
 _Reading: TypeAlias = "tuple[object, int]"
 _CONSTANTS = (None, True, False)
 
-# What becomes of the items of a container.
+# By tag: a function that makes a container of its items.
 _FINISH: Mapping[int, Callable[[Reader, list[object]], object]] = {
     wire.TUPLE: lambda _, items: tuple(items),
     DICT: _pairs,
 }
 
-# By tag: what is read from a place on, at a depth, and where it ends.
+# By tag: a function that reads a value at a position and a depth, and returns it and where it ends.
 _READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
     wire.LONG: _read_long,
     wire.DOUBLE: lambda reader, at, _: (_float(reader.data, at)[1], at + 9),

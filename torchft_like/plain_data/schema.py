@@ -1,4 +1,4 @@
-"""What travels, how much of it, and how it is written down. Both ends must agree on every line."""
+"""Schemas: the types that are sent, their limits, and the format. Both ends must agree on every line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALLOWED = (
 )
 DEPTH_MAX = 64
 DIMENSIONS_MAX = 64
-VALUES_MAX = 1_000_000  # in lists, tuples and dicts together
+VALUES_MAX = 1_000_000  # values in lists, tuples and dicts together
 STRUCTURE_BYTES_MAX = 64 * 1024 * 1024
-INLINE_BYTES_MAX = 4096  # longer bytes and texts travel beside the structure
+INLINE_BYTES_MAX = 4096  # longer bytes and texts are sent beside the structure
 LEAVES_MAX = 65_536
-LEAF_BYTES_MAX = 2**40  # all leaves together
-EQUAL_HASHES_MAX = 64  # of the keys of a dict: more are no accident, and make it slow
+LEAF_BYTES_MAX = 2**40  # bytes of all leaves together
+EQUAL_HASHES_MAX = 64  # keys of a dict with equal hashes: more are no accident, and make it slow
 
 Leaf: TypeAlias = "Tensor | np.ndarray | bytes"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -33,13 +33,13 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a sender may send, or a receiver takes.
+    """The limits of a sender or a receiver.
 
     Attributes:
-        structure_bytes: of the structure.
-        values: in containers, all together; the pairs of a dict count once.
+        structure_bytes: bytes of the structure.
+        values: values in containers, all together; a pair of a dict counts once.
         leaves: tensors, arrays, and long texts and bytes.
-        leaf_bytes: of all leaves together.
+        leaf_bytes: bytes of all leaves together.
     """
 
     structure_bytes: int = STRUCTURE_BYTES_MAX
@@ -50,20 +50,21 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """What two parties send each other; the format is the same for all.
+    """The types that two parties send each other; the format is the same for all schemas.
 
     Attributes:
-        writers: for each type that travels, exactly (a subclass is another type), what writes it.
-        other: what is called for a value of any other type.
+        writers: for each type that is sent (a subclass is another type), the function that writes it.
+        other: the function that is called for a value of any other type.
         keys: the types of a dict's keys; tuples hold values of these types.
         tags_end: the first tag that a reader refuses.
-        allowed: the types for a person.
-        root: the value itself for a person.
-        limits: of the sender, and of a receiver that does not know better.
+        allowed: the types in words, for errors.
+        root: the value itself in words, for errors.
+        limits: the limits of the sender, and of a receiver that sets none.
         inline_bytes_max: bytes and texts up to this length stand in the structure.
-        keeps_devices: a tensor arrives on the type of device that it was sent from; else on the CPU.
-        type_error: what is raised for a type that does not travel.
-        joins_views: equal views of one memory are one memory again.
+        keeps_devices: whether a tensor arrives on the type of device that it was sent from; if not, it
+          arrives on the CPU.
+        type_error: the error for a type that is refused.
+        joins_views: whether equal views of one memory are one memory again.
     """
 
     writers: Mapping[type, Callable[..., None]]
@@ -80,7 +81,7 @@ class Schema:
 
 
 class TensorSpec(NamedTuple):
-    """What to allocate for one tensor of a message."""
+    """The description of one tensor of a message, to allocate it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -88,12 +89,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tensor's elements take, one after the other."""
+        """The bytes of the tensor's elements in contiguous order."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Message(NamedTuple):
-    """A value, taken apart. The tensors are contiguous, and the value's own where they were before."""
+    """A value, taken apart. The tensors are contiguous, and the value's own if those were contiguous."""
 
     structure: bytes
     tensors: tuple[Tensor, ...]
@@ -101,12 +102,13 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor lies over its mesh, in values that travel.
+    """The layout of a DTensor on its mesh, in values that can be sent.
 
     Attributes:
-        shape: of the whole tensor.
-        mesh_shape, mesh_names: of the mesh; names are empty where the mesh has none.
-        placements: one for each dimension of the mesh, as torch prints them.
+        shape: the shape of the whole tensor.
+        mesh_shape, mesh_names: the sizes and the names of the mesh's dimensions; names are empty if the mesh
+        has none.
+        placements: one placement for each dimension of the mesh, as torch prints it.
     """
 
     shape: tuple[int, ...]
@@ -145,7 +147,7 @@ INT = struct.Struct("<Bq")
 FLOAT = struct.Struct("<Bd")
 TWO_FLOATS = struct.Struct("<Bdd")
 ARRAY = struct.Struct("<BBB")
-SHORT = struct.Struct("<BB")  # a tag, and a small number
+SHORT = struct.Struct("<BB")  # a tag and a small number
 NO_LEAVES = HEAD.pack(MAGIC, 0)
 DEVICES = ("cpu", "cuda")
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
@@ -157,7 +159,7 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 ) = range(28)  # fmt: skip
 
 TAGS = [bytes([tag]) for tag in range(TAGS_END)]
-# Small numbers, and what comes before short texts, bytes and lists: made once.
+# Encodings of small numbers, and of the heads of short texts, bytes and lists, are made once.
 SMALL_INTS = [SHORT.pack(SMALL_INT, value) for value in range(256)]
 SHORT_STRS = [SHORT.pack(SHORT_STR, length) for length in range(256)]
 SHORT_LISTS = [LENGTH.pack(LIST, length) for length in range(256)]
@@ -166,25 +168,29 @@ PLAIN_KEYS: frozenset[type] = frozenset({type(None), bool, int, float, str})
 
 
 def is_key(key: object, types: frozenset[type], levels: int = DEPTH_MAX) -> bool:
-    """Whether the key of a dict travels; `levels` of tuples in it do, where tuples do."""
+    """Return whether a key of a dict may be sent; tuples may be nested up to `levels` deep, if tuples may be
+    keys.
+    """
     if type(key) is tuple and tuple in types:
         return levels > 0 and len(key) <= DIMENSIONS_MAX and all(is_key(k, types, levels - 1) for k in key)
     return type(key) in types
 
 
 def extent(shape: Sequence[int]) -> int:
-    """Elements, a size of zero counted as one: what a shape may claim without bringing any."""
+    """Return the number of elements, with a size of zero counted as one: what a shape may claim without any
+    bytes.
+    """
     return math.prod(max(size, 1) for size in shape)
 
 
 def name_of(value: object) -> str:
-    """The name of the value's type, with its module unless that is builtins."""
+    """Return the name of the value's type, with its module unless that is builtins."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def shown(path: Sequence[object], root: str) -> str:
-    """A path as Python would write it: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
+    """Show a path as Python would write it: `optimizer.state[3].exp_avg`, `model["layer.0.weight"]`."""
     keys = "".join(map(_shown_key, path[:16])) + ("..." if len(path) > 16 else "")
     return keys.removeprefix(".") or root
 
@@ -194,19 +200,19 @@ def _shown_key(key: object) -> str:
         return f".{key:.80}"
     try:
         return f"[{key!r:.80}]"
-    except Exception:  # noqa: BLE001 - of an int with many digits, deep tuples, or whatever was refused as a key
+    except Exception:  # noqa: BLE001 - of long ints, deep tuples and some refused keys
         return f"[{name_of(key)}]"
 
 
 def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor on this memory."""
+    """Return the tensor on this memory."""
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def bytes_of(leaf: Leaf) -> Buffer:
-    """The memory of a leaf of a message, not a copy; a tensor of another device comes to the CPU."""
+    """Return the memory of a leaf, without a copy; a tensor of another device is copied to the CPU."""
     if isinstance(leaf, bytes):
         return leaf
     if isinstance(leaf, np.ndarray):
@@ -217,10 +223,10 @@ def bytes_of(leaf: Leaf) -> Buffer:
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor with its elements one after the other, and none of them left to be conjugated or negated."""
+    """Return the tensor with its elements in contiguous order, conjugated and negated if that was pending."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def nbytes_of(leaf: Leaf) -> int:
-    """The bytes of a leaf's elements."""
+    """Return the bytes of a leaf's elements."""
     return len(leaf) if isinstance(leaf, bytes) else leaf.nbytes

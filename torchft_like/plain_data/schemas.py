@@ -1,4 +1,6 @@
-"""What coordinators, gangs, queues, Baby groups and checkpoint transports send: types and limits, as data."""
+"""The schemas of coordinators, gangs, queues, Baby groups and checkpoint transports: types and limits, as
+data.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _WITH_LEAVES: Mapping[type, Writer] = {
     np.ndarray: writing.write_array,
 }
 
-# What Baby groups tell their subprocess: everything stands in the structure.
+# The calls that Baby groups send to their subprocess: everything is in the structure.
 CALLS = Schema(
     writers=SIMPLE,
     other=writing.refuse,
@@ -46,7 +48,7 @@ CALLS = Schema(
     inline_bytes_max=wire.STRUCTURE_BYTES_MAX,
 )
 
-# What coordinators, gangs and message queues send.
+# The messages of coordinators, gangs and message queues.
 MESSAGES = Schema(
     writers=_WITH_LEAVES,
     other=writing.refuse,
