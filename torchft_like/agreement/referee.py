@@ -1,18 +1,17 @@
-"""Who has called what, what fits together, and who is still missing.
+"""The referee: which calls of the ranks belong together, and which ranks are missing.
 
-Pure: calls, losses and the time in, rulings out. No sockets, threads or clocks. One referee serves one
-life of a group.
+It is pure: calls, losses and the time go in, rulings come out. One referee serves one configuration of a
+group.
 
 The n-th collective of one rank belongs to the n-th of every other: they are compared when the last
 rank has called. A send belongs to the oldest receive of its target that takes its source and tag, a
 receive to the oldest such send. No call waits for another one of its own rank, so every order that is
 free of deadlocks without a referee is free of them with one.
 
-Collectives have a deadline. A send or a receive has none until its rank says that it has waited long
-enough (`overdue`): one that nobody waits for may stand open for as long as its group lives.
-
-After a ruling that somebody is missing, every call is refused: some ranks have given up on what others
-may still call, and their numbering is apart.
+Collectives have a deadline. A send or a receive has none until its rank says that it has waited long enough
+(`overdue`): one for which no rank waits may stay open for as long as its group lives. After a ruling that a
+rank is missing, every call is refused: some ranks have given up on collectives that others may still call, so
+their numbers differ.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from torchft_like.agreement.statements import PAIRED, Statement
 
 @dataclass(frozen=True)
 class Missing:
-    """Ranks that have not come in time, or never will, and what the others wait in: rank to texts.
+    """Ranks that have not come in time, or never will, and the calls in which the others wait: rank to texts.
 
     Attributes:
-        ranks: who is missing.
+        ranks: the missing ranks.
         lost: whether their connections are closed.
-        seconds: how long was waited.
+        seconds: how many seconds the others waited.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +50,7 @@ Problem = Disagreement | Missing
 
 @dataclass(frozen=True)
 class Ruling:
-    """What becomes of one call: `problem` is None where it may run."""
+    """The ruling on one call: it may run if `problem` is None."""
 
     rank: int
     ticket: int
@@ -60,11 +59,11 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call; its tickets are never used twice.
+    """One rank's call. A rank never uses a ticket twice.
 
     Attributes:
-        since_s, deadline_s: when it came and until when the others may come.
-        number: of a collective, among those of its rank.
+        since_s, deadline_s: when the call came, and until when the others may come.
+        number: the number of a collective among those of its rank.
     """
 
     rank: int
@@ -75,18 +74,18 @@ class Call:
     number: int | None = None
 
     def text(self) -> str:
-        """The call in a line, for the other ranks' errors."""
+        """Describe the call in a line, for the other ranks' errors."""
         return self.statement.text(self.number)
 
 
 @dataclass
 class Referee:
-    """See the module. Every method gives the rulings that follow from what it is told."""
+    """The state of one group's calls. Every method returns the rulings that follow from its event."""
 
     world_size: int
     _collectives: list[deque[Call]] = field(default_factory=list)  # a queue for each rank
-    _called: list[int] = field(default_factory=list)  # how many collectives of each rank there were
-    _present: int = 0  # how many ranks have called the collective that is next
+    _called: list[int] = field(default_factory=list)  # how many collectives each rank has called
+    _present: int = 0  # how many ranks have called the next collective
     _sends: list[Call] = field(default_factory=list)
     _receives: list[Call] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
@@ -97,7 +96,7 @@ class Referee:
         self._called = [0] * self.world_size
 
     def hear(self, call: Call) -> list[Ruling]:
-        """A rank has called."""
+        """Handle a rank's call."""
         if self._verdict is not None:
             return [Ruling(call.rank, call.ticket, self._verdict)]
         if call.statement.rule == PAIRED:
@@ -111,7 +110,9 @@ class Referee:
         return self._give_up_lost() if self._lost else []
 
     def lose(self, rank: int) -> list[Ruling]:
-        """A rank is gone: who needs it waits in vain, in what it has called, too, for it hears no ruling."""
+        """Handle the loss of a rank: other ranks wait for it in vain, even in what it has called, as it gets
+        no ruling.
+        """
         self._lost.add(rank)
         self._collectives[rank].clear()
         self._sends = [call for call in self._sends if call.rank != rank]
@@ -120,21 +121,21 @@ class Referee:
         return self._give_up_lost()
 
     def overdue(self, rank: int, ticket: int, now_s: float) -> list[Ruling]:
-        """A rank has waited long enough for a call of its own."""
+        """Handle a rank's report that it has waited long enough for a call of its own."""
         own = [call for call in self._waiting() if (call.rank, call.ticket) == (rank, ticket)]
         return self._refuse_all(own[0], now_s) if own else []
 
     def expire(self, now_s: float) -> list[Ruling]:
-        """Time has passed."""
+        """Handle the passing of time."""
         late = [call for call in self._heads() if call.deadline_s <= now_s]
         return self._refuse_all(late[0], now_s) if late else []
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` has something to say; None where no collective waits."""
+        """Return when `expire` has something to decide; None if no collective waits."""
         return min((call.deadline_s for call in self._heads()), default=None)
 
     def _heads(self) -> Iterable[Call]:
-        """The next collective of each rank."""
+        """Return the next collective of each rank."""
         return (calls[0] for calls in self._collectives if calls)
 
     def _waiting(self) -> Iterable[Call]:
@@ -152,7 +153,7 @@ class Referee:
     def _pair(self, call: Call) -> list[Ruling]:
         peer, is_send = call.statement.peer, call.statement.operation == "send"
         if peer is not None and (peer == call.rank or not 0 <= peer < self.world_size):
-            return [Ruling(call.rank, call.ticket)]  # no such peer: the backend says so
+            return [Ruling(call.rank, call.ticket)]  # there is no such peer: the backend raises the error
         own, others = (self._sends, self._receives) if is_send else (self._receives, self._sends)
         match = next((other for other in others if _belong_together(call, other)), None)
         if match is None:
@@ -173,7 +174,7 @@ class Referee:
         return rulings
 
     def _give_up_lost(self) -> list[Ruling]:
-        """Refuse what waits for a rank that is gone."""
+        """Refuse the calls that wait for a rank that is gone."""
         vain = [call for call in self._waiting() if self._is_vain(call)]
         if not vain:
             return []
@@ -206,7 +207,7 @@ class Referee:
 
 
 def _belong_together(one: Call, other: Call) -> bool:
-    """Whether a send and a receive name each other, and the same tag."""
+    """Return whether a send and a receive name each other, and the same tag."""
     return (
         one.statement.tag == other.statement.tag
         and one.statement.peer in (None, other.rank)

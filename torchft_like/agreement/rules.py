@@ -1,11 +1,10 @@
 """What the ranks' arguments of one call must have in common: statements in, a disagreement out.
 
-It knows specifications of tensors as text such as `float32[4, 2]`, and nothing about tensors.
-
-Two questions are asked. The *same* argument on different ranks must have the same shape and dtype
-(`SAME`). A tensor and the *place* it goes to on another rank must fit each other; which place that is,
-the other rules say. Where all ranks passed exactly the same, with the same for each place, there is no
-disagreement between them, and whether the call makes sense is for the backend to say.
+This module knows specifications of tensors as text such as `float32[4, 2]`, and nothing about tensors. There
+are two kinds of rules. The *same* argument on different ranks must have the same shape and dtype (`SAME`). A
+tensor and the *place* it goes to on another rank must fit each other; the other rules say which place that
+is. If all ranks passed exactly the same, with the same for each place, they do not disagree, and the backend
+decides whether the call makes sense.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from torchft_like.agreement.statements import (
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What does not fit, and who passed what: rank to text."""
+    """What does not fit, and which rank passed what: rank to text."""
 
     aspect: str
     calls: Mapping[int, str]
 
 
 def disagreement(calls: Sequence[Statement], number: int | None = None) -> Disagreement | None:
-    """Compare the ranks' statements of one call, in the order of ranks; None where they fit.
+    """Compare the ranks' statements of one call, in the order of ranks; return None if they fit.
 
     Args:
-        number: of the call, for the texts.
+        number: the number of the call, for the texts.
     """
     first = calls[0]
     if first.refusal is None and all(call is first or call == first for call in calls) and _is_plain(first):
@@ -50,7 +49,7 @@ def disagreement(calls: Sequence[Statement], number: int | None = None) -> Disag
 def pair_disagreement(
     sender: int, sent: Statement, receiver: int, received: Statement
 ) -> Disagreement | None:
-    """Compare a send with the receive that would take it."""
+    """Compare a send with the receive that would take it; return None if they fit."""
     found = _first_difference(_without_devices(sent.inputs), _without_devices(received.outputs))
     if found is None:
         return None
@@ -58,18 +57,18 @@ def pair_disagreement(
 
 
 def _is_plain(call: Statement) -> bool:
-    """Whether equal descriptions always fit, because no rank's place is another than the others'."""
+    """Return whether equal statements always fit, because all ranks' places are alike."""
     if call.rule == SAME:
         return True
     return call.root is None and len(set(call.inputs)) <= 1 and len(set(call.outputs)) <= 1
 
 
-# What is different, and about which tensor of a list.
+# What differs, and the index of the tensor in a list that differs.
 _Found = tuple[str, int | None]
 
 
 def _difference(calls: Sequence[Statement]) -> _Found | None:
-    """What should be the same on every rank and is not."""
+    """Return what should be the same on every rank and is not."""
     for aspect, value in _ASPECTS.items():
         if len({value(call) for call in calls}) > 1:
             return aspect, None
@@ -89,7 +88,7 @@ _ASPECTS: dict[str, Callable[[Statement], object]] = {
 
 
 def _differing_term(calls: Sequence[Statement]) -> str | None:
-    """The name of the first term that is not the same everywhere; `arguments` if the names are not."""
+    """Return the name of the first term that differs between ranks; `arguments` if the names differ."""
     terms = [call.terms for call in calls]
     if all(other == terms[0] for other in terms):
         return None
@@ -110,7 +109,7 @@ def _shared(call: Statement) -> tuple[str, ...]:
 
 
 def _misfit(calls: Sequence[Statement]) -> _Found | None:
-    """What does not fit the place it goes to."""
+    """Return what does not fit its place on another rank."""
     pairs = _PLACES.get(calls[0].rule)
     if pairs is None:
         return None
@@ -121,7 +120,7 @@ def _misfit(calls: Sequence[Statement]) -> _Found | None:
 
 
 def _wrong_places(calls: Sequence[Statement]) -> str | None:
-    """Lists that have not one place for each rank, or are on the wrong ranks."""
+    """Find lists that do not have one place for each rank, or are on the wrong ranks."""
     for rank, call in enumerate(calls):
         has_lists = call.root is None or call.root == rank
         for places, beside in _lists_of(call):
@@ -133,7 +132,7 @@ def _wrong_places(calls: Sequence[Statement]) -> str | None:
 
 
 def _lists_of(call: Statement) -> list[tuple[Sequence[str], Sequence[str]]]:
-    """The arguments with a place for each rank, each with the single one that belongs to it."""
+    """Return the arguments with a place for each rank, each with the single one that belongs to it."""
     if call.rule == GATHERED:
         return [(call.outputs, call.inputs)]
     if call.rule == EXCHANGED:
@@ -176,7 +175,7 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> _Found | None
 
 
 def _aspect(one: str, other: str) -> str:
-    """What is different about two specifications."""
+    """Return what differs between two specifications."""
     (dtype, _, rest), (other_dtype, _, other_rest) = one.partition("["), other.partition("[")
     if dtype != other_dtype:
         return "dtype"
@@ -184,5 +183,5 @@ def _aspect(one: str, other: str) -> str:
 
 
 def _without_devices(specs: Sequence[str]) -> tuple[str, ...]:
-    """Between two ranks only bytes travel: the tensors may live on different devices."""
+    """Drop the devices: only bytes go from rank to rank, so the tensors may be on different devices."""
     return tuple(spec.partition("]")[0] for spec in specs)

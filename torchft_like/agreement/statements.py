@@ -1,13 +1,12 @@
-"""What one rank says about a call before data moves, as a value and as bytes.
+"""One rank's description of a call before data moves, as a value and as bytes.
 
-A statement has what must fit the other ranks' statements (operation, tensors, root, terms), and may say
-instead why the rank cannot take part: the other ranks hear that, and none of them waits for its data.
-
-Two forms of bytes: `encode` gives all of a statement, in any length. A *record* has a fixed length, so that
-ranks can exchange records without telling each other sizes: in it a statement that is too long is cut, and
-a digest of the whole stands for the rest. Whether it is cut depends on the statement alone, so the records
-of ranks that state the same begin with the same bytes. Behind the statement a record has a number and
-a payload of the rank's own.
+A statement has what must fit the other ranks' statements (operation, tensors, root, terms), or the reason why
+the rank cannot take part: the other ranks learn it, and none of them waits for its data. There are two forms
+of bytes. `encode` returns all of a statement, in any length. A *record* has a fixed length, so that ranks can
+exchange records without telling each other sizes: in it a statement that is too long is cut, and a digest of
+the whole stands for the rest. Whether it is cut depends on the statement alone, so the records of ranks that
+state the same begin with the same bytes. After the statement a record has a number and a payload of the
+rank's own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-# The rules that the tensors of a call follow; `rules` says what they mean.
+# The rules that the tensors of a call follow; `rules` defines them.
 SAME = "same"  # every argument is the same on every rank
 GATHERED = "gathered"  # output i, of each rank that has outputs, takes the input of rank i
 SCATTERED = "scattered"  # input i, of each rank that has inputs, goes to the output of rank i
@@ -33,7 +32,7 @@ PAIRED = "paired"  # a send and a receive
 Terms = tuple[tuple[str, str], ...]
 
 TEXT_SPECS_MAX = 6
-USUAL_REDUCE_OP = "SUM"  # goes without saying
+USUAL_REDUCE_OP = "SUM"  # not mentioned in texts
 TENSORS_MAX = 1_000_000
 REMEMBERED_BYTES_MAX = 16 * 1024
 RECORD_BYTES = 2048
@@ -47,7 +46,7 @@ _PLAIN = frozenset(string.printable) - frozenset("\t\n\r\x0b\x0c")
 
 
 class RecordError(ValueError):
-    """Bytes are no statement, or no record of one."""
+    """The bytes are no statement, or no record of one."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class Statement:
 
     Attributes:
         operation: the name of a row in the table of collectives, or of a method.
-        rule: which rule `inputs` and `outputs` follow.
-        inputs, outputs: specifications of tensors, as `specification` makes them; where there is a tensor
-            for each rank, in the order of ranks.
-        root: the rank that a rooted collective begins or ends at.
-        reduce_op: how values are combined.
-        peer, tag: of a send or a receive; a peer of None is any rank.
-        terms: name and value of each further argument that must be the same on every rank.
+        rule: the rule that `inputs` and `outputs` follow.
+        inputs, outputs: specifications of tensors, as `specification` makes them; lists with a tensor for
+        each rank are in the order of ranks.
+        root: the rank at which a rooted collective begins or ends.
+        reduce_op: the reduce operation.
+        peer, tag: the peer and the tag of a send or a receive; a peer of None is any rank.
+        terms: the name and the value of each further argument that must be the same on every rank.
         refusal: why the rank cannot take part; None if it does.
     """
 
@@ -78,13 +77,13 @@ class Statement:
     refusal: str | None = None
 
     def refused(self, error: Exception) -> Statement:
-        """The same call, which this rank cannot make because of `error`."""
+        """Return the same call, which this rank cannot make because of `error`."""
         return replace(self, refusal=f"{type(error).__name__}: {error}")
 
     def text(self, number: int | None = None, tensor: int | None = None) -> str:
-        """The call in a line, `allreduce #7 float32[4, 2]`, where 7 counts the group's collectives.
+        """Describe the call in a line, `allreduce #7 float32[4, 2]`, where 7 counts the group's collectives.
 
-        Long lists are cut short; `tensor` is one of the inputs that the line names nevertheless.
+        Long lists are cut short; `tensor` is the index of an input that the line names in any case.
         """
         words = [self.operation, *([f"#{number}"] if number is not None else []), *self._where()]
         if self.refusal is not None:
@@ -106,7 +105,7 @@ class Statement:
 
 
 def specification(dtype: object, shape: Sequence[int], open_dim: int | None = None) -> str:
-    """`float32[4, *]`, where the star stands for a size that each rank chooses for itself."""
+    """Return `float32[4, *]`, where the star stands for a size that each rank chooses for itself."""
     sizes = ", ".join("*" if at == open_dim else str(size) for at, size in enumerate(shape))
     return f"{str(dtype).removeprefix('torch.')}[{sizes}]"
 
@@ -115,7 +114,7 @@ def specification(dtype: object, shape: Sequence[int], open_dim: int | None = No
 
 
 def encode(statement: Statement) -> bytes:
-    """All of a statement."""
+    """Encode all of a statement."""
     tensors = _as_runs(statement.inputs), _as_runs(statement.outputs)
     who = statement.root, statement.reduce_op, statement.peer, statement.tag
     fields = [statement.operation, statement.rule, *tensors, *who, statement.terms, statement.refusal]
@@ -123,7 +122,8 @@ def encode(statement: Statement) -> bytes:
 
 
 def decode(body: bytes) -> Statement:
-    """What `encode` made bytes of; equal bytes of usual length give the same object, as most calls repeat.
+    """Decode what `encode` has encoded; equal bytes of usual length return the same object, as most calls
+    repeat.
 
     Raises:
         RecordError: the bytes are no statement.
@@ -155,7 +155,7 @@ def _decoded(body: bytes) -> Statement:
 
 
 def _as_runs(specs: Sequence[str]) -> list[Any]:
-    """Runs of the same specification as [specification, count]: most lists are one run."""
+    """Return runs of the same specification as [specification, count]: most lists are one run."""
     return [[spec, sum(1 for _ in run)] for spec, run in itertools.groupby(specs)]
 
 
@@ -187,11 +187,11 @@ def _check(is_so: bool) -> None:
 
 
 class Record(NamedTuple):
-    """What `pack` made bytes of.
+    """The parts of a record that `pack` has made.
 
     Attributes:
         call: the statement, as bytes; the same bytes on every rank that states the same.
-        number, payload: of the rank's own.
+        number, payload: the rank's own number and payload.
         refuses: whether the statement is a refusal.
     """
 
@@ -202,11 +202,11 @@ class Record(NamedTuple):
 
 
 def pack(call: bytes, number: int = 0, payload: bytes = b"", refuses: bool = False) -> bytes:
-    """A record of `RECORD_BYTES` bytes.
+    """Make a record of `RECORD_BYTES` bytes.
 
     Args:
-        call: what `encode_briefly` gives.
-        number: not negative, below `NUMBER_MAX`.
+        call: the bytes that `encode_briefly` returns.
+        number: a number that is not negative, and below `NUMBER_MAX`.
         payload: at most `PAYLOAD_BYTES_MAX` bytes.
     """
     if len(call) > CALL_BYTES_MAX or len(payload) > PAYLOAD_BYTES_MAX or not 0 <= number < NUMBER_MAX:
@@ -216,7 +216,7 @@ def pack(call: bytes, number: int = 0, payload: bytes = b"", refuses: bool = Fal
 
 
 def unpack(data: bytes) -> Record:
-    """The parts of a record.
+    """Return the parts of a record.
 
     Raises:
         RecordError: the bytes are no record.
@@ -227,7 +227,7 @@ def unpack(data: bytes) -> Record:
 
 
 def unpack_all(data: bytes) -> list[Record]:
-    """The parts of records that lie one after the other.
+    """Return the parts of several records, which follow each other.
 
     Raises:
         RecordError: some of the bytes are no record.
@@ -240,19 +240,21 @@ def unpack_all(data: bytes) -> list[Record]:
         start = at + _HEAD.size
         end = start + call_length
         fields = data[start:end], number, data[end : end + payload_length], refuses
-        records.append(tuple.__new__(Record, fields))  # its own constructor is made in Python
+        records.append(tuple.__new__(Record, fields))  # faster than Record's own constructor, which is Python
     return records
 
 
 def pack_statement(statement: Statement, number: int = 0, payload: bytes = b"") -> bytes:
-    """A record of a statement, cut if it is long."""
+    """Make a record of a statement, cut if it is long."""
     return pack(encode_briefly(statement), number, payload, statement.refusal is not None)
 
 
 def encode_briefly(statement: Statement) -> bytes:
-    """At most `CALL_BYTES_MAX` bytes that `decode` takes: long values are cut, or all of them are as one."""
+    """Encode in at most `CALL_BYTES_MAX` bytes that `decode` takes: long values are cut, or all joined into
+    one.
+    """
     brief = statement
-    if brief.refusal is not None:  # then nothing has to be the same on other ranks
+    if brief.refusal is not None:  # a refusal need not be the same on other ranks
         brief = replace(brief, terms=(), inputs=(), refusal=_cut(brief.refusal, _REASON_CHARACTERS_MAX))
     for shorten in (_as_it_is, _with_short_values, _with_one_term):
         if len(data := encode(shorten(brief))) <= CALL_BYTES_MAX:
@@ -283,13 +285,13 @@ def _fitting(value: str) -> str:
 
 
 def _cut(text: str, characters_max: int) -> str:
-    """Plain characters only: in JSON others are longer than they look."""
+    """Cut a text, and keep plain characters only: others are longer in JSON than they look."""
     plain = "".join(character if character in _PLAIN else "?" for character in text[: 2 * characters_max])
     return plain if len(plain) <= characters_max else f"{plain[: characters_max - 3]}..."
 
 
 def _listed(specs: Sequence[str], tensor: int | None = None) -> str:
-    """`float32[2] x3, float32[5]`, and how many more."""
+    """Describe tensors as `float32[2] x3, float32[5]`, and how many more there are."""
     runs = [(spec, count) for spec, count in _as_runs(specs)]
     shown = [spec if count == 1 else f"{spec} x{count}" for spec, count in runs[:TEXT_SPECS_MAX]]
     if len(runs) > TEXT_SPECS_MAX:

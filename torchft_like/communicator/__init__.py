@@ -1,4 +1,8 @@
-"""How the members of one group talk to each other, below the names of any library.
+"""Communication between the members of one group, below the interfaces of other libraries.
+
+`channel` is one process group; `communicator` has the groups of the same members, the handling of their
+errors, and the agreement before a call; `collectives` moves tensors, `messages` values, and `parts` makes
+groups of some of the members. Nothing here knows a Manager, or the purpose of the calls.
 
 `channel` is one process group; `communicator` is the groups of the same members, what becomes of their
 errors, and the agreement before a call; `collectives` moves tensors, `messages` values, and `parts` makes

@@ -1,4 +1,4 @@
-"""One process group, torch's own or any of ours, registered with torch or not, as bytes move through it."""
+"""One process group, torch's own or one of this package, registered with torch or not, that moves bytes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ Group = Any
 
 
 class Channel:
-    """One process group, in the configuration that it has now.
+    """One process group, in its present configuration.
 
     Attributes:
-        configuration: the present one, which is set when it is over; None for a group that does not tell.
-        hides_errors: whether the group keeps its errors to itself.
-        issue: begins a collective, and gives what can be waited for.
+        configuration: the present configuration, which is set when it is over; None for a group that has
+          none.
+        hides_errors: whether the group hides its errors from its works.
+        issue: begins a collective, and returns an object with `wait`.
     """
 
     def __init__(self, group: Group) -> None:
@@ -44,20 +45,21 @@ class Channel:
         self._own = group if isinstance(group, ProcessGroup) else None
         self.configuration = None if self._own is None else _configuration_of(self._own)
         self.hides_errors = self._own is not None and _hides_errors(self._own)
-        # What is waited for at once needs no handle; but with TORCH_DIST_NAN_CHECK numbers are looked at.
+        # A caller that waits at once needs no Work; but only methods with one check for NaN
+        # (TORCH_DIST_NAN_CHECK).
         is_plain = self._own is not None and not self._own._checks_nan
         self.issue: Callable[..., Any] = group.issue if is_plain else self._call
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the group still has the members that it had, and would say if it had others."""
+        """Whether the group still has the members that it had, and would report it if it had others."""
         return not self.hides_errors and self.configuration is not None and self.configuration.reason is None
 
     def check(self) -> None:
-        """Raise if the group cannot be used, or does not say that it cannot.
+        """Raise an error if the group cannot be used, even if the group hides that.
 
         Raises:
-            GroupCoordinatorError: the group has failed, or its members are others by now.
+            GroupCoordinatorError: the group has failed, or was configured anew.
         """
         if (error := self.hidden_error()) is not None:
             raise GroupCoordinatorError(f"its process group has failed: {error}") from error
@@ -65,16 +67,16 @@ class Channel:
             raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
 
     def hidden_error(self) -> Exception | None:
-        """What the group has not raised."""
+        """Return the error that the group has hidden."""
         return None if self._own is None else self._own.hidden_error()
 
     def break_off(self, reason: str) -> None:
-        """Have no peer wait for what this rank will not do any more. Torch's own groups cannot be ended."""
+        """End the group, so that no peer waits for this rank; torch's own groups cannot be ended."""
         if self._own is not None and _configuration_of(self._own) is self.configuration:
             self._own.abort(reason)
 
     def store_address(self) -> StoreAddress | None:
-        """Where the members met, if the group is one of ours."""
+        """Return the store in which the members met, if the group is of this package."""
         return None if self._own is None else self._own.store_address
 
     def _call(self, collective: Collective, *args: Any) -> Any:
@@ -85,13 +87,13 @@ class Channel:
         return Started(getattr(self.group, method)(*args), self)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
-        """From `src` to all, in place."""
+        """Begin to broadcast from `src` to all, in place."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         return self.start("broadcast", [tensor], options)
 
     def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
-        """The tensors of all ranks, in the outputs, which `dst` alone has."""
+        """Begin to gather the tensors of all ranks in the outputs, which only `dst` has."""
         options = GatherOptions()
         options.rootRank = dst
         return self.start("gather", [outputs] if outputs else [], [tensor], options)
@@ -104,14 +106,14 @@ class Started(NamedTuple):
     channel: Channel
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for its end.
+        """Wait for the end of the collective.
 
         Args:
-            timeout: None takes that of the group.
+            timeout: the limit of the wait; None takes that of the group.
 
         Raises:
-            GroupCoordinatorError: the group hid that it failed.
-            RuntimeError: it failed.
+            GroupCoordinatorError: the collective failed, and the group hid that.
+            RuntimeError: the collective failed.
         """
         self.work.wait() if timeout is None else self.work.wait(timeout)
         self.channel.check()
@@ -120,12 +122,12 @@ class Started(NamedTuple):
 def _configuration_of(group: ProcessGroup) -> Configuration | None:
     try:
         return group.configuration
-    except ProcessGroupNotConfiguredError:  # a wrapper around nothing yet
+    except ProcessGroupNotConfiguredError:  # a wrapper may have no group yet
         return None
 
 
 def _hides_errors(group: ProcessGroup) -> bool:
-    """Whether one of the groups around the innermost one does."""
+    """Return whether a wrapper around the innermost group hides errors."""
     inside: ProcessGroup | None = group
     while isinstance(inside, ProcessGroupWrapper) and not isinstance(inside, ReconfigurableProcessGroup):
         if isinstance(inside, SwallowingGroup):
@@ -135,7 +137,9 @@ def _hides_errors(group: ProcessGroup) -> bool:
 
 
 def ranks_in_job(group: Group) -> list[int]:
-    """The ranks of the members in the whole job, in the order of their ranks in the group, if known."""
+    """Return the members' ranks in the whole job, in the order of their ranks in the group, if they are
+    known.
+    """
     known: list[int] = []
     try:
         if isinstance(group, ProcessGroup):

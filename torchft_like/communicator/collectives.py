@@ -1,9 +1,9 @@
-"""Tensors between all ranks: reduced, gathered, scattered, broadcast, of one size or of many.
+"""Collectives on tensors, of one size or of many: reductions, gathers, scatters and broadcasts.
 
-Where all ranks have tensors of one size nothing but the tensors moves, unless the options ask for a check:
-it is up to the caller that the tensors of all ranks fit each other. Where sizes differ (`..v`) the ranks say
-how many rows they have before any of them moves: rows may be none, and a rank whose tensors do not fit the
-others' is an error on all of them. Numbers are added in the order of a backend's choosing.
+If all ranks have tensors of one size, only the tensors move, unless the options ask for a check: the caller
+makes sure that the tensors of all ranks fit each other. If sizes differ (`..v`), the ranks exchange their
+numbers of rows before any of them moves: a rank may have no rows, and a rank whose tensors do not fit the
+others' is an error on all of them. The backend chooses the order in which numbers are added.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REDUCE_SCATTER = BY_NAME["_reduce_scatter_base"]
 
 @call("all_reduce")
 def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
-    """The sum over all ranks, in a new tensor."""
+    """Return the sum over all ranks, in a new tensor."""
 
     def check() -> Tensor:
         return addable(communicator.movable(checked_tensor(input_)))
@@ -58,7 +58,7 @@ def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
 
 @call("all_gather")
 def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
-    """The tensors of all ranks joined along `dim`."""
+    """Return the tensors of all ranks joined along `dim`."""
 
     def check() -> int:
         return checked_dim(dim, checked_tensor(input_).dim())
@@ -75,7 +75,7 @@ def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
 
 @call("reduce_scatter")
 def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum over all ranks."""
+    """Return this rank's part along `dim` of the sum over all ranks."""
     ranks = communicator.world_size
     if not communicator.is_checking and ranks > 1 and _is_plain(input_) and type(dim) is int:
         channel = communicator.channels.get(input_.device.type)
@@ -103,7 +103,7 @@ def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tens
 
 @call("gather")
 def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Tensor | None:
-    """The tensors of all ranks joined along `dim` on rank `dst`; None elsewhere."""
+    """Return the tensors of all ranks joined along `dim` on rank `dst`; None on other ranks."""
 
     def check() -> int:
         checked_rank(dst, communicator.world_size, "dst")
@@ -122,7 +122,7 @@ def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Te
 
 @call("broadcast")
 def broadcast(communicator: Communicator, input_: Tensor, src: int) -> Tensor:
-    """Bring the tensor of rank `src` into that of every other rank; gives the same tensor."""
+    """Copy the tensor of rank `src` into that of every other rank; return the same tensor."""
 
     def check() -> Tensor:
         is_source = communicator.rank == checked_rank(src, communicator.world_size, "src")
@@ -146,12 +146,13 @@ def all_gatherv(
     operation: str = "all_gatherv",
     more: Callable[[], Terms] = tuple,
 ) -> tuple[list[Tensor], Sizes]:
-    """Each tensor joined with those of the other ranks along `dim`, and the rows of each rank.
+    """Return each tensor joined with those of the other ranks along `dim`, and the rows of each rank.
 
     Args:
-        choose_tensors: gives tensors with the same number of rows along `dim`; may refuse.
-        sizes: the rows of each rank; None has the ranks say so.
-        more: gives what else the ranks must agree on; may refuse.
+        choose_tensors: returns tensors with the same number of rows along `dim`, or raises an error that
+          refuses the call.
+        sizes: the rows of each rank; if None, the ranks exchange them.
+        more: returns what else the ranks must agree on, or raises an error that refuses the call.
     """
 
     def prepare() -> tuple[Statement, int, bytes, tuple[Sequence[Tensor], int]]:
@@ -185,18 +186,19 @@ def reduce_scatterv(
     operation: str = "reduce_scatterv",
     more: Callable[[], Terms] = tuple,
 ) -> list[Tensor]:
-    """Of each tensor this rank's rows along `dim` of the sum over all ranks.
+    """Return, for each tensor, this rank's rows along `dim` of the sum over all ranks.
 
     Args:
-        tensors: the same shapes on all ranks.
-        choose_sizes: gives the rows that each rank gets, or None to share them out evenly; may refuse.
-        more: gives what else the ranks must agree on; may refuse.
+        tensors: tensors of the same shapes on all ranks.
+        choose_sizes: returns the rows that each rank gets, or None for an even split, or raises an error that
+          refuses the call.
+        more: returns what else the ranks must agree on, or raises an error that refuses the call.
     """
 
     def prepare() -> tuple[Statement, int, bytes, tuple[int, Sizes]]:
         at = checked_along(tensors, dim)
         for tensor in tensors:
-            addable(tensor.narrow(at, 0, 0))  # which refuses what cannot be added
+            addable(tensor.narrow(at, 0, 0))  # refuses tensors that cannot be added
         sizes = _sizes_for(choose_sizes(), tensors[0].shape[at], communicator.world_size)
         named = *communicator.device_terms(tensors), ("dim", str(at)), ("sizes", str(list(sizes))), *more()
         return Statement(operation, inputs=specifications(tensors), terms=named), 0, b"", (at, sizes)
@@ -208,9 +210,10 @@ def reduce_scatterv(
 
 
 def start_joining(communicator: Communicator, tensor: Tensor, dim: int, sizes: Sizes) -> Callable[[], Tensor]:
-    """Begin to join the ranks' tensors, which have `sizes` rows along `dim`; gives what waits for the result.
+    """Begin to join the ranks' tensors, which have `sizes` rows along `dim`; return a function that waits for
+    the result.
 
-    Each rank broadcasts its rows, which lie in one piece, into their place on the other ranks.
+    Each rank broadcasts its rows, which are contiguous, into their place on the other ranks.
     """
     mine = communicator.movable(tensor)
     row = elements_of_row(mine.shape, dim)
@@ -236,7 +239,9 @@ def start_joining(communicator: Communicator, tensor: Tensor, dim: int, sizes: S
 def _start_reduce_scatter(
     communicator: Communicator, tensor: Tensor, dim: int, sizes: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """Begin to add up a tensor of which each rank gets `sizes` rows along `dim`; gives what waits for it."""
+    """Begin to add up a tensor of which each rank gets `sizes` rows along `dim`; return a function that waits
+    for it.
+    """
     rows = addable(communicator.movable(tensor)).movedim(dim, 0).contiguous()
     own = rows.new_empty((sizes[communicator.rank], *rows.shape[1:]))
     wait: Callable[[], object] | None = None
@@ -256,10 +261,10 @@ def _start_reduce_scatter(
 def _start_adding(
     communicator: Communicator, own: Tensor, rows: Tensor, sizes: Sequence[int]
 ) -> Callable[[], object]:
-    """Begin to bring this rank's rows of the sum into `own`; gives what waits for them.
+    """Begin to compute this rank's rows of the sum in `own`; return a function that waits for them.
 
-    Backends add up parts of one size. Where sizes differ each rank adds up an even chunk, whatever it wants,
-    and hands over what belongs to others: so no rank receives, or adds up, much more than the others do.
+    Backends add up parts of one size. If sizes differ, each rank adds up an even chunk, whichever rows it
+    wants, and sends on the rows of others: so no rank receives, or adds up, much more than the others do.
     """
     channel, ranks, width = communicator.channels[rows.device.type], communicator.world_size, rows[0].numel()
     if min(sizes) == max(sizes):
@@ -281,7 +286,7 @@ def _start_adding(
 
 
 def _is_plain(value: object) -> bool:
-    """Whether the value is a tensor that a backend adds up as it is."""
+    """Return whether the value is a tensor that a backend adds up as it is."""
     return (
         type(value) is Tensor
         and value.dtype in REDUCIBLE
@@ -301,7 +306,7 @@ def _sizes_for(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes
 
 
 def _joined_along(parts: Tensor, dim: int) -> Tensor:
-    """`[rank, *shape]` as one tensor, with the ranks' parts side by side along `dim` of `shape`."""
+    """Turn `[rank, *shape]` into one tensor, with the ranks' parts side by side along `dim` of `shape`."""
     shape = parts.shape[1:]
     together = with_rows(shape, dim, parts.shape[0] * shape[dim])
-    return parts.movedim(0, dim).reshape(together).contiguous()  # of one row each it is a view with gaps
+    return parts.movedim(0, dim).reshape(together).contiguous()  # parts of one row each are a view with gaps

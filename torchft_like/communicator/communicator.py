@@ -1,12 +1,12 @@
-"""The process groups of the same members: which one moves what, and what becomes of their errors.
+"""The process groups of the same members: which one moves which tensors, and the handling of their errors.
 
 A communicator has a group for memory of the CPU and one for that of its device, which on a CPU are the
-same. What its calls mean is not known here.
+same. This module does not know the meaning of its calls.
 
 INVARIANTS
 * Every wait ends: in the group's timeout, its abort, or the death of a peer.
-* A rank that leaves a call half-way, for whatever reason, takes its groups down, and its ends of queues, so
-  that no peer waits for the other half. What is refused before data moves takes nothing down.
+* A rank that leaves a call half-way, for any reason, takes its groups down, and its ends of queues, so that
+  no peer waits for the other half. A call that is refused before data moves takes nothing down.
 * A group that hides its errors (ErrorSwallowing, Managed) does not hide them here.
 """
 
@@ -50,31 +50,32 @@ from torchft_like.process_group.collectives import BY_NAME
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# Of the messages of a communicator; a caller who uses the group beside it takes smaller ones.
+# Tags from here on are the communicator's messages; a caller that uses the group beside it takes smaller
+# ones.
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 _GATHER, _BROADCAST = BY_NAME["gather"], BY_NAME["broadcast"]
-_EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # together as many as TAGS
+_EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # their product is TAGS
 
 
 class Ending(Protocol):
-    """Something that ends with the groups."""
+    """An object that ends with the groups."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the object has ended."""
 
     def shutdown(self, timeout: float) -> None:
-        """End it; from any thread, and any number of times."""
+        """End the object; any thread may call this, any number of times."""
 
 
 class Epoch(Protocol):
-    """For how long the members are the present ones, where they change while they are used.
+    """The time for which members that change are the present ones.
 
     Attributes:
-        number: of the epoch.
-        mark: tells its messages from those of other epochs; the same on all members.
-        ended: why it is over; None while it is not.
+        number: the number of the epoch.
+        mark: a number that tells its messages from those of other epochs; the same on all members.
+        ended: why the epoch is over; None while it is not.
     """
 
     number: int
@@ -82,21 +83,22 @@ class Epoch(Protocol):
     ended: str | None
 
     def check(self, what: str) -> None:
-        """Raise StaleEpochError if `what`, of these members, is of the past."""
+        """Raise StaleEpochError if the epoch is over; `what` is an object of these members."""
 
     def explained(self, what: str, error: BaseException) -> BaseException:
-        """The error to raise for `what`, which failed with `error`."""
+        """Return the error to raise for `what`, which failed with `error`."""
 
 
 class ToldToAllError(Exception):
-    """Around an error that kept this rank from a call: the other ranks know, and none has begun the call."""
+    """An error kept this rank from a call: the other ranks know, and none has begun the call."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-# Found before data moves, or after all of it has: no peer waits for the other half of the call.
+# Errors that are found before data moves, or after all of it has: no peer waits for the other half of the
+# call.
 HARMLESS = (
     CollectiveRefusedError,
     NotImplementedError,
@@ -112,19 +114,20 @@ class Communicator:
     """The groups of one set of members, for as long as the members are the same.
 
     Args:
-        name: of the communicator, for messages.
-        place: the caller's rank among the members of all groups, and how many there are.
-        device: where the caller's tensors are.
-        channels: the group for tensors on each type of device; others go through memory of the CPU, or
-            of `device` where there is no group for the CPU.
-        options: the same on every rank.
-        epoch: of the members; None if they never change.
-        control: the group for what the ranks say to each other, if it is none of `channels`.
+        name: the communicator's name in messages.
+        place: the caller's rank among the members of all groups, and the number of members.
+        device: the device of the caller's tensors.
+        channels: the group for tensors on each type of device; other tensors go through memory of the CPU, or
+          of `device` if there is no group for the CPU.
+        options: the options, the same on every rank.
+        epoch: the epoch of the members; None if they never change.
+        control: the group for records of calls, if it is none of `channels`.
 
     Attributes:
-        asks_first_rank: whether records are gathered by way of rank 0, which is faster than at once.
-        endings: which are set once a group is aborted or has other members.
-        is_watched: whether there is more to ask before a call than `endings`.
+        asks_first_rank: whether records are gathered on rank 0 and broadcast, which is faster than an
+          all-gather.
+        endings: the groups' configurations, which are set once a group is aborted or has other members.
+        is_watched: whether more than `endings` has to be checked before a call.
     """
 
     asks_first_rank = True
@@ -164,7 +167,7 @@ class Communicator:
         options: CoordinatorOptions,
         epoch: Epoch | None = None,
     ) -> Communicator:
-        """Over a group for memory of the CPU and what the ranks say to each other, and one for `device`."""
+        """Make a communicator over a group for CPU memory and records, and one for `device`."""
         cpu_group, device_group = groups
         control = Channel(cpu_group)
         channels = {"cpu": control}
@@ -173,10 +176,10 @@ class Communicator:
         return cls(name, (cpu_group.rank(), cpu_group.size()), device, channels, options, epoch, control)
 
     def among(self, cpu_group: Group, device_group: Group | None) -> Communicator:
-        """The same members over other groups.
+        """Make a communicator of the same members over other groups.
 
         Raises:
-            ValueError: they have another size, or the caller another rank.
+            ValueError: the groups have another size, or the caller another rank in them.
         """
         for group in filter(None, (cpu_group, device_group)):
             if (found := (group.rank(), group.size())) != (self.rank, self.world_size):
@@ -188,13 +191,13 @@ class Communicator:
 
     @property
     def waits_on_streams(self) -> bool:
-        """Whether a wait for tensors of `device` is a stream's, and not the thread's."""
+        """Whether a stream, not the thread, waits for tensors of `device`."""
         return self.device.type != "cpu" and self.device.type in self.channels
 
     # ------------------------------------------------------------------------- errors
 
     def begin(self, operation: str) -> None:
-        """Raise if no call can be made now.
+        """Raise an error if no call can be made now.
 
         Raises:
             GroupCoordinatorError: a group has failed, or has other members.
@@ -209,14 +212,16 @@ class Communicator:
             raise_as(self.explained(operation, error), error)
 
     def end(self, operation: str) -> None:
-        """After a call: its result counts only if the members are still the same."""
+        """Raise an error if the members have changed during a call: its result counts only if they are the
+        same.
+        """
         if self.epoch is not None:
             self.epoch.check(f"{operation} over {self}")
 
     def explained(self, operation: str, error: BaseException) -> BaseException:
-        """The error to raise for a call that failed with `error`.
+        """Return the error to raise for a call that failed with `error`.
 
-        It takes the groups down, unless no peer can be waiting for this rank.
+        This takes the groups down, unless no peer can be waiting for this rank.
         """
         what = f"{operation} over {self}"
         told: BaseException = error
@@ -232,7 +237,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def guard(self, operation: str) -> Iterator[None]:
-        """Around one call: `begin`, `end`, and `explained`.
+        """Run one call between `begin` and `end`, with the errors of `explained`.
 
         Raises:
             GroupCoordinatorError: the members could not communicate; the cause says why.
@@ -240,19 +245,19 @@ class Communicator:
         self.begin(operation)
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the peers must not wait
+        except BaseException as error:  # noqa: BLE001 - after Ctrl-C, too, the peers must not wait
             raise_as(self.explained(operation, error), error)
         self.end(operation)
 
     def break_off(self, reason: str) -> None:
-        """End what is under way, here and at the peers."""
+        """End operations under way, on this rank and on the peers."""
         for channel in self._each:
             channel.break_off(reason)
         for end in self._ending:
             end.shutdown(timeout=0)
 
     def when_broken_off(self, end: Ending) -> None:
-        """Have something ended when the groups are taken down."""
+        """End this object when the groups are taken down."""
         self._ending = [*(known for known in self._ending if not known.is_closed), end]
 
     # ---------------------------------------------------------------------- agreement
@@ -260,35 +265,35 @@ class Communicator:
     def agree(
         self, operation: str, prepare: Callable[[], tuple[Statement, int, bytes, T]]
     ) -> tuple[list[Record], T]:
-        """Hear what all ranks say about a call before data moves; all of them get the same verdict.
+        """Exchange what all ranks state about a call before data moves; all of them get the same verdict.
 
         Args:
-            prepare: gives this rank's statement, its number and payload, and what it makes of its arguments;
-                may refuse them.
+            prepare: returns this rank's statement, its number and payload, and a value for the caller, or
+              raises an error that refuses the call.
 
         Returns:
             The records in the order of ranks, and the last value of `prepare`.
 
         Raises:
-            CollectiveMismatchError: they do not belong together.
-            Exception: what `prepare` raised; the others get a CollectiveMismatchError.
+            CollectiveMismatchError: the statements do not belong together.
+            Exception: `prepare` raised it; the other ranks get a CollectiveMismatchError.
         """
         try:
             statement, number, payload, prepared = prepare()
             record = pack_statement(statement, number, payload)
-        except Exception as error:  # noqa: BLE001 - the others hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - any error is told to the other ranks
             self.refuse(operation, error)
         return self.exchange(record), prepared
 
     def agree_if_checking(
         self, operation: str, tensor: Tensor, more: Mapping[str, int], check: Callable[[], T]
     ) -> T:
-        """As `agree` where the options ask for it; else the caller's own arguments only are looked at.
+        """Do as `agree` if the options ask for it; else only check the caller's own arguments.
 
         Args:
-            tensor: the ranks must agree on its dtype, shape, and the type of its device,
-            more: and on these,
-            check: which this gives, or refuses.
+            tensor: a tensor on whose dtype, shape and type of device the ranks must agree.
+            more: further numbers on which the ranks must agree.
+            check: checks the caller's arguments, and returns a value for the caller.
         """
         if not self.is_checking:
             return check()
@@ -302,10 +307,10 @@ class Communicator:
         return self.agree(operation, state)[1]
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Tell the others that this rank cannot take part, and raise why.
+        """Tell the other ranks that this rank cannot take part, and raise the error.
 
         Raises:
-            Exception: `error`; in a ToldToAllError if it is not about the caller's arguments.
+            Exception: `error`, or a ToldToAllError around it if it is not about the caller's arguments.
         """
         if self.world_size > 1:
             self._gather(pack_statement(Statement(operation).refused(error)))
@@ -314,11 +319,11 @@ class Communicator:
         raise ToldToAllError(error) from error
 
     def exchange(self, record: bytes) -> list[Record]:
-        """The records of all ranks, in the order of ranks, if they belong together.
+        """Return the records of all ranks, in the order of ranks, if they belong together.
 
         Raises:
-            CollectiveMismatchError: they do not; the same on every rank.
-            GroupCoordinatorError: what came is no record.
+            CollectiveMismatchError: they do not belong together; every rank raises the same.
+            GroupCoordinatorError: the received bytes are no record.
         """
         try:
             records = unpack_all(record) if self.world_size == 1 else self._gather(record)
@@ -334,10 +339,10 @@ class Communicator:
         return records
 
     def _gather(self, record: bytes) -> list[Record]:
-        """The records of all ranks.
+        """Return the records of all ranks.
 
-        By way of rank 0, as an all-gather goes round all ranks and wakes one after the other; but in an
-        all-gather more ranks hear of one that dies.
+        They go through rank 0, because an all-gather wakes all ranks one after the other. But in an
+        all-gather more ranks notice one that dies.
         """
         channel, ranks = self.control, self.world_size
         everyone = torch.empty((ranks, RECORD_BYTES), dtype=torch.uint8, device=self.control_device)
@@ -351,7 +356,7 @@ class Communicator:
         channel.issue(_GATHER, outputs, [own], gathering).wait()
         if channel.hides_errors:
             channel.check()
-        if self.rank == 0:  # which needs the others no more to find that one of them said something else
+        if self.rank == 0:  # rank 0 needs no other rank any more to find a record that differs
             records = unpack_all(everyone.cpu().numpy().tobytes())
         channel.issue(_BROADCAST, [everyone], spreading).wait()
         if channel.hides_errors:
@@ -359,15 +364,15 @@ class Communicator:
         return records if self.rank == 0 else unpack_all(everyone.cpu().numpy().tobytes())
 
     def device_terms(self, tensors: Sequence[Tensor]) -> Terms:
-        """What the ranks must agree on about where they move tensors."""
+        """Return what the ranks must agree on about where they move tensors."""
         return device_terms(tensors, self.channels)
 
     # -------------------------------------------------------------------------- bytes
 
     def tag(self, direction: str, peer: int) -> int:
-        """Of the next message to or from a peer: a receiver that waits for one cannot get another.
+        """Return the tag of the next message to or from a peer: no other message matches it.
 
-        Where members change, tags tell the messages of an epoch from those of the last thousand.
+        If members change, tags tell the messages of an epoch from those of the thousand before it.
         """
         with self._counting:
             number = self._messages[direction, peer]
@@ -379,49 +384,51 @@ class Communicator:
     # The operations below move tensors that are contiguous and `movable`.
 
     def movable(self, tensor: Tensor) -> Tensor:
-        """The tensor without gaps, where a group takes it: itself, if it is so already."""
+        """Return the tensor without gaps, on a device for which there is a group; the same tensor if it is so
+        already.
+        """
         plain = tensor.detach().resolve_conj().resolve_neg()
         return (plain if plain.device.type in self.channels else plain.to(self.control_device)).contiguous()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device_type: str) -> Tensor:
-        """Memory in which a peer's tensor can arrive, for tensors that shall be on a type of device."""
+        """Make memory in which a peer's tensor can arrive, for a tensor of this type of device."""
         device = self.device if device_type == self.device.type else torch.device(device_type)
         return torch.empty(
             shape, dtype=dtype, device=device if device_type in self.channels else self.control_device
         )
 
     def delivered(self, tensor: Tensor, device_type: str) -> Tensor:
-        """What has arrived for tensors on a type of device, where they shall be."""
+        """Move a tensor that has arrived to the device where it belongs."""
         if device_type == self.device.type:
             return tensor.to(self.device)
         return tensor.cpu() if device_type == "cpu" else tensor
 
     def control_bytes(self, data: bytes) -> Tensor:
-        """Bytes for the group through which the ranks talk about their calls."""
+        """Make a tensor of bytes for the group that carries records of calls."""
         return from_bytes(data, self.control_device)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
-        """From `src` to all, in place."""
+        """Begin to broadcast from `src` to all, in place."""
         return self.channels[tensor.device.type].broadcast(tensor, src)
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Started:
-        """The tensors of all ranks, one after the other, in a flat output."""
+        """Begin to gather the tensors of all ranks in one flat output."""
         return self.channels[tensor.device.type].start("_allgather_base", output, tensor)
 
     def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
-        """The tensors of all ranks, in the outputs, which `dst` alone has."""
+        """Begin to gather the tensors of all ranks in the outputs, which only `dst` has."""
         return self.channels[tensor.device.type].gather(outputs, tensor, dst)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
-        """To one rank."""
+        """Begin to send to one rank."""
         return self.channels[tensor.device.type].start("send", [tensor], dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> Started:
-        """From one rank, in place."""
+        """Begin to receive from one rank, in place."""
         return self.channels[tensor.device.type].start("recv", [tensor], src, tag)
 
     def barrier(self, timeout: timedelta | None) -> Started:
-        """Over once all ranks have begun it."""
+        """Begin a barrier, which is over once all ranks have begun it."""
         options = BarrierOptions()
         if timeout is not None:
             options.timeout = timeout
@@ -435,7 +442,7 @@ Call = Callable[Concatenate[Communicator, P], T]
 
 
 def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
-    """Decorator: a function over a communicator as one call, with the errors of `guard`."""
+    """Return a decorator that makes a function over a communicator one call, with the errors of `guard`."""
 
     def decorate(function: Call[P, T]) -> Call[P, T]:
         @functools.wraps(function)
@@ -447,7 +454,7 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
                     communicator.begin(operation)
             try:
                 result = function(communicator, *args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - see `guard`
+            except BaseException as error:  # noqa: BLE001 - after any error the peers must not wait
                 raise_as(communicator.explained(operation, error), error)
             if communicator.epoch is not None:
                 communicator.end(operation)
@@ -459,10 +466,10 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
 
 
 def check(statements: Mapping[int, Statement]) -> None:
-    """Whether the calls of some ranks belong together.
+    """Check that the calls of some ranks belong together.
 
     Raises:
-        CollectiveMismatchError: they do not.
+        CollectiveMismatchError: they do not belong together.
     """
     problem = disagreement(list(statements.values()))
     if problem is not None:
@@ -471,10 +478,10 @@ def check(statements: Mapping[int, Statement]) -> None:
 
 
 def raise_as(told: BaseException, error: BaseException) -> NoReturn:
-    """Raise `told` for `error`, of which it may be the same.
+    """Raise `told` for `error`; both may be the same.
 
     Raises:
-        BaseException: `told`.
+        BaseException: `told`, always.
     """
     if told is error:
         raise error

@@ -1,8 +1,8 @@
 """Operations that go on while their caller does something else.
 
-A thread waits for the operation, because a backend breaks off what somebody has waited for in vain: so a
-wait with a timeout leaves the operation as it is. The thread ends with the operation, and every operation
-ends: by itself, or in the timeout or the abort of its group. On a CUDA device the stream waits, no thread.
+A thread waits for the operation, because a backend ends an operation whose wait has timed out: so a wait with
+a timeout leaves the operation as it is. The thread ends with the operation, and every operation ends: by
+itself, or by the timeout or the abort of its group. On a CUDA device the stream waits, and no thread does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """An operation that was begun. Until it is done its tensors belong to it: neither read nor write them.
+    """An operation that was begun. Until it is done, its tensors must be neither read nor written.
 
     Args:
-        text: what it is, for messages.
-        finish: waits for the operation, or raises why it failed.
-        settle: makes the result, in the thread of the first that waits: what has to be called in the same
-            order on all ranks must be done there.
-        is_over: for an operation for which streams wait: whether it is done. Then no thread waits.
-        epoch: of the members; the handle is good for as long as it lasts.
+        text: the operation's name in messages.
+        finish: waits for the operation, and raises its error.
+        settle: makes the result, in the first thread that waits: calls that need the same order on all ranks
+          belong there.
+        is_over: whether the operation is done, if streams wait for it; then no thread waits.
+        epoch: the epoch of the members; the handle can be used for as long as it lasts.
     """
 
     def __init__(
@@ -51,16 +51,18 @@ class Handle(Generic[T]):
             threading.Thread(target=self._run, name="torchft-coordinator", daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, once the operation is done; on a CUDA device, once the present stream waits for it.
+        """Return the result once the operation is done; on a CUDA device, once the current stream waits for
+        it.
 
         Args:
-            timeout: seconds; None waits as long as the operation takes. What the ranks make of it together, a
-                tensor of their slices, they make afterwards: for that they wait until their group's timeout.
+            timeout: the limit in seconds; None waits as long as the operation takes. If the ranks then make
+              the result together, such as a tensor of their slices, the limit of that is their group's
+              timeout.
 
         Raises:
-            StillUnderWayError: it takes longer than `timeout`. It goes on; wait again.
-            GroupCoordinatorError: it failed.
-            StaleEpochError: the members have changed since, whether the operation was done before or not.
+            StillUnderWayError: the operation takes longer than `timeout`. It goes on; wait again.
+            GroupCoordinatorError: the operation failed.
+            StaleEpochError: the members have changed since, even if the operation was done before.
         """
         if self._epoch is None:
             return self._wait(timeout)
@@ -83,11 +85,13 @@ class Handle(Generic[T]):
         except FutureTimeoutError:
             if not self._outcome.done():
                 raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
-            outcome = self._outcome.result()  # the operation's own error, or it was done just now
+            outcome = self._outcome.result()  # the operation's own error, or it is done by now
         return self._settled_once(outcome)
 
     def is_done(self) -> bool:
-        """Whether everything was sent, or has come, or the operation has failed or is of the past."""
+        """Return whether the operation is over: all was sent, or has come, or it has failed, or its epoch is
+        over.
+        """
         if self._epoch is not None and self._epoch.ended is not None:
             return True
         return self._outcome.done() or (self._is_over is not None and self._is_over())
@@ -98,13 +102,15 @@ class Handle(Generic[T]):
         return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
 
     def _settled_once(self, outcome: object) -> T:
-        """The result, or the error of making it: the other ranks do not make it a second time."""
+        """Return the result, or raise the error of making it: the other ranks do not make it a second
+        time.
+        """
         with self._settling:
             if self._result is None:
                 result: Future[T] = Future()
                 try:
                     result.set_result(self._settle(outcome))
-                except Exception as error:  # noqa: BLE001 - it is raised below, and again
+                except Exception as error:  # noqa: BLE001 - it is raised below, and at later calls
                     result.set_exception(error)
                 self._result = result
             return self._result.result()
@@ -117,7 +123,7 @@ class Handle(Generic[T]):
     def _run(self) -> None:
         try:
             outcome = self._finish()
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+        except BaseException as error:  # noqa: BLE001 - it is raised in the threads that wait
             self._outcome.set_exception(error)
         else:
             self._outcome.set_result(outcome)

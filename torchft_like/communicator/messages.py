@@ -1,8 +1,8 @@
 """Values from one rank to another, or to all: a statement, a structure, and the tensors of the value.
 
-Every message has this form, be it a tensor, an object or a dict of tensors. So a receiver always knows how
-to take what comes, and one that expected something else can take it out of the way and say so. Objects are
-plain data of a closed schema (see `torchft_like.plain_data`), never a pickle.
+Every message has this form: a tensor, an object or a dict of tensors. So a receiver can always take what
+comes, and one that expected another kind can remove it and report that. Objects are plain data of a closed
+schema (`torchft_like.plain_data`), never a pickle.
 
 Large tensors are sent from, and received into, their own memory. Small ones are joined in buckets, which
 costs a copy, and spares the latency of an operation each.
@@ -48,10 +48,10 @@ UNTIL_THE_GROUP_ENDS = timedelta(days=365)
 
 
 class Begun(NamedTuple):
-    """A message that is announced, and whose tensors are under way.
+    """A message that was announced, and whose tensors are under way.
 
     Attributes:
-        value: what `wait` gives, unless `finish` makes it.
+        value: the value that `wait` returns, unless `finish` makes it.
     """
 
     started: Sequence[Started]
@@ -59,13 +59,13 @@ class Begun(NamedTuple):
     value: Any = None
 
     def wait(self) -> Any:
-        """Wait for it; its value, which is None for the sender of one."""
+        """Wait for the message, and return its value, which is None for its sender."""
         for started in self.started:
             started.wait()
         return self.value if self.finish is None else self.finish()
 
     def is_over(self) -> bool:
-        """Whether its tensors have come, or are gone, or never will be."""
+        """Return whether its tensors have come, or were sent, or never will be."""
         return all(started.work.is_completed() for started in self.started)
 
 
@@ -74,14 +74,14 @@ class Begun(NamedTuple):
 
 @call("broadcast_object")
 def broadcast_object(communicator: Communicator, obj: object, src: int) -> Any:
-    """The object of rank `src`, on every rank."""
+    """Return the object of rank `src`, on every rank."""
     begun = start_broadcast(communicator, "broadcast_object", obj, src)
     return begun.wait() if begun.started or begun.finish is not None else begun.value
 
 
 @call("broadcast_object_list")
 def broadcast_object_list(communicator: Communicator, obj_list: list[Any], src: int) -> list[Any]:
-    """Put the objects of rank `src` into the list of every rank; gives that list."""
+    """Put the objects of rank `src` into the list of every rank; return that list."""
 
     def length() -> Terms:
         if type(obj_list) is not list:
@@ -103,20 +103,20 @@ def start_broadcast(
     *,
     make: Callable[[], object] | None = None,
 ) -> Begun:
-    """Begin to bring the value of rank `src` to all; returns when every rank knows what will come.
+    """Begin to bring the value of rank `src` to all ranks; return when every rank knows what will come.
 
     Args:
-        value: looked at on `src` alone.
-        more: gives what the ranks must agree on beside `src`; may refuse the caller's arguments.
-        make: makes the value, on `src`; may refuse.
+        value: the value; only that of `src` is used.
+        more: returns what the ranks must agree on beside `src`, or raises an error that refuses the call.
+        make: makes the value, on `src`, or raises an error that refuses the call.
 
     Raises:
-        CollectiveMismatchError, PlainDataError, ValueError: some rank's arguments are wrong.
+        CollectiveMismatchError, PlainDataError, ValueError: the arguments of a rank are wrong.
     """
     message: Message | None = None
     try:
         if not (type(src) is int and 0 <= src < communicator.world_size):
-            checked_rank(src, communicator.world_size, "src")  # which says what is wrong
+            checked_rank(src, communicator.world_size, "src")  # raises an error that says what is wrong
         stated = _stated(operation, src, more())
         if communicator.rank == src:
             message = disassemble(value if make is None else make())
@@ -127,7 +127,7 @@ def start_broadcast(
             record = pack(stated, len(structure), payload)
         else:
             record = pack(stated)
-    except Exception as error:  # noqa: BLE001 - the others hear of it, whatever it is
+    except Exception as error:  # noqa: BLE001 - any error is told to the other ranks
         communicator.refuse(operation, error)
     said = communicator.exchange(record)[src]
     if message is None:
@@ -141,7 +141,7 @@ def start_broadcast(
 
 
 def _start_taking(communicator: Communicator, source: int, length: int, structure: bytes) -> Begun:
-    """Begin to receive what `source` broadcasts: `length` bytes of structure, if it is not here yet."""
+    """Begin to receive what `source` broadcasts: `length` bytes of structure, if it has not come yet."""
     if not structure:
         _check_length(length, source)
         data = torch.empty(length, dtype=torch.uint8, device=communicator.control_device)
@@ -162,27 +162,27 @@ def _stated(operation: str, src: int, terms: Terms) -> bytes:
 
 @call("send_object")
 def send_object(communicator: Communicator, obj: object, dst: int) -> None:
-    """To one rank; returns when the object may be changed."""
+    """Send an object to one rank; return when the object may be changed."""
     start_sending(communicator, dst, OBJECT, lambda: (Statement(OBJECT), obj)).wait()
 
 
 @call("recv_object")
 def recv_object(communicator: Communicator, src: int) -> Any:
-    """What `src` sent."""
+    """Return the object that `src` sent."""
     return start_receiving(communicator, src, communicator.tag("from", src), OBJECT).wait()
 
 
 def start_sending(
     communicator: Communicator, dst: int, kind: str, prepare: Callable[[], tuple[Statement, object]]
 ) -> Begun:
-    """Begin to send a value; its tensors must stay as they are until that is over.
+    """Begin to send a value, whose tensors must not change until that is over.
 
     Args:
-        kind: what the value is, the operation of its statement.
-        prepare: gives the statement, and the value; may refuse the caller's arguments.
+        kind: the kind of value, which is the operation of its statement.
+        prepare: returns the statement, and the value, or raises an error that refuses the call.
 
     Raises:
-        PlainDataError, ValueError, TypeError: it cannot be sent. The receiver is told, once it comes.
+        PlainDataError, ValueError, TypeError: the value cannot be sent. The receiver is told, once it comes.
     """
     tag = communicator.tag("to", dst)
     try:
@@ -191,8 +191,8 @@ def start_sending(
     except (ValueError, TypeError) as error:
         record = communicator.control_bytes(pack_statement(Statement(kind).refused(error)))
         refusal = communicator.send(record, dst, tag)
-        # Aside: the receiver may be about to send, too. And without a limit: if it never comes, a timeout
-        # would end the group, which the caller, who has an error of his own, goes on to use.
+        # The refusal is sent on another thread, as the receiver may be about to send, too. It has no limit:
+        # if the receiver never comes, a timeout would end the group, which the caller goes on to use.
         Handle("a refusal", lambda: refusal.wait(UNTIL_THE_GROUP_ENDS), lambda _: None)
         raise
     small = message.structure if len(message.structure) <= PAYLOAD_BYTES_MAX else b""
@@ -210,11 +210,11 @@ def start_receiving(
     """Wait until `src` begins to send under `tag`, and begin to receive.
 
     Args:
-        expected: what the sender must have stated; None takes any value of that kind.
+        expected: the statement that the sender must have made; None takes any value of that kind.
 
     Raises:
-        CollectiveMismatchError: from `wait`; the sender refuses to send, or sent something else, which was
-            taken out of the way.
+        CollectiveMismatchError: `wait` raises it: the sender refuses to send, or sent another value, which
+          was received and dropped.
     """
     head = torch.empty(RECORD_BYTES, dtype=torch.uint8, device=communicator.control_device)
     communicator.recv(head, src, tag).wait()
@@ -249,10 +249,10 @@ def start_receiving(
 
 
 def disassembled(communicator: Communicator, value: object) -> Message:
-    """A value as what travels.
+    """Take a value apart into a message.
 
     Raises:
-        PlainDataError: it holds something that does not travel, or too much.
+        PlainDataError: a part of the value is of a type that cannot be sent, or it is too large.
     """
     message = disassemble(value)
     check_size(communicator, message)
@@ -260,10 +260,10 @@ def disassembled(communicator: Communicator, value: object) -> Message:
 
 
 def check_size(communicator: Communicator, message: Message) -> None:
-    """Whether a message is small enough.
+    """Check that a message is small enough.
 
     Raises:
-        PlainDataError: it is not.
+        PlainDataError: the message is larger than `message_bytes_max`.
     """
     nbytes = sum(tensor.nbytes for tensor in message.tensors)
     if nbytes > communicator.options.message_bytes_max:
@@ -274,10 +274,11 @@ def check_size(communicator: Communicator, message: Message) -> None:
 
 
 class _Buckets:
-    """The tensors of one message that leave, or the memory for those that come.
+    """The tensors of one outgoing message, or the memory for those of an incoming one.
 
     Attributes:
-        flats: what moves, contiguous uint8 tensors of one dimension, on each rank in the same order.
+        flats: the tensors that move: contiguous uint8 tensors of one dimension, in the same order on each
+          rank.
     """
 
     def __init__(
@@ -296,18 +297,18 @@ class _Buckets:
 
     @classmethod
     def outgoing(cls, communicator: Communicator, tensors: Sequence[Tensor]) -> _Buckets:
-        """Of a message's tensors, as the sender holds them."""
+        """Join the tensors of a message that the sender has."""
         movable = [communicator.movable(tensor) for tensor in tensors]
         return cls(communicator, movable, [tensor.device.type for tensor in tensors], is_incoming=False)
 
     @classmethod
     def incoming(cls, communicator: Communicator, specs: Sequence[TensorSpec]) -> _Buckets:
-        """Memory for what `specs` describe."""
+        """Make memory for the tensors that `specs` describe."""
         tensors = [communicator.empty(spec.shape, spec.dtype, spec.device_type) for spec in specs]
         return cls(communicator, tensors, [spec.device_type for spec in specs], is_incoming=True)
 
     def unload(self) -> list[Tensor]:
-        """The tensors of an incoming message, once all of `flats` have arrived."""
+        """Return the tensors of an incoming message, once all of `flats` have arrived."""
         for flat, bucket in zip(self.flats, self._buckets, strict=True):
             if len(bucket) > 1:
                 parts = [as_bytes(self._tensors[index]) for index in bucket]

@@ -1,4 +1,4 @@
-"""What a coordinator is told beyond who its members are."""
+"""The options of a coordinator."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torchft_like.process_group.wrapper import as_timedelta
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """The same on every rank.
+    """The options of a coordinator, the same on every rank.
 
     Attributes:
         timeout: the limit of each operation of the groups that the coordinator makes, seconds or timedelta;
             given groups keep theirs. A barrier without a timeout of its own ends after it, too.
-        check_collectives: compare what the ranks pass to all_reduce, all_gather, reduce_scatter, gather and
-            broadcast before data moves, so that a mistake of one rank is an error on all of them; the other
-            calls always compare. The environment variable TORCHFT_CHECK_COLLECTIVES=1 or =0 beats it.
-        message_bytes_max: of the tensors of one message; more than that is refused before it is allocated.
+        check_collectives: whether to compare what the ranks pass to all_reduce, all_gather, reduce_scatter,
+            gather and broadcast before data moves, so that a mistake of one rank is an error on all of them;
+            the other calls always compare. The environment variable TORCHFT_CHECK_COLLECTIVES=1 or =0
+            overrides it.
+        message_bytes_max: the limit of the bytes of one message's tensors; a larger message is refused before
+          it is allocated.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT

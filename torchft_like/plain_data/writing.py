@@ -1,4 +1,4 @@
-"""A value as a structure and leaves."""
+"""The writer: it takes a value apart into a structure and leaves."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Writer: TypeAlias = Callable[..., None]
 
 
 def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
-    """The structure of a value, and its leaves as they lie: tensors may be views, on any device.
+    """Return the structure of a value, and its leaves as they are: tensors may be views, on any device.
 
     Raises:
-        PlainDataError: a part of the value is of a type that does not travel, it contains itself, or it is
-            too large; names the part. A schema may have another error for types.
+        PlainDataError: a part of the value is of a type that cannot be sent, the value contains itself, or it
+          is too large; the text names the part. A schema may have another error for types.
     """
     sheet = Sheet(schema)
     try:
@@ -51,21 +51,21 @@ def write(value: object, schema: Schema) -> tuple[bytes, list[Leaf]]:
 
 
 def list_of(encoded: Sequence[bytes]) -> bytes:
-    """The bytes of a list whose items are encoded already."""
+    """Encode a list whose items are encoded already."""
     count = len(encoded)
     head = wire.SHORT_LISTS[count] if count < 256 else wire.LENGTH.pack(wire.LIST, count)
     return head + b"".join(encoded)
 
 
 def encoded_bytes(data: bytes) -> bytes:
-    """The same as `encode([data])`, in a fraction of the time."""
+    """Encode as `encode([data])` does, in a fraction of the time."""
     if len(data) < 256:
         return wire.SHORT_BYTE_STRINGS[len(data)] + data
     return wire.LENGTH.pack(wire.BYTES, len(data)) + data
 
 
-class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encode`
-    """A value that does not travel; containers add their keys on the way up."""
+class Unfit(Exception):  # noqa: N818 - it never leaves a call of `write` or `encode`
+    """A value that cannot be sent; containers add their keys on the way up."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -73,22 +73,22 @@ class Unfit(Exception):  # noqa: N818 - never leaves a call of `write` or `encod
         self.path: list[object] = []  # the innermost key first
 
     def within(self, key: object) -> Unfit:
-        """The same, of a container that has it under this key."""
+        """Add the key under which a container has the value, and return the same error."""
         self.path.append(key)
         return self
 
     def error(self, schema: Schema) -> Exception:
-        """The error for the caller."""
+        """Make the error for the caller."""
         kind = schema.type_error if isinstance(self, UnfitType) else PlainDataError
         return kind(f"{shown(self.path[::-1], schema.root)} {self.problem}")
 
 
 class UnfitType(Unfit):
-    """A value of a type that does not travel."""
+    """A value of a type that cannot be sent."""
 
 
 class Sheet:
-    """What was written so far, and how much more may be."""
+    """What was written so far, and how much more may be written."""
 
     __slots__ = (
         "bytes_left",
@@ -116,11 +116,11 @@ class Sheet:
             self.meshes: dict[object, int] = {}
 
     def write(self, value: object, depth: int) -> None:
-        """Any value."""
+        """Write any value."""
         self.writers.get(type(value), self.schema.other)(value, self, depth)
 
     def claim(self, nbytes: int) -> None:
-        """Room for a text or bytes."""
+        """Count the bytes of a text or bytes."""
         self.bytes_left -= nbytes
         if self.bytes_left < 0:
             raise Unfit(
@@ -128,20 +128,20 @@ class Sheet:
             )
 
     def put_data(self, tag: int, data: bytes) -> None:
-        """A tag, a length and so many bytes."""
+        """Write a tag, a length and that many bytes."""
         self.claim(len(data))
         self.put(wire.LENGTH.pack(tag, len(data)))
         self.put(data)
 
     def put_leaf(self, tag: int, leaf: Leaf) -> None:
-        """A tag, and a leaf beside the structure."""
+        """Write a tag, and add a leaf beside the structure."""
         if len(self.leaves) == self.schema.limits.leaves:
             raise Unfit(f"is one tensor too many: {self.schema.limits.leaves} travel at a time")
         self.put(wire.TAGS[tag])
         self.leaves.append(leaf)
 
     def open(self, tag: int, count: int, depth: int) -> None:
-        """A container of so many items, which follow."""
+        """Begin a container of `count` items, which follow."""
         if depth == wire.DEPTH_MAX:
             raise Unfit(f"is nested deeper than {wire.DEPTH_MAX} levels, or contains itself")
         self.values_left -= count
@@ -152,12 +152,12 @@ class Sheet:
         self.put(wire.LENGTH.pack(tag, count))
 
     def number_of(self, mesh: object) -> int:
-        """The mesh's number among those that occur in the value."""
+        """Return the mesh's number among those that occur in the value."""
         return self.meshes.setdefault(mesh, len(self.meshes))
 
 
 def refuse(value: object, sheet: Sheet, _: int) -> None:
-    """What happens to a value of a type that does not travel."""
+    """Refuse a value of a type that cannot be sent."""
     name = name_of(value)
     article = "an" if name[0] in "aeiou" else "a"
     cure, allowed = _cure(value), sheet.schema.allowed
@@ -216,7 +216,7 @@ def write_items(items: list[object] | tuple[object, ...], sheet: Sheet, depth: i
         for index, item in enumerate(items):  # noqa: B007 - the handler below reads it
             writers.get(type(item), other)(item, sheet, depth)
     except Unfit as unfit:
-        raise unfit.within(index)  # noqa: B904 - the same one
+        raise unfit.within(index)  # noqa: B904 - the same error
 
 
 def write_dict(value: dict[object, object], sheet: Sheet, depth: int) -> None:
@@ -230,13 +230,13 @@ def write_counter(value: dict[object, object], sheet: Sheet, depth: int) -> None
 
 
 def write_ordered_dict(value: OrderedDict[object, object], sheet: Sheet, depth: int) -> None:
-    """After its pairs come the versions that `Module.state_dict()` hangs on it."""
+    """Write the pairs, and then the versions that `Module.state_dict()` attaches to an OrderedDict."""
     sheet.open(wire.ORDERED_DICT, len(value), depth)
     _write_pairs(value, sheet, depth + 1)
     try:
         sheet.write(getattr(value, "_metadata", None), depth + 1)
     except Unfit as unfit:
-        raise unfit.within("_metadata")  # noqa: B904 - the same one
+        raise unfit.within("_metadata")  # noqa: B904 - the same error
 
 
 def _write_pairs(value: Mapping[object, object], sheet: Sheet, depth: int) -> None:
@@ -249,18 +249,18 @@ def _write_pairs(value: Mapping[object, object], sheet: Sheet, depth: int) -> No
             writers[type(key)](key, sheet, depth)
             writers.get(type(item), other)(item, sheet, depth)
     except Unfit as unfit:
-        raise unfit.within(key)  # noqa: B904 - the same one
+        raise unfit.within(key)  # noqa: B904 - the same error
 
 
 def about_key(key: object, schema: Schema) -> str:
-    """What is wrong with a key that does not travel."""
+    """Describe what is wrong with a key that cannot be sent."""
     names = sorted(kind.__name__ for kind in schema.keys - {tuple, type(None)})
     tuples = " and tuples of these" if tuple in schema.keys else ""
     return f"is under a key of type {name_of(key)}; keys that travel are None, {', '.join(names)}{tuples}"
 
 
 def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
-    """A dense tensor, as a leaf beside the structure."""
+    """Write a dense tensor, as a leaf beside the structure."""
     if value.is_nested:
         raise UnfitType("is a nested tensor: only dense ones travel; pass `.unbind()`")
     if value.layout is not torch.strided or value.is_quantized:
@@ -341,7 +341,7 @@ def _require_readable(shape: Sequence[int]) -> None:
 
 
 def require_length(length: int, schema: Schema) -> None:
-    """Raise PlainDataError where a receiver would refuse so long a structure."""
+    """Raise PlainDataError for a structure that a receiver would refuse for its length."""
     if length > schema.limits.structure_bytes:
         raise PlainDataError(
             f"{schema.root} takes {length} bytes beside tensors, arrays and long texts: "
@@ -349,7 +349,7 @@ def require_length(length: int, schema: Schema) -> None:
         )
 
 
-# The first that fits says what to pass instead.
+# The first entry that fits a value says what to pass instead.
 _CURES: tuple[tuple[Callable[[object], bool], str], ...] = (
     (
         lambda value: isinstance(value, Tensor) and hasattr(value, "to_local"),
