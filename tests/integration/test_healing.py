@@ -45,3 +45,16 @@ def test_a_joiner_heals_from_another_peer_when_its_source_fails_in_the_middle(
         if act == "stop":
             source.signal(signal.SIGCONT)
             cluster.wait_for_quorum_of(a, b, c)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_joiner_heals_in_steps_that_are_longer_than_the_timeout(tmp_path: Path) -> None:
+    """No timeout counts the time in which the training script computes: only the waits for each other."""
+    with Cluster(tmp_path, limit_s=100.0) as cluster:
+        options = WorkerOptions(ballast_mb=4, pause_s=5.0, timeout_s=3.0)
+        a = cluster.start("a", options=options)
+        cluster.wait_for_quorum_of(a, steps=1)
+        b = cluster.start("b", options=options)
+        cluster.wait_for_quorum_of(a, b, steps=2)
+        assert b.ranks[0].events("heal")

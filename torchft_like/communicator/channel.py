@@ -19,12 +19,10 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.process_group import ProcessGroup, ProcessGroupWrapper
+from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.swallowing import SwallowingGroup
-from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 # Any object that has torch's collectives as methods.
 Group = Any
@@ -44,7 +42,7 @@ class Channel:
         self.group = group
         self._own = group if isinstance(group, ProcessGroup) else None
         self.configuration = None if self._own is None else _configuration_of(self._own)
-        self.hides_errors = self._own is not None and _hides_errors(self._own)
+        self.hides_errors = self._own is not None and self._own.hides_errors
         # A caller that waits at once needs no Work; but only methods with one check for NaN
         # (TORCH_DIST_NAN_CHECK).
         is_plain = self._own is not None and not self._own._checks_nan
@@ -124,16 +122,6 @@ def _configuration_of(group: ProcessGroup) -> Configuration | None:
         return group.configuration
     except ProcessGroupNotConfiguredError:  # a wrapper may have no group yet
         return None
-
-
-def _hides_errors(group: ProcessGroup) -> bool:
-    """Return whether a wrapper around the innermost group hides errors."""
-    inside: ProcessGroup | None = group
-    while isinstance(inside, ProcessGroupWrapper) and not isinstance(inside, ReconfigurableProcessGroup):
-        if isinstance(inside, SwallowingGroup):
-            return True
-        inside = inside._pg
-    return False
 
 
 def ranks_in_job(group: Group) -> list[int]:
