@@ -1,13 +1,13 @@
-"""Groups of some of the members: the members of each meet in a store that the first of them serves.
+"""Groups of some of the members; the members of each meet in a store that the first of them serves.
 
-All members of the whole take part, and state over the group that they have how they are told to split up;
-the first member of each part says where its members meet. So different arguments are an error on every
-member; no store of the whole has to be alive, and no names in it can clash, as every part has a store of
-its own.
+All members of the whole group take part, and state over that group how they have to split up; the first
+member of each part publishes the address at which its members meet. So different arguments are an error on
+every member; no store of the whole has to be alive, and no names in it can clash, as every part has a store
+of its own.
 
-A part ends with the configuration of the whole in which it was made. A member that has died is noticed by
-those that talk to it; the members of a part to which it did not belong would wait for partners that have
-long gone on to meet anew.
+A part ends with the configuration of the whole in which it was made. Only the members that talk to a dead
+member notice its death. Without this rule, the members of a part to which it did not belong would wait for
+partners that are already meeting anew.
 
 INVARIANT: a store is served until every member of its part has met the others, and no longer. That they
 have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
@@ -39,7 +39,7 @@ _NOT_SERVED = "!"
 
 
 class Part(NamedTuple):
-    """A configured group of some members of `whole`, and the configuration of that with which it ends."""
+    """A configured group of some members of `whole`, and the configuration of `whole` with which it ends."""
 
     group: ProcessGroup
     whole: dist.ProcessGroup
@@ -47,28 +47,29 @@ class Part(NamedTuple):
 
     @property
     def is_latest(self) -> bool:
-        """Whether the whole has not been configured anew since, aborted or not."""
+        """Whether the whole group has not been configured anew since, even if it was aborted."""
         return not isinstance(self.whole, ProcessGroup) or self.whole.configuration is self.ending
 
 
 def split(communicator: Communicator, operation: str, partition: Sequence[tuple[int, ...]]) -> Part | None:
-    """Make the groups of several parts, each of some of the members; None where the caller is in no part.
+    """Make the groups of several parts, each of some of the members; return None if the caller is in no part.
 
-    Every member calls it, with the same partition.
+    Every member calls this, with the same partition.
 
     Raises:
-        CollectiveMismatchError: the members were told different partitions; the same on all of them.
+        CollectiveMismatchError: the members passed different partitions; all of them raise the same.
         ProcessGroupError: the members of the caller's part could not meet.
     """
     group, rank = communicator.control.group, communicator.rank
-    # Before anything is said: what ends from now on ends the part, too. A group of torch's own never does.
+    # This is read before the exchange: from now on an end of the whole ends the part, too. torch's own groups
+    # never end.
     ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
     own = next((ranks for ranks in partition if rank in ranks), ())
     timeout = timeout_of(group, communicator.device)
     store, text = _serve(group, timeout) if len(own) > 1 and own[0] == rank else (None, "")
     with ExitStack() as until_met:
         until_met.callback(_let_go, store)
-        del store  # whoever keeps an error keeps this frame: let that not keep the server
+        del store  # an error that the caller keeps would keep this frame, and the server
         statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
         payload = text.encode()[:PAYLOAD_BYTES_MAX]
         records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
@@ -79,7 +80,7 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
             address = records[own[0]].payload.decode(errors="replace")
             _meet(Part(made, group, ending), own, address, communicator)
         except BaseException:
-            made.abort("its members could not meet")  # not shutdown, which waits for what goes on in it
+            made.abort("its members could not meet")  # not shutdown, which waits for operations under way
             raise
         return Part(made, group, ending)
 
@@ -97,7 +98,7 @@ def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communic
         why = address.removeprefix(_NOT_SERVED)
         raise ProcessGroupError(f"rank {own[0]} could not serve a store for the ranks {list(own)}: {why}")
     ranks = ranks_in_job(part.whole)
-    known = address or str(Address("127.0.0.1", 1))  # a group of one asks no store
+    known = address or str(Address("127.0.0.1", 1))  # a group of one member uses no store
     place = own.index(communicator.rank)
     global_ranks = [ranks[rank] for rank in own]
     with beside_captures(communicator.device):
@@ -109,15 +110,15 @@ def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communic
 
 
 def _let_go(store: object) -> None:
-    """The server ends with the last reference to it, which this call's argument is."""
+    """Drop the last reference to a store, which is this call's argument, and with it the server."""
 
 
 def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A group that is not configured yet, of the class, timeout and options of `group`.
+    """Make a group of the class, timeout and options of `group`, not configured.
 
-    It is always a group of ours, over torch's own groups too, with their timeout: torch sorts the ranks of a
-    new group, wants every process of the job to take part in making one, and cannot end one whose member
-    has died.
+    It is always a group of this package, also for torch's own groups, with their timeout: torch sorts the
+    ranks of a new group, wants every process of the job to take part in making one, and cannot end one whose
+    member has died.
     """
     if isinstance(group, ProcessGroup) and (alike := group.make_alike()) is not None:
         return alike
@@ -126,7 +127,7 @@ def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The limit of each operation of a group."""
+    """Return the limit of each operation of a group."""
     if isinstance(group, ProcessGroup):
         return group.timeout
     options = getattr(group._get_backend(device), "options", None)
@@ -135,7 +136,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _store_of(group: dist.ProcessGroup) -> Address | None:
-    """Where the members of a group have met, if that is known."""
+    """Return the address of the store in which the members of a group have met, if it is known."""
     if isinstance(group, ProcessGroup) and (met_at := group.store_address) is not None:
         return met_at.server
     if not dist.is_initialized():

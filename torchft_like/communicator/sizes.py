@@ -1,4 +1,4 @@
-"""Which part of a tensor goes to which rank, and which tensors travel together: plain numbers. Pure."""
+"""Which part of a tensor goes to which rank, and which tensors are sent together: plain numbers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUCKET_BYTES_MAX = 4 * 1024 * 1024
 
 
 def checked_dim(dim: int, dimensions: int) -> int:
-    """`dim`, counted from the front.
+    """Return `dim`, counted from the front.
 
     Raises:
         ValueError: there is no such dimension.
@@ -26,10 +26,10 @@ def checked_dim(dim: int, dimensions: int) -> int:
 
 
 def checked_rank(rank: int, world_size: int, name: str) -> int:
-    """`rank`, if it is one of the group's.
+    """Return `rank`, if it is a rank of the group.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is none.
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
         raise ValueError(f"{name} {rank!r} is no rank of the group: they are 0 to {world_size - 1}")
@@ -37,10 +37,10 @@ def checked_rank(rank: int, world_size: int, name: str) -> int:
 
 
 def checked_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Rows of each rank, as a tuple.
+    """Return the rows of each rank as a tuple.
 
     Raises:
-        ValueError: they are not one for each rank, or one is negative.
+        ValueError: there is not one number for each rank, or one is negative.
     """
     found = tuple(sizes)
     if len(found) != world_size:
@@ -51,13 +51,14 @@ def checked_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """As even as it goes: the first parts have one row more than the last."""
+    """Split rows as evenly as possible: the first parts have one row more than the last."""
     less, more = divmod(rows, parts)
     return tuple(less + 1 if part < more else less for part in range(parts))
 
 
 def overlaps(parts: Sequence[int], chunk: int, rank: int) -> tuple[list[int], list[int]]:
-    """What `rank` gives and gets where chunks of one size, one on each rank, become parts of the ranks' own.
+    """Compute what `rank` sends and receives when chunks of one size, one on each rank, become the ranks'
+    parts.
 
     Args:
         parts: the elements of each rank's part, one part after the other.
@@ -76,24 +77,25 @@ def overlaps(parts: Sequence[int], chunk: int, rank: int) -> tuple[list[int], li
 
 
 def elements_of_row(shape: Sequence[int], dim: int) -> int:
-    """How many elements have one and the same device_type along `dim`."""
+    """Return how many elements have the same index along `dim`."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
-    """`shape` with another number of rows along `dim`."""
+    """Return `shape` with another number of rows along `dim`."""
     return (*shape[:dim], rows, *shape[dim + 1 :])
 
 
 def buckets(nbytes: Sequence[int], device_types: Sequence[str]) -> list[tuple[int, ...]]:
-    """Which tensors of a message travel together: each large one alone, small ones of one device joined.
+    """Choose the tensors of a message that are sent together: a large one alone, small ones of one device
+    joined.
 
     Args:
-        nbytes: of each tensor; those without any do not travel.
-        device_types: where each tensor is; a bucket has tensors of one type of device.
+        nbytes: the bytes of each tensor; empty ones are not sent.
+        device_types: the type of each tensor's device; a bucket has tensors of one type.
 
     Returns:
-        The indices of each bucket; the same on every rank, for it depends on nothing else.
+        The indices of each bucket; the same on every rank, as they depend on nothing else.
     """
     made: list[tuple[int, ...]] = []
     open_buckets: dict[str, tuple[list[int], int]] = {}

@@ -1,8 +1,8 @@
-"""Tensors as a group can move and add them: what callers pass is checked, and told to the other ranks.
+"""Tensors in the form in which a group can move and add them, and checks of the caller's tensors.
 
-Backends add few of the dtypes that tensors have. A complex number is added as two real ones; a bool as a
-number that is zero or not; a small integer as a larger one, and cut, which is how it would have wrapped
-around; numbers of eight bits after the point as float32.
+Backends add few of the dtypes that tensors have. A complex number is added as two real ones, a bool as an
+int32, a small integer as a larger one and cut afterwards, which is how it would have wrapped around, and a
+float8 number as float32.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ADDED_AS: Mapping[torch.dtype, torch.dtype] = {
 
 
 def checked_tensor(value: object) -> Tensor:
-    """The value, if it is a dense tensor.
+    """Return the value, if it is a dense tensor.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is none.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"a dense torch tensor was expected, not {type(value).__name__}")
@@ -45,11 +45,11 @@ def checked_tensor(value: object) -> Tensor:
 
 
 def checked_target(value: object) -> Tensor:
-    """The value, if it is a dense tensor whose every element can be overwritten.
+    """Return the value, if it is a dense tensor whose every element can be overwritten.
 
     Raises:
-        TypeError: it is no dense tensor.
-        ValueError: some of its elements are one in memory.
+        TypeError: the value is no dense tensor.
+        ValueError: some of its elements share memory.
     """
     tensor = checked_tensor(value)
     if overlaps_itself(tensor):
@@ -58,11 +58,11 @@ def checked_target(value: object) -> Tensor:
 
 
 def checked_along(tensors: Sequence[object], dim: int) -> int:
-    """The dimension that `dim` means, of one or several tensors with the same number of rows along it.
+    """Return the dimension that `dim` means, for tensors with the same number of rows along it.
 
     Raises:
-        TypeError: one of them is no dense tensor.
-        ValueError: there are none, they have no such dimension, or not the same number of rows.
+        TypeError: a value is no dense tensor.
+        ValueError: there are no tensors, they have no such dimension, or not the same number of rows.
     """
     if not tensors:
         raise ValueError("a list of tensors is empty")
@@ -77,15 +77,15 @@ def checked_along(tensors: Sequence[object], dim: int) -> int:
 
 
 def specifications(tensors: Sequence[Tensor], open_dim: int | None = None) -> tuple[str, ...]:
-    """What the ranks must agree on about tensors; their rows along `open_dim` are each rank's own choice."""
+    """Describe tensors for the ranks to agree on; each rank chooses its own rows along `open_dim`."""
     return tuple(specification(tensor.dtype, tensor.shape, open_dim) for tensor in tensors)
 
 
 def device_terms(tensors: Sequence[Tensor], device_types: Collection[str]) -> Terms:
-    """Which process group takes each tensor, by the type of its device: ranks must use the same one.
+    """Describe which process group moves each tensor, by the type of its device: ranks must use the same one.
 
     Args:
-        device_types: those that have a group; tensors of others go through memory of the CPU.
+        device_types: the types that have a group; tensors of other types go through memory of the CPU.
     """
     if len(device_types) == 1:
         return ()
@@ -94,10 +94,10 @@ def device_terms(tensors: Sequence[Tensor], device_types: Collection[str]) -> Te
 
 
 def addable(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that backends and torch add: the tensor itself where it has one.
+    """Return the same numbers in a dtype that backends and torch add: the tensor itself if it has one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such dtype.
     """
     if tensor.dtype in REDUCIBLE:
         return tensor
@@ -109,20 +109,20 @@ def addable(tensor: Tensor) -> Tensor:
 
 
 def as_before(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """A sum of `addable` tensors in the dtype of its terms."""
+    """Convert a sum of `addable` tensors back to the dtype of its terms."""
     if dtype.is_complex:
         return torch.view_as_complex(total)
     return total if total.dtype == dtype else total.to(dtype)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat: backends move bytes of any dtype, and numbers of few."""
+    """Return the flat memory of a contiguous tensor: backends move bytes of any dtype, but numbers of few."""
     flat = tensor.reshape(-1)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def from_bytes(data: bytes, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor of bytes of its own."""
+    """Return a tensor with a copy of the bytes."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

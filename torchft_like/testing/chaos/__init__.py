@@ -1,1 +1,1 @@
-"""Faults for real jobs, and what must hold whatever is injected."""
+"""Faults for real jobs, and the invariants that hold whatever is injected."""

@@ -1,4 +1,4 @@
-"""One command of `torchft-like`: the job with faults, without them first for a soak, and the report."""
+"""A command of `torchft-like`: the job with faults, for a soak after the job without them, and the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE_IN_A_FILE_EVERY_S = 30.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out a command; the exit status."""
+    """Run a command, and return the exit status."""
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _carry_out(options)
@@ -74,7 +74,7 @@ def _rounds(
     skipped: dict[str, str],
     out: Path,
 ) -> Report:
-    """The run without faults, if asked for, and the one with them; the report is saved."""
+    """Run the job without faults, if asked for, and with them; save the report."""
     if any((out / name).exists() for name in ("baseline", "chaos")):
         raise ValueError(f"--out {out} holds another run; choose a folder that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _draw(report: Report, path: Path) -> None:
 
 
 class Line:
-    """The live line: rewritten every second on a terminal, written now and then elsewhere."""
+    """The live line: rewritten every second on a terminal, written from time to time elsewhere."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -126,7 +126,7 @@ class Line:
         self._next = 0.0
 
     def __call__(self, run: Run) -> None:
-        """Write how things stand, if it is time."""
+        """Write the state of the run, if it is time."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._every_s
@@ -134,7 +134,7 @@ class Line:
         _say(f"\r\033[K{text}" if self._is_terminal else text, sys.stderr, "" if self._is_terminal else "\n")
 
     def end(self) -> None:
-        """Leave the line as it is."""
+        """End the line."""
         if self._is_terminal:
             _say("", sys.stderr)
 

@@ -4,11 +4,11 @@
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
-`chaos` runs one schedule of faults and checks everything that was written. `soak` runs the job
-without faults first, for as long, so that the throughput that was kept can be told. Both end with a
-report, in text on standard output and as text, JSON and PNG in the output folder, and with exit
-status 1 when anything diverged, hung, crashed, leaked or was not felt, or the job did not even start;
-2 is a wrong argument, or that `pip install 'torchft-like[chaos]'` is missing.
+`chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
+faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
+output and as text, JSON and PNG in the output folder, and with exit status 1 when anything diverged, hung,
+crashed, leaked or was not felt, or the job did not even start; 2 means a wrong argument, or that `pip install
+'torchft-like[chaos]'` is missing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
 
 NOT_INSTALLED = 2
-REPLICAS_MAX = 40  # each has a bit of the ledger
+REPLICAS_MAX = 40  # each replica has a bit of the ledger
 SECONDS_MAX = 1e7
 _BACKENDS = ("gloo", "baby-gloo", "mixed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command, and return the exit status."""
     options = _parse(argv)
     try:
-        from torchft_like.testing.chaos import campaign  # noqa: PLC0415 - --help does without
+        from torchft_like.testing.chaos import campaign  # noqa: PLC0415 - --help does without it
     except ModuleNotFoundError as error:
         if error.name != "psutil":
             raise
         text = "torchft-like: chaos needs psutil: pip install 'torchft-like[chaos]'"
-        print(text, file=sys.stderr)  # noqa: T201 - a command line speaks to people
+        print(text, file=sys.stderr)  # noqa: T201 - a command line prints its errors
         return NOT_INSTALLED
     return campaign.run(options)
 

@@ -1,10 +1,9 @@
 """A run: the job is started, the faults of a schedule strike it one after the other, and it ends.
 
 A fault is injected at its time, or later: when the job has been whole again for a moment, that is, all
-replica groups have committed a step together since the last fault was felt, and still do. Whatever does not
-come back within its limit is a hang, and ends the run; so is a job that no longer trains before a fault or at
-the end, whatever was the reason. The engine keeps what happened; `evidence` and `invariants`
-judge it.
+replica groups have committed a step together since the last fault was felt, and still do. A job that does not
+come back within its limit hangs, which ends the run; so does a job that no longer trains before a fault or at
+the end, for any reason. The engine records what happened; `evidence` and `invariants` judge it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ Tell = Callable[["Run"], None]
 
 @dataclass
 class Run:
-    """What happened.
+    """The record of a run.
 
     Attributes:
-        settings: of the job.
-        began, ended: of the time in which steps and batches are counted, seconds since the Unix epoch.
-        length_s: how long that should last.
+        settings: the settings of the job.
+        began, ended: the time in which steps and batches are counted, in seconds since the Unix epoch.
+        length_s: how many seconds that should last.
         planned: how many faults were planned.
-        log: what the processes wrote.
-        outcomes: of the faults that were injected.
-        hangs: in words: when all no longer trained together, and who did not end when asked to; those of
-            faults are seen by their outcomes.
+        log: the records of the processes.
+        outcomes: the outcomes of the faults that were injected.
+        hangs: in words: when the replica groups no longer trained together, and which did not end when asked
+          to; hangs after faults are in their outcomes.
         crashes, leaks: in words.
         compared: processes that lived through enough faults for a leak to show.
     """
@@ -65,11 +64,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Features:
-    """What the faults of a run may use: see `schedule.Kind.needs`.
+    """The features of the machine that the faults of a run may use, which `schedule.Kind.needs` names.
 
     Attributes:
         available: names of features.
-        missing: why each of the others is not there.
+        missing: why each of the other features is missing.
     """
 
     available: frozenset[str]
@@ -77,7 +76,7 @@ class Features:
 
 
 def features(settings: JobSettings, *, network: bool = True) -> Features:
-    """What this machine, this user and these settings offer; `network=False` does without hosts."""
+    """Return what this machine, this user and these settings offer; `network=False` does without hosts."""
     missing: dict[str, str | None] = {
         "network": why_unavailable() if network else "the run was told to do without",
         "disk": SmallDisk.why_unavailable(),
@@ -93,7 +92,7 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
 
 
 def usable(kinds: Sequence[str], offered: Features) -> tuple[list[str], dict[str, str]]:
-    """Which of these kinds of fault can be injected, and why each of the others cannot."""
+    """Return the kinds of fault that can be injected, and why each of the others cannot."""
     skipped = {
         kind: "; ".join(offered.missing[need] for need in KINDS[kind].needs if need in offered.missing)
         for kind in kinds
@@ -106,23 +105,23 @@ class Engine:
     """Runs one schedule.
 
     Args:
-        settings: of the job.
-        folder: for everything that is written; made here, must not exist.
+        settings: the settings of the job.
+        folder: the folder for all records; the engine makes it, so it must not exist.
         offered: what the faults may use; a network and a disk are made where they are offered.
-        tell: called now and then, with the run so far.
-        seed: of what the network loses.
+        tell: called regularly, with the run so far.
+        seed: the seed of the network's losses.
     """
 
     def __init__(self, settings: JobSettings, folder: Path, offered: Features, tell: Tell, seed: int) -> None:
         self._settings = settings
-        self._folder = folder.resolve()  # processes in other namespaces and folders use it too
+        self._folder = folder.resolve()  # processes in other namespaces and folders use it, too
         self._offered = offered
         self._tell = tell
         self._seed = seed
         self._watch = Watch()
 
     def run(self, plan: Sequence[Planned], length_s: float) -> Run:
-        """Run for `length_s` seconds from the first step of all on. However it ends, no process is left.
+        """Run for `length_s` seconds from the first common step on. No process is left, however the run ends.
 
         Raises:
             JobError: the job did not even start.
@@ -163,7 +162,7 @@ class Engine:
         run.began = time.time()
 
     def _strike(self, target: Target, planned: Planned, run: Run) -> bool:
-        """Inject one fault and wait until the job is whole again; False when it hangs."""
+        """Inject one fault and wait until the job is whole again; return False if it hangs."""
         job = target.job
         due = max(run.began + planned.at_s, time.time() + QUIET_S)
         self._tend(job, run, lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
@@ -184,7 +183,9 @@ class Engine:
         return whole
 
     def _trains_on(self, job: ChaosJob, run: Run, since: float) -> bool:
-        """Wait for a step of all that began after `since`, be it that no fault ever came; or it is a hang."""
+        """Wait for a common step that began after `since`, even if no fault came; without one the job
+        hangs.
+        """
         if self._tend(job, run, lambda: job.is_whole(since), WHOLE_S_MAX):
             return True
         when = f"{since - run.began:.1f} s after the beginning"
@@ -212,7 +213,7 @@ class Engine:
         return judge(injection, job.log, self._settings.members, time.time())
 
     def _is_over(self, job: ChaosJob, injection: Injection) -> bool:
-        """Whether it was felt, unless nobody ever will, and all train together again."""
+        """Return whether all train together again, and the fault was felt, or no longer can be."""
         if not job.is_whole(injection.lifted):
             return False
         outcome = self._judge(job, injection)
@@ -238,7 +239,7 @@ class Engine:
         run.leaks += left
 
     def _judged_again(self, outcome: Outcome, log: Log, run: Run) -> Outcome:
-        """With everything that was written, up to the next fault."""
+        """Judge a fault again by all records up to the next fault."""
         injection = outcome.injection
         later = (o.injection.time for o in run.outcomes if o.injection.number > injection.number)
         return judge(injection, log, self._settings.members, min(later, default=run.ended))

@@ -1,8 +1,7 @@
-"""Was a fault felt, and how long did it take to recover? Answered from the log alone, and pure.
-
-A fault that nobody felt proves nothing: its injector is broken. What counts as felt is written down
-here for every kind; a recovery begins with the injection and ends with the last survivor's first
-committed step that was begun after the fault was felt, so a step in flight does not count.
+"""Whether a fault was felt, and how long the recovery took, from the log alone. Pure. A fault that no process
+felt proves nothing: its injector is broken. This module says for every kind what counts as felt; a recovery
+begins with the injection and ends with the last survivor's first committed step that was begun after the
+fault was felt, so a step in flight does not count.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Injection:
 
     Attributes:
         number, kind: as planned.
-        time: of the injection, seconds since the Unix epoch.
-        lifted: when it was taken back; for a fault that is not, the time of the injection.
-        victims: names of the replica groups it was aimed at, or that had to go for it.
+        time: the time of the injection, in seconds since the Unix epoch.
+        lifted: when it was taken back; the time of the injection for a fault that is not.
+        victims: the names of the replica groups at which it was aimed, or that had to leave because of it.
         details: what the injector did and counted.
     """
 
@@ -47,16 +46,16 @@ class Injection:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it.
+    """The outcome of a fault.
 
     Attributes:
-        felt: the evidence in words; empty when nobody felt it.
-        recovery_s: from the injection until every survivor had committed a step that it began after the
-            fault was felt; None if that did not come.
-        whole_s: from the injection until all replica groups had committed a step together that they began
-            after the fault was lifted; None if that did not come.
-        pause_s: the longest time until then in which no survivor committed a step, also for a reason that
-            came later: whoever comes back may keep the others waiting.
+        felt: the evidence in words; empty if no process felt it.
+        recovery_s: the time from the injection until every survivor had committed a step that it began after
+            the fault was felt; None if that did not come.
+        whole_s: the time from the injection until all replica groups had committed a step together that they
+            began after the fault was lifted; None if that did not come.
+        pause_s: the longest time until then in which no survivor committed a step, also for a later reason: a
+          replica group that comes back may keep the others waiting.
     """
 
     injection: Injection
@@ -67,7 +66,7 @@ class Outcome:
 
     @property
     def is_hang(self) -> bool:
-        """Whether survivors did not recover, or the whole did not come back, within any reason."""
+        """Whether survivors did not recover, or the whole job did not come back, within the limits."""
         recovered = self.recovery_s is not None and self.recovery_s <= RECOVERY_S_MAX
         return not recovered or self.whole_s is None or self.whole_s > WHOLE_S_MAX
 
@@ -85,13 +84,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """Who takes part: the names of all replica groups, and their size."""
+    """The members of the job: the names of all replica groups, and their size."""
 
     names: tuple[str, ...]
     ranks: int = 1
 
     def processes(self, without: Iterable[str] = ()) -> frozenset[Process]:
-        """All ranks of all replica groups but some."""
+        """Return all ranks of all replica groups but some."""
         left_out = set(without)
         return frozenset(
             (name, rank) for name in self.names if name not in left_out for rank in range(self.ranks)
@@ -99,7 +98,7 @@ class Job:
 
 
 def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
-    """What became of a fault, up to the time `until`, which is that of the next one."""
+    """Judge a fault by the records up to the time `until`, which is that of the next one."""
     if injection.kind == "link":
         injection = replace(injection, victims=_end_left_out(injection, log, until))
     view = View(injection, log, job, until)
@@ -126,32 +125,32 @@ class View:
         self._until = until
 
     def events(self, *kinds: str) -> list[Record]:
-        """Of the time of this fault."""
+        """Return the events in the time of this fault."""
         return self._log.events_between(self.injection.time, self._until, *kinds)
 
     def notes(self, *kinds: str) -> list[Record]:
-        """Of the time of this fault."""
+        """Return the notes in the time of this fault."""
         return self._log.notes_between(self.injection.time, self._until, *kinds)
 
     def commits(self) -> Iterable[Commit]:
-        """Of the time of this fault."""
+        """Return the commits in the time of this fault."""
         return self._log.commits_between(self.injection.time, self._until)
 
     def commits_before(self, seconds: float) -> Iterable[Commit]:
-        """Of the time just before this fault."""
+        """Return the commits just before this fault."""
         return self._log.commits_between(self.injection.time - seconds, self.injection.time)
 
     def is_victim(self, record: Record) -> bool:
-        """Whether a victim wrote it."""
+        """Return whether a victim wrote the record."""
         return name_of(str(record.get("replica_id") or record.get("replica"))) in self.injection.victims
 
     def first_stall(self) -> float:
-        """When a survivor was first told of anything; the injection if none was."""
+        """Return when a survivor was first told of a fault; the time of the injection if none was."""
         told = (float(event["time"]) for event in self.events(*STALLS) if not self.is_victim(event))
         return min(told, default=self.injection.time)
 
     def longest_pause(self, until: float) -> float:
-        """The longest time, from the injection on, in which no survivor committed."""
+        """Return the longest time, from the injection on, in which no survivor committed."""
         survivors = self.job.processes(without=self.injection.victims)
         times = [c.time for c in self.commits() if c.time <= until and rank_of(c) in survivors]
         moments = sorted({self.injection.time, *times, until})
@@ -160,12 +159,12 @@ class View:
     def all_committed(
         self, processes: frozenset[Process], began: float, *, together: bool = False
     ) -> float | None:
-        """When the last of these committed the first step that it began after the time `began`.
+        """Return when the last of these committed the first step that it began after the time `began`.
 
         Args:
-            processes: name and group rank of each.
-            began: seconds since the Unix epoch.
-            together: only steps of a quorum of all replica groups count.
+            processes: the name and the group rank of each.
+            began: a time in seconds since the Unix epoch.
+            together: whether only steps of a quorum of all replica groups count.
         """
         first: dict[Process, float] = {}
         for commit in self.commits():
@@ -176,7 +175,7 @@ class View:
 
 
 def _end_left_out(injection: Injection, log: Log, until: float) -> tuple[str, ...]:
-    """Which of two who cannot reach each other had to go first, if one had; the other is a survivor."""
+    """Return which of two replica groups that cannot reach each other was left out first, if one was."""
     ends = {injection.details.get("one"), injection.details.get("other")}
     told = log.events_between(injection.time, until, "left_out")
     names = (name_of(member) for event in told for member in event["members"])
@@ -191,7 +190,9 @@ def _since(injection: Injection, time: float | None) -> float | None:
 
 
 def _left_out(view: View) -> str:
-    """A survivor was told of the loss of each victim, or a quorum without the victims committed."""
+    """Check that a survivor was told of the loss of each victim, or a quorum without the victims
+    committed.
+    """
     victims = set(view.injection.victims)
     losses = {
         name_of(str(event["member"])) for event in view.events("loss") if not view.is_victim(event)
@@ -209,7 +210,9 @@ def _disconnected(view: View) -> str:
 
 
 def _backend_lost(view: View) -> str:
-    """A step failed: the victim's for its subprocess, or, before it, that of a peer for the connection."""
+    """Check that a step failed: the victim's for its subprocess, or, before it, that of a peer for the
+    connection.
+    """
     errors = sorted(view.events("error"), key=view.is_victim, reverse=True)
     if not errors or not view.injection.details.get("killed"):
         return ""
@@ -217,7 +220,7 @@ def _backend_lost(view: View) -> str:
 
 
 def _transfer_refused(view: View) -> str:
-    """The relay struck, and the healing replica refused what came."""
+    """Check that the relay spoilt a transfer, and the healing replica refused it."""
     struck = view.notes("spoilt")
     refused = [str(e["reason"]) for e in view.events("error") if "could not be fetched" in str(e["reason"])]
     return f"the healing replica: {refused[0]}" if struck and refused else ""
@@ -239,7 +242,9 @@ def _no_descriptors(view: View) -> str:
 
 
 def _stood_still(view: View) -> str:
-    """Packets did not pass; one end had to go, or for half of that time at the least nobody committed."""
+    """Check that packets were cut, and that one end was left out or no step committed for half of the
+    time.
+    """
     injection = view.injection
     lasted_s, cut = injection.lifted - injection.time, injection.details.get("cut", 0)
     pause_s = view.longest_pause(injection.lifted)
@@ -256,7 +261,7 @@ def _sent_again(view: View) -> str:
 
 
 def _slowed(view: View) -> str:
-    """Steps took longer than before, by a packet's way at the least."""
+    """Check that steps took longer than before, by the delay of a packet at least."""
     during = [c.time - c.began for c in view.commits() if _ran_within(c, view.injection)]
     before = [c.time - c.began for c in view.commits_before(COMPARED_S)]
     if not during or not before or not view.injection.details.get("delayed"):

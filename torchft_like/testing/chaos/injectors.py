@@ -1,7 +1,5 @@
-"""How each kind of fault is done to a job, and taken back.
-
-An injector is a context manager: it injects on entry, gives what it did, and takes it back on exit,
-also when the run is broken off in between. None of them waits.
+"""The injectors of each kind of fault. An injector is a context manager: it injects on entry, returns what it
+did, and takes it back on exit, also when the run is interrupted in between. None of them waits.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _READY_S_MAX = 5.0
 
 @dataclass
 class Injected:
-    """What was done. `details` may still grow until the fault is lifted."""
+    """A fault that was injected. `details` may still grow until the fault is lifted."""
 
     victims: tuple[str, ...] = ()
     details: dict[str, float | str] = field(default_factory=dict)
@@ -39,21 +37,21 @@ class Injected:
 
 @dataclass
 class Target:
-    """What the faults of a run are done to."""
+    """The job and the disk to which the faults of a run are done."""
 
     job: ChaosJob
     disk: SmallDisk | None = None
 
     def replica(self, planned: Planned) -> Replica:
-        """The victim."""
+        """Return the victim."""
         return self.job.replicas[planned.victim]
 
     def next_to(self, planned: Planned) -> Replica:
-        """Another one than the victim, if there is one."""
+        """Return another replica group than the victim, if there is one."""
         return self.job.replicas[(planned.victim + 1) % len(self.job.replicas)]
 
     def half(self, planned: Planned) -> list[Replica]:
-        """The victim and those after it, together half of all, rounded down, but one at the least."""
+        """Return the victim and those after it, together half of all, rounded down, but one at least."""
         count = max(1, len(self.job.replicas) // 2)
         return [
             self.job.replicas[(planned.victim + offset) % len(self.job.replicas)] for offset in range(count)
@@ -70,7 +68,7 @@ Injector = Callable[[Target, Planned], AbstractContextManager[Injected]]
 
 
 def inject(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
-    """Inject a fault for the length of a `with` block."""
+    """Inject a fault for the time of a `with` block."""
     return INJECTORS[planned.kind](target, planned)
 
 
@@ -119,7 +117,7 @@ def _kill_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
-    """The deepest descendants are the backends; the fork server above them stays."""
+    """Kill the backends, which are the deepest descendants; the fork server above them stays."""
     found = ((replica, _backends(replica)) for replica in reversed(target.job.replicas))
     victim, backends = next(((replica, some) for replica, some in found if some), (None, []))
     for backend in backends:
@@ -130,10 +128,8 @@ def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Ask the workers to spoil the next state that one of them sends, and make one heal.
-
-    The trigger stays until it is taken, for a heal is not done within any given time; the next
-    fault clears it away.
+    """Ask the workers to spoil the next state that one of them sends, and make one heal. The trigger stays
+    until a worker takes it, as a heal has no time limit; the next fault removes it.
     """
     clear_triggers(target)
     (target.job.triggers / planned.kind).touch()
@@ -145,7 +141,7 @@ def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
 def _exhaust_descriptors(target: Target, planned: Planned) -> Iterator[Injected]:
     """Take the victim's descriptors while another one is killed, so that it has to connect anew.
 
-    It may end: Gloo ends its process when it cannot accept a connection.
+    The victim may end: Gloo ends its process when it cannot accept a connection.
     """
     victim, other = target.replica(planned), target.next_to(planned)
     victim.may_end = True
@@ -193,7 +189,9 @@ def _partition(target: Target, planned: Planned) -> AbstractContextManager[Injec
 
 @contextmanager
 def _cut_link(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Who is the victim is for the job to find out: one of the two has to go until the link works again."""
+    """Cut a link; the job decides which of the two is the victim and has to leave until the link works
+    again.
+    """
     one, other = target.replica(planned).name, target.next_to(planned).name
     injected = Injected(details={"one": one, "other": other})
     with _counted(target.network, injected):
@@ -203,7 +201,7 @@ def _cut_link(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _lose(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Nobody is a victim: all of them shall go on."""
+    """Lose packets; there is no victim, as all replica groups have to go on."""
     host = target.replica(planned).name
     injected = Injected(details={"host": host, "loss": planned.amount})
     before = target.network.retransmits(host)
@@ -224,7 +222,7 @@ def _delay(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _counted(network: Network, injected: Injected) -> Iterator[None]:
-    """Lift every rule at the end, and add what the switch did to the details."""
+    """Lift every rule at the end, and add the switch's counts to the details."""
     before = network.counts()
     try:
         yield
@@ -256,19 +254,18 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
 
 
 def clear_triggers(target: Target) -> None:
-    """Take back what was asked of the workers and not done yet."""
+    """Remove the requests to workers that were not carried out yet."""
     for trigger in target.job.triggers.iterdir():
         trigger.unlink(missing_ok=True)
 
 
 class SmallDisk:
-    """A file system of its own for checkpoints, so small that it can be filled.
-
-    It is mounted in a mount namespace that a process holds, and reached through that process: when it
-    ends, at the latest with this one, nothing of the mount is left.
+    """A file system for checkpoints that is so small that it can be filled. It is mounted in a mount
+    namespace that a process holds, and reached through that process: when that ends, at the latest with this
+    one, nothing of the mount is left.
 
     Raises:
-        OSError: it could not be mounted.
+        OSError: the file system could not be mounted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -289,7 +286,7 @@ class SmallDisk:
 
     @staticmethod
     def why_unavailable() -> str | None:
-        """Why there can be none here; None if there can."""
+        """Return why there can be no small disk here; None if there can."""
         if os.geteuid() != 0:
             return "a small disk is mounted by root only"
         if missing := [tool for tool in ("setpriv", "unshare") if shutil.which(tool) is None]:
@@ -303,11 +300,11 @@ class SmallDisk:
                 pass
 
     def free(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         self._filler.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount it."""
+        """Unmount the disk."""
         self._holder.kill()
 
 
@@ -325,7 +322,7 @@ def _children_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _limit_descriptors(pid: int) -> tuple[int, int]:
-    """Allow a process no descriptor beyond those below its lowest free one; the limits before."""
+    """Let a process open no descriptor beyond those below its lowest free one; return the limits before."""
     used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     lowest_free = next(number for number in range(len(used) + 1) if number not in used)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)

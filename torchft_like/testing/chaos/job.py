@@ -1,8 +1,6 @@
-"""The job that is made to suffer: a lighthouse and replica groups, as a launcher would run them.
-
-A replica group that ends is started again, all its ranks together. Whoever injects a fault says so
-(`Replica.may_end`); an end that nobody asked for is kept as a crash. The job reads what its
-processes write, and judges nothing.
+"""The job into which faults are injected: a lighthouse and replica groups, as a launcher would run them. A
+replica group that ends is started again, all its ranks together. An injector sets `Replica.may_end`; any
+other end is recorded as a crash. The job reads what its processes write, and judges nothing.
 """
 
 from __future__ import annotations
@@ -33,25 +31,25 @@ STORE_PORT = 29600
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
-SPARE_NICENESS = 10  # loading torch takes seconds of a processor, which the others need
+SPARE_NICENESS = 10  # loading torch takes seconds of a processor, which the running workers need
 _ROOT = str(Path(__file__).parents[3])
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What is run.
+    """The settings of a job.
 
     Attributes:
-        replicas: replica groups.
-        ranks: of each replica group.
-        training: of the built-in worker.
-        spares: workers that have loaded torch and wait to be told who they are, as many as a replica
-            group has ranks unless given; 0 starts each one cold.
+        replicas: the number of replica groups.
+        ranks: the ranks of each replica group.
+        training: the settings of the built-in worker.
+        spares: the number of workers that have loaded torch and wait for an order, by default as many as a
+          replica group has ranks; 0 starts each one cold.
         command: the user's own training command instead of the built-in worker; `{index}` in it stands for
             the index of the replica group.
-        naming: how the replica groups are named, by the command too: `{index}` again.
-        min_replicas: of the lighthouse.
-        join_timeout_ms: of the lighthouse.
+        naming: how the replica groups are named, by the command, too; `{index}` stands for the index.
+        min_replicas: the lighthouse's setting.
+        join_timeout_ms: the lighthouse's setting.
     """
 
     replicas: int = 4
@@ -65,22 +63,24 @@ class JobSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the replica groups."""
+        """The names of the replica groups."""
         return tuple(with_index(self.naming, index) for index in range(self.replicas))
 
     @property
     def members(self) -> Members:
-        """Who takes part."""
+        """The members of the job."""
         return Members(self.names, self.ranks)
 
 
 class JobError(RuntimeError):
-    """The job cannot be run; says what its processes wrote."""
+    """The job cannot be run; the text has the output of its processes."""
 
 
 @dataclass
 class Rank:
-    """One process of a replica group and where it writes; of a user's command also what it said last."""
+    """One process of a replica group, its files, and, for a user's command, the state that its events
+    tell.
+    """
 
     number: int
     child: RunningProcess
@@ -107,20 +107,20 @@ class Replica:
         self.starts = 0
 
     def signal(self, number: signal.Signals) -> None:
-        """To every rank. After a deadly one it may end."""
+        """Send a signal to every rank; after a deadly one the group may end."""
         self.may_end = self.may_end or number in (signal.SIGKILL, signal.SIGTERM)
         for rank in self.ranks:
             rank.child.signal(number)
 
 
 class ChaosJob:
-    """See the module. Not thread-safe: everything on the main thread.
+    """A job with faults. It is not thread-safe: only the main thread uses it.
 
     Args:
         settings: what to run.
-        folder: for logs, journals and event files; it is there, and empty.
-        checkpoints: where the workers save theirs.
-        network: the hosts to run on; None for this one.
+        folder: the folder for logs, journals and event files, which is empty.
+        checkpoints: the folder in which the workers save their checkpoints.
+        network: the hosts to run on; None for this host.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class ChaosJob:
     # -------------------------------------------------------------------------- starting
 
     def start(self) -> None:
-        """Start everything; returns when the lighthouse listens."""
+        """Start everything; return when the lighthouse listens."""
         self.start_lighthouse()
         for replica in self.replicas:
             self._start_replica(replica)
         self.refill_spares()
 
     def start_lighthouse(self) -> None:
-        """Start the lighthouse; the next ones listen where the first one did."""
+        """Start the lighthouse; later ones listen at the address of the first one."""
         log = self.folder / f"lighthouse.{len(self._children)}.log"
         command = [
             *self._entering(LIGHTHOUSE),
@@ -173,7 +173,7 @@ class ChaosJob:
         self.lighthouse_address = found[1].removeprefix("http://")
 
     def refill_spares(self) -> None:
-        """Start as many spares as there should be."""
+        """Start as many spares as the settings ask for."""
         spares = self.settings.ranks if self.settings.spares is None else self.settings.spares
         wanted = 0 if self.settings.command or self._ends else spares
         while len(self._spares) < wanted:
@@ -245,7 +245,7 @@ class ChaosJob:
         return variables
 
     def _store_port(self, replica: Replica) -> int:
-        """A port on which nobody listens; on a host of its own a group need not ask."""
+        """Return a free port for a replica group's store; a host of its own has fixed ones."""
         if self.network is not None:
             return STORE_PORT + replica.starts % 1000
         with socket.create_server((LOOPBACK, 0)) as listener:
@@ -273,14 +273,14 @@ class ChaosJob:
             self.start_lighthouse()
 
     def kill_lighthouse(self) -> None:
-        """It stays away until `start_lighthouse`."""
+        """Kill the lighthouse, which stays away until `start_lighthouse`."""
         if self.lighthouse is not None:
             self.lighthouse.signal(signal.SIGKILL)
             self.lighthouse.kill()
             self.lighthouse = None
 
     def wait_until(self, done: Callable[[], object], limit_s: float) -> bool:
-        """Tend the job until something is so; False if that did not come in time."""
+        """Tend the job until `done()` is true; return False if that did not happen in time."""
         deadline = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > deadline:
@@ -290,7 +290,9 @@ class ChaosJob:
         return True
 
     def is_whole(self, since: float) -> bool:
-        """Whether all ranks have committed a step together that they began after `since`, and count in it."""
+        """Return whether all ranks have committed and contributed to a common step that they began after
+        `since`.
+        """
         everybody = self.settings.members.processes()
         return everybody <= self.last.keys() and all(
             commit.began > since and commit.participating and len(commit.members) == self.settings.replicas
@@ -298,12 +300,12 @@ class ChaosJob:
         )
 
     def expect_no_end(self) -> None:
-        """Whatever had a reason to end has ended: an end from now on is a crash."""
+        """Treat any end from now on as a crash: every process with a reason to end has ended."""
         for replica in self.replicas:
             replica.may_end = False
 
     def pids(self) -> dict[str, int]:
-        """The processes that run now: label of the start and process id."""
+        """Return the processes that run now: the label of the start, and the process id."""
         found = {
             f"{replica.name}.{replica.starts}.{rank.number}": rank.child.pid
             for replica in self.replicas
@@ -314,7 +316,7 @@ class ChaosJob:
         return found
 
     def print_stacks(self) -> None:
-        """Have the workers write where their threads are."""
+        """Make the workers write the stacks of their threads."""
         for replica in self.replicas:
             if not self.settings.command:
                 replica.signal(signal.SIGUSR2)
@@ -329,7 +331,8 @@ class ChaosJob:
             ended = {"kind": "ended", "time": time.time(), "replica": replica.name, "code": code}
             self.log.notes.append(ended)
         for rank in replica.ranks:
-            if rank.child.exit_code is None:  # what an ended one has left shall be found, not ended
+            # processes that an ended rank has left behind must be found, not killed
+            if rank.child.exit_code is None:
                 rank.child.kill()
             self._read(replica, rank)
         self._start_replica(replica)
@@ -347,7 +350,9 @@ class ChaosJob:
                 self._read_event(replica, rank, record)
 
     def _read_event(self, replica: Replica, rank: Rank, event: Record) -> None:
-        """A user's command writes no journal: the Manager's own events have to do, without digests."""
+        """Make commits of the Manager's own events, without digests, as a user's command writes no
+        journal.
+        """
         if event["kind"] == "quorum":
             rank.members[event["quorum_id"]] = event["members"]
         rank.is_healing = rank.is_healing or event["kind"] == "heal"
@@ -375,7 +380,9 @@ class ChaosJob:
     # ------------------------------------------------------------------------------ ending
 
     def stop(self) -> list[str]:
-        """Ask every replica group to leave; who did not end at all, in words. Who failed to has crashed."""
+        """Ask every replica group to leave; return those that did not end, in words. Failed ones count as
+        crashed.
+        """
         self.tend()
         self._ends = True
         for replica in self.replicas:
@@ -397,7 +404,9 @@ class ChaosJob:
         self.crashes.append(f"{label} ended with {rank.child.exit_code}, {when}:\n{rank.child.tail()}")
 
     def left_behind(self) -> list[str]:
-        """Processes that outlive those that started them, killed ones too, in words. After `stop`."""
+        """Return the processes that outlive those that started them, even killed ones, in words; call after
+        `stop`.
+        """
         found = []
         for child in self._children:
             if child.exit_code is not None:
@@ -405,24 +414,24 @@ class ChaosJob:
         return found
 
     def kill(self) -> None:
-        """End every process, however things stand."""
+        """Kill every process."""
         self._ends = True
         for child in self._children:
             child.kill()
 
 
 def with_index(text: str, index: int) -> str:
-    """The text with the index of a replica group in its place."""
+    """Return the text with the index of a replica group in its place."""
     return text.replace("{index}", str(index))
 
 
 def _set_niceness(pid: int, niceness: int) -> None:
-    """For root only: nobody else could take it back."""
+    """Set a process's niceness, for root only, because only root can lower it again."""
     if os.geteuid() == 0:
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, pid, niceness)
 
 
 def _importable() -> dict[str, str]:
-    """The packages of this process can be imported by the others, too."""
+    """Return the variables with which other processes can import the packages of this one."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))}

@@ -1,9 +1,9 @@
 """Hosts that are network namespaces, joined by a switch that loses, delays and cuts.
 
-Each host has a TUN device whose other end is a descriptor of this process; one thread carries the
-packets between them and applies the rules. Why not `tc netem` on veth pairs: many kernels are built
-without netem, the one this was first written on among them, and a switch in user space can do what
-netem cannot: cut one direction between two sets of hosts, and count what it did for each of them.
+Each host has a TUN device whose other end is a descriptor of this process; one thread carries the packets
+between them and applies the rules. `tc netem` on veth pairs is no alternative: many kernels are built without
+netem, and a switch in user space can do what netem cannot: cut one direction between two sets of hosts, and
+count what it did for each of them.
 
 Nothing is left behind, however this process ends: a namespace lives as long as the process that
 holds it, which the kernel kills with this one, and a device as long as its descriptor.
@@ -40,17 +40,17 @@ _READY_S_MAX = 5.0
 
 
 class NetworkUnavailableError(RuntimeError):
-    """This machine or user cannot make networks; says why."""
+    """This machine or user cannot make networks; the text says why."""
 
 
 @dataclass
 class Rules:
-    """What the switch does. Replaced as a whole, so that it needs no lock.
+    """The rules of the switch. They are replaced as a whole, so that no lock is needed.
 
     Attributes:
         cut: pairs (from, to) of hosts between which nothing passes in that direction.
         loss: probability with which a packet from or to a host is lost.
-        delay_s: by which packets from or to a host are late.
+        delay_s: the seconds by which packets from or to a host are late.
     """
 
     cut: frozenset[tuple[str, str]] = frozenset()
@@ -59,7 +59,7 @@ class Rules:
 
 
 def why_unavailable() -> str | None:
-    """Why there can be no network of namespaces here; None if there can."""
+    """Return why there can be no network of namespaces here; None if there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "nsenter", "setpriv", "unshare") if shutil.which(tool) is None]
@@ -76,12 +76,12 @@ class Network:
     """A star of hosts around one switch.
 
     Args:
-        names: of the hosts.
-        folder: for the logs of the holders.
-        seed: of what is lost.
+        names: the names of the hosts.
+        folder: the folder for the logs of the holders.
+        seed: the seed of the losses.
 
     Raises:
-        NetworkUnavailableError: see `why_unavailable`, or the system refused.
+        NetworkUnavailableError: `why_unavailable` gives a reason, or the system refused.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, seed: int) -> None:
@@ -114,35 +114,35 @@ class Network:
         self.close()
 
     def address(self, host: str) -> str:
-        """The host's IPv4 address."""
+        """Return the host's IPv4 address."""
         return self._addresses[host]
 
     def namespace(self, host: str) -> str:
-        """The path of the host's namespace."""
+        """Return the path of the host's namespace."""
         return f"/proc/{self._holders[host].pid}/ns/net"
 
     def entering(self, host: str) -> list[str]:
-        """What to put in front of a command that shall run on the host."""
+        """Return the words to put in front of a command that has to run on the host."""
         return ["nsenter", f"--net={self.namespace(host)}", "--"]
 
     def apply(self, rules: Rules) -> None:
-        """From now on these rules hold, and no others."""
+        """Apply these rules from now on, and no others."""
         if self._switch is not None:
             self._switch.rules = rules
 
     def cut_off(self, hosts: Iterable[str], *, incoming: bool = True) -> Rules:
-        """Rules that separate these hosts from all others; without `incoming` they still hear."""
+        """Return rules that separate these hosts from all others; without `incoming` they still receive."""
         inside = set(hosts)
         outside = [host for host in self.hosts if host not in inside]
         pairs = {(host, other) for host in inside for other in outside}
         return Rules(cut=frozenset(pairs | ({(b, a) for a, b in pairs} if incoming else set())))
 
     def counts(self) -> Counter[str]:
-        """How many packets were passed, delayed, lost (by chance) and cut so far."""
+        """Return how many packets were passed, delayed, lost (by chance) and cut so far."""
         return Counter() if self._switch is None else Counter(self._switch.counts)
 
     def retransmits(self, host: str) -> int:
-        """TCP segments that the host has sent again so far."""
+        """Return how many TCP segments the host has sent again so far."""
         lines = Path(f"/proc/{self._holders[host].pid}/net/snmp").read_text().splitlines()
         names, values = (line.split() for line in lines if line.startswith("Tcp:"))
         return int(values[names.index("RetransSegs")])
@@ -173,14 +173,14 @@ class Network:
 
 
 class Switch:
-    """Carries packets between descriptors on a thread of its own; owns them."""
+    """A switch that carries packets between descriptors, which it owns, on a thread of its own."""
 
     def __init__(self, addresses: dict[str, str], descriptors: dict[str, int], seed: int) -> None:
         self.rules = Rules()
         self.counts: Counter[str] = Counter()
         self._descriptors = descriptors
         self._by_address = {bytes(map(int, address.split("."))): name for name, address in addresses.items()}
-        self._random = random.Random(seed)  # noqa: S311 - faults, not secrets
+        self._random = random.Random(seed)  # noqa: S311 - for faults, not for secrets
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._number = 0
         self._selector = selectors.DefaultSelector()
@@ -236,7 +236,7 @@ class Switch:
             self._send(self._descriptors[target], packet)
 
     def _send_due(self) -> float | None:
-        """Send what is due; how long until more is."""
+        """Send the packets that are due; return how long it takes until the next one is."""
         while self._waiting:
             left_s = self._waiting[0][0] - time.monotonic()
             if left_s > 0:
@@ -249,7 +249,7 @@ class Switch:
         try:
             os.write(descriptor, packet)
             self.counts["passed"] += 1
-        except OSError:  # the device's queue is full, or it is down: a real network loses it, too
+        except OSError:  # the device's queue is full, or it is down: a real network loses such a packet, too
             self.counts["overrun"] += 1
 
 

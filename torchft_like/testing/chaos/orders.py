@@ -1,7 +1,6 @@
-"""What a worker of a chaos run is told: one object on the engine's side and on the worker's.
-
-A worker may be started before it is known which rank it will be: it loads torch and waits for one
-line on its standard input, which is this.
+"""The order of a worker in a chaos run: one object on the engine's side and on the worker's. A worker may be
+started before its rank is known: it loads torch and waits for one line on its standard input, which is the
+order.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-NAMING = "r{index}"  # of the replica groups
+NAMING = "r{index}"  # the names of replica groups
 
 
 @dataclass(frozen=True)
 class Training:
-    """How every rank of a job trains.
+    """The settings of the training, the same for every rank of a job.
 
     Attributes:
-        pause_s: work outside of the collectives in each step.
-        state_kb: size of the state beside the model, so that a heal takes a while.
-        timeout_s: of collectives and transfers; far above what a recovery takes, so that nothing
-            recovers by it unseen.
+        pause_s: seconds of work outside of the collectives in each step.
+        state_kb: the size of the state beside the model, so that a heal takes a while.
+        timeout_s: the limit of collectives and transfers; far above the time of a recovery, so that no
+          recovery depends on it unseen.
         quorum_timeout_s: how long a replica waits for a quorum.
-        checkpoint_every: steps between two checkpoints on disk.
+        checkpoint_every: the steps between two checkpoints on disk.
         backend: "gloo", "baby-gloo", or "mixed" for baby-gloo in the last replica group only.
     """
 
@@ -37,17 +36,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Order:
-    """Who a worker is.
+    """The order of one worker: its rank and its files.
 
     Attributes:
-        name: of the replica group.
-        index: position of the group's bit in the ledger (see `invariants.Commit`).
-        journal: path of the file for commits, checkpoints and faults.
+        name: the name of the replica group.
+        index: the position of the group's bit in the ledger of `invariants.Commit`.
+        journal: the path of the file for commits, checkpoints and faults.
         checkpoints: the folder for checkpoints on disk.
         triggers: the folder in which the engine asks for a fault inside of a worker.
-        namespace: path of the network namespace to enter; empty for none.
-        training: how to train.
-        variables: of the environment.
+        namespace: the path of the network namespace to enter; empty for none.
+        training: the settings of the training.
+        variables: variables of the environment.
     """
 
     name: str
@@ -60,11 +59,11 @@ class Order:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One line."""
+        """Encode the order as one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Order:
-        """What `to_json` wrote."""
+        """Decode what `to_json` has encoded."""
         fields = json.loads(text)
         return cls(**{**fields, "training": Training(**fields["training"])})

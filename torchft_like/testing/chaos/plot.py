@@ -1,4 +1,4 @@
-"""A report as a picture. Needs matplotlib, which the package does not: it is imported in here only."""
+"""A plot of a report, by matplotlib, which the package does not need: it is imported only here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _draw_recoveries(axes: Axes, kinds: list[str], report: Report) -> None:
-    """A dot for each fault."""
+    """Draw a dot for each fault."""
     for measure, color, shift, label in (
         ("recovery_s", "tab:blue", 0.12, "survivors commit again"),
         ("whole_s", "tab:orange", -0.12, "all together again"),
