@@ -1,4 +1,4 @@
-"""Replicas that ought to hold the same state and do not: how they are found."""
+"""How replicas that ought to hold the same state, and do not, are found."""
 
 from torchft_like.divergence.state_fingerprint import OnDivergence, StateFingerprint
 

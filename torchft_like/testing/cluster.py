@@ -6,11 +6,11 @@
         a.kill()
         cluster.wait_for_quorum_of(b)
 
-The script trains with a Manager of that replica id and writes down what it commits: a `Witness` does, into
-`Journal.of_this_process()`. The cluster starts, signals and reads; it makes nothing happen inside the
-processes (a fault that needs an exact place is the script's own: `faults`). A test waits for what they have
-written down, never for time to pass. When the `with` block ends well, the invariants are checked over
-everything that was written; however it ends, no process is left.
+The script trains with a Manager of that replica id and records what it commits, with a `Witness` and
+`Journal.of_this_process()`. The cluster starts, signals and reads; it does nothing inside of the processes (a
+fault that needs an exact place belongs to the script: `faults`). A test waits for records of the processes,
+never for time to pass. When the `with` block ends without an error, the invariants are checked over all
+records; no process is left in any case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchft_like.testing.processes import ForkedProcess, kill_all
 
 LOOPBACK = "127.0.0.1"
 
-# Far above what anything here takes, far below the workers' operation timeout.
+# Far above the time of any wait here, far below the workers' operation timeout.
 LIMIT_S = 40.0
 POLL_S = 0.05
 HARMLESS_SIGNALS = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
@@ -58,28 +58,28 @@ class Daemon(ForkedProcess):
 
     @property
     def last_error(self) -> str:
-        """The last line of the last traceback in its output; empty when there is none."""
+        """The last line of the last traceback in its output; empty if there is none."""
         return str((TRACEBACK_END.findall(self.output) or [""])[-1])
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, and everything that it has started."""
+        """Whether the process has ended, and everything that it has started."""
         return self.exit_code is not None and not self.session()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone. After a deadly one it may end."""
+        """Send a signal to this process alone; after a deadly one it may end."""
         if number not in HARMLESS_SIGNALS:
             self.may_end = True
         super().signal(number)
 
     def kill(self) -> None:
-        """End it and every descendant."""
+        """End the process and every descendant."""
         self.may_end = True
         super().kill()
 
 
 class Rank(Daemon):
-    """A rank of a replica group, and what it writes."""
+    """A rank of a replica group, and its records."""
 
     def __init__(
         self, label: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]
@@ -92,7 +92,7 @@ class Rank(Daemon):
         super().__init__(label, command, folder, variables)
 
     def print_stacks(self) -> None:
-        """Have it print where its threads are, if it can."""
+        """Make the rank print the stacks of its threads, if it can."""
         if self.exit_code is None and not self.is_stopped:
             self.signal(signal.SIGUSR2)
 
@@ -102,24 +102,24 @@ class Rank(Daemon):
         return self._commits
 
     def attempts(self) -> list[Record]:
-        """The steps that it has begun."""
+        """Return the steps that the rank has begun."""
         return self._journal.records("attempt")
 
     def faults(self) -> list[Record]:
-        """The planned faults that have struck."""
+        """Return the planned faults that have struck."""
         return self._journal.records("fault")
 
     def records(self, kind: str) -> list[Record]:
-        """What it has written into its journal."""
+        """Return the records of its journal."""
         return self._journal.records(kind)
 
     def events(self, kind: str | None = None) -> list[Record]:
-        """The Manager's event records."""
+        """Return the Manager's event records."""
         return self._events.records(kind)
 
 
 class Group:
-    """One start of a replica group; a second one has the same name and is another Group."""
+    """One start of a replica group; a second start has the same name and is another Group."""
 
     def __init__(self, name: str, ranks: list[Rank], store: TCPStore | None) -> None:
         self.name = name
@@ -128,7 +128,7 @@ class Group:
 
     @property
     def replica_id(self) -> str | None:
-        """As of its last event; None before the first."""
+        """The replica id of its last event; None before the first."""
         return next((str(e["replica_id"]) for e in reversed(self.ranks[0].events()) if e["replica_id"]), None)
 
     @property
@@ -142,18 +142,18 @@ class Group:
 
     @property
     def last_commit(self) -> Commit:
-        """The latest of rank 0."""
+        """The latest commit of rank 0."""
         return self.ranks[0].commits()[-1]
 
     def events(self, kind: str | None = None, since: float = 0.0) -> list[Record]:
-        """Event records of all ranks after the time `since`."""
+        """Return the event records of all ranks after the time `since`."""
         return [event for rank in self.ranks for event in rank.events(kind) if event["time"] > since]
 
     def faults(self) -> list[Record]:
         return [fault for rank in self.ranks for fault in rank.faults()]
 
     def failures(self, since: float = 0.0) -> list[Record]:
-        """Errors, aborts, and attempts at a step that were not committed."""
+        """Return errors, aborts, and attempts at a step that were not committed."""
         votes = [event for event in self.events("commit", since) if not event["committed"]]
         return votes + self.events("error", since) + self.events("abort", since)
 
@@ -177,10 +177,10 @@ class Cluster:
     """A lighthouse and the replica groups under it.
 
     Args:
-        folder: for logs, journals and event files.
-        min_replicas: of the lighthouse.
-        join_timeout_ms: of the lighthouse; by default too long to be what a recovery comes from.
-        limit_s: of every wait.
+        folder: the folder for logs, journals and event files.
+        min_replicas: the lighthouse's setting.
+        join_timeout_ms: the lighthouse's setting; by default so long that no recovery can come from it.
+        limit_s: the limit of every wait, in seconds.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Cluster:
     # ------------------------------------------------------------ starting
 
     def start_lighthouse(self) -> None:
-        """Start the lighthouse; the second one listens where the first one did."""
+        """Start the lighthouse; a later one listens at the address of the first one."""
         bind = self.lighthouse_address.removeprefix("http://")
         label = f"lighthouse.{len(self._daemons)}"
         events = self._folder / f"{label}.events"
@@ -234,14 +234,14 @@ class Cluster:
         self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, self._limit_s)[1]
 
     def index_of(self, name: str) -> int:
-        """The position of a replica group among those that were started: its bit in the ledger."""
+        """Return the position of a replica group among those that were started: its bit in the ledger."""
         return self._indices.setdefault(name, len(self._indices))
 
     def launch(self, name: str, command: Sequence[str], *, size: int = 1) -> Group:
         """Start a replica group of `size` ranks, as torchrun would; a name may be started again.
 
         Args:
-            command: a module, as after `python -m`, or the path of a script; and its arguments.
+            command: a module, as after `python -m`, or the path of a script, and its arguments.
         """
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if size > 1 else None
         ranks = [
@@ -271,20 +271,21 @@ class Cluster:
     # -------------------------------------------------------------- faults
 
     def plan(self, act: str, place: str) -> str:
-        """A fault for the script's `Faults` that waits for `pull_trigger`."""
+        """Describe a fault for the script's `Faults` that waits for `pull_trigger`."""
         return f"{act}@{place}@{self._folder / 'trigger'}"
 
     def pull_trigger(self) -> None:
-        """The next process that comes to the place of its planned fault is struck."""
+        """Let the planned fault strike the next process that comes to its place."""
         (self._folder / "trigger").touch()
 
     # ------------------------------------------------------------- waiting
 
     def wait_until(self, predicate: Callable[[], object], what: str, limit_s: float | None = None) -> None:
-        """Wait for something that the processes do.
+        """Wait until the processes make the predicate true.
 
         Raises:
-            AssertionError: it did not come, or a process ended that had no reason to; with the logs.
+            AssertionError: it did not become true, or a process ended without a reason; the text has the
+              logs.
         """
         limit_s = limit_s or self._limit_s
         deadline = time.monotonic() + limit_s
@@ -295,7 +296,7 @@ class Cluster:
             time.sleep(POLL_S)
 
     def wait_for_quorum_of(self, *groups: Group, steps: int = 3) -> None:
-        """Wait until these groups, and no other, commit `steps` steps together from now on."""
+        """Wait until these groups, and no other, commit `steps` more steps together."""
         since = time.time()
 
         def train_together() -> bool:
@@ -312,7 +313,7 @@ class Cluster:
         return group.events(kind, since)[0]
 
     def wait_for_fault(self, *groups: Group) -> tuple[Group, float]:
-        """Wait until the planned fault of one of the groups has struck; returns whose, and when."""
+        """Wait until the planned fault of one of the groups has struck; return that group, and the time."""
         names = ", ".join(group.name for group in groups)
         self.wait_until(lambda: any(group.faults() for group in groups), f"a fault strikes in {names}")
         struck = next(group for group in groups if group.faults())
@@ -328,16 +329,17 @@ class Cluster:
     # ------------------------------------------------------------ checking
 
     def history(self) -> History:
-        """What all ranks of all incarnations have written down so far."""
+        """Return the records of all ranks of all incarnations so far."""
         ranks = [rank for group in self.groups for rank in group.ranks]
         commits = [commit for rank in ranks for commit in rank.commits()]
         return Log(commits, [event for rank in ranks for event in rank.events()]).history()
 
     def check(self) -> None:
-        """The invariants hold, and no process has ended that had no reason to.
+        """Check that the invariants hold, and that no process has ended without a reason.
 
         Raises:
-            AssertionError: with every violation, and the logs.
+            AssertionError: an invariant is violated, or a process has ended; the text has every violation,
+              and the logs.
         """
         found = violations(self.history())
         if found:
@@ -360,17 +362,18 @@ class Cluster:
 
 
 def _tail(text: str, lines: int = 120) -> str:
-    """The end of a log or event file; committed steps are left out, they are too many."""
+    """Return the end of a log or event file, without committed steps, which are too many."""
     kept = [line[:400] for line in text.splitlines() if '"committed":true' not in line]
     return "\n".join(kept[-lines:])
 
 
 def host_of_its_own(name: str) -> dict[str, str]:
-    """Variables with which NCCL lets several ranks share a GPU; `name` is no other process's.
+    """Return variables with which NCCL lets several ranks share a GPU; each process needs its own `name`.
 
-    NCCL refuses two ranks on one device of one host. It knows a device by its bus id and a host by a hash,
-    which is of NCCL_HOSTID where that is set (NCCL 2.28.9: src/misc/utils.cc, src/init.cc). With another one
-    in each process the ranks are on hosts of their own, and sockets connect them. The driver gives the
-    processes the device in turn, so such a group is slow; it reduces and fails as NCCL does between hosts.
+    NCCL refuses two ranks on one device of one host. It identifies a device by its bus id and a host by a
+    hash, which is that of NCCL_HOSTID if that is set (NCCL 2.28.9: src/misc/utils.cc, src/init.cc). With
+    another id in each process the ranks count as being on different hosts, and sockets connect them. The
+    driver gives the processes the device in turn, so such a group is slow; it reduces and fails as NCCL does
+    between hosts.
     """
     return {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}

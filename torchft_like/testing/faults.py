@@ -1,9 +1,8 @@
-"""Faults that must happen at an exact place of a step, injected by the process itself.
-
-A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the
-first process that comes to the place and finds the file, which it takes away. The process then
-kills itself, stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. The
-script calls `visit` in each place; the record of the fault is on disk before it strikes.
+"""Faults at an exact place of a step, which the process itself injects. A fault is written `act@place`, or
+`act@place@path` for one that waits for a trigger: it strikes the first process that comes to the place and
+finds the file, which that process removes. The process then kills itself, stops itself as SIGSTOP does, hangs
+until SIGUSR1, or changes one bit of its state. The script calls `visit` in each place; the record of the
+fault is on disk before it strikes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torchft_like.testing.journal import Journal
 
 ACTS = ("kill", "stop", "hang", "flip-parameter", "flip-optimizer", "flip-ballast")
 PLACES = (
-    "step",  # before the quorum is asked for
-    "backward",  # the gradients are there, the collective has not begun
+    "step",  # before the join
+    "backward",  # after the gradients, before the collective
     "configure",  # before the process group meets the others
-    "heal",  # some of the state is on its way to a healing peer
+    "heal",  # while a part of the state is on its way to a healing peer
 )
 
 
@@ -43,7 +42,7 @@ class Fault:
         return cls(match[1], match[2], Path(match[3]) if match[3] else None)
 
     def is_triggered(self) -> bool:
-        """Whether it strikes now; of several processes that ask only one is told so."""
+        """Return whether the fault strikes now; of several processes that ask, only one gets True."""
         if self.trigger is None:
             return True
         try:
@@ -54,10 +53,11 @@ class Fault:
 
 
 class Faults:
-    """The faults still to come in this process.
+    """The faults that are still to come in this process.
 
     Attributes:
-        flip: changes one bit of a part of the worker's state: "parameter", "optimizer" or "ballast".
+        flip: a function that changes one bit of a part of the worker's state: "parameter", "optimizer" or
+          "ballast".
     """
 
     flip: Callable[[str], None]
@@ -69,11 +69,13 @@ class Faults:
         signal.signal(signal.SIGUSR1, self._release)
 
     def _release(self, *_: object) -> None:
-        """No Event: setting it while its lock is held here, below this handler, would wait for ever."""
+        """Release a hang. This sets no Event, which could wait for ever for a lock that the interrupted code
+        holds.
+        """
         self._released = True
 
     def visit(self, place: str) -> None:
-        """The process is at `place`; whatever is due there strikes now."""
+        """Let the faults strike that are due at `place`."""
         for fault in list(self._planned):
             if fault.place == place and fault.is_triggered():
                 self._planned.remove(fault)

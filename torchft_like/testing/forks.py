@@ -1,10 +1,10 @@
 """Forks of a process that has torch loaded and does nothing but fork.
 
-Loading torch takes two seconds of a processor, and a test starts four processes or more: most of what
-a run of the failure tests would do is load torch. A fork runs a module as `python -m` does, in a session
-of its own, or a script, with its own environment and output; all share what was loaded before.
+Loading torch takes two seconds of a processor, and a test starts four processes or more, so the failure tests
+would spend most of their time on loading torch. A fork runs a module as `python -m` does, or a script, in a
+session of its own, with its own environment and output; all forks share what was loaded before.
 
-It is for the processes of a job. A test of starting, importing or memory starts its processes cold.
+Forks are for the processes of a job. A test of starting, importing or memory starts its processes cold.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _modules = [
 
 
 def preload(*modules: str) -> None:
-    """Have these modules loaded, too, in the forks of this process. Call it before the first fork."""
+    """Load these modules, too, in the forks of this process; call this before the first fork."""
     _modules.extend(module for module in modules if module not in _modules)
 
 
 class Fork:
-    """As subprocess.Popen, as far as `processes` uses it; not a child of the caller.
+    """A fork, with the part of subprocess.Popen's interface that `processes` uses; it is no child of the
+    caller.
 
     Args:
-        argv: the module to run, or the path of a script; and its arguments.
-        env: all of its environment.
+        argv: the module to run, or the path of a script, and its arguments.
+        env: the whole environment of the fork.
         descriptors: open files for the fork; the first one is its standard output and error, the numbers
             that the others have in it are added to its arguments.
     """
@@ -60,18 +61,18 @@ class Fork:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while the fork runs."""
         return self._code if self._code is not None else self._ask(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; the exit code.
+        """Wait for the end of the fork, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended within so many seconds.
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
         """
         if self._code is None and self._ask(timeout) is None:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
-        return self._code  # type: ignore[return-value] # known by now
+        return self._code  # type: ignore[return-value] # the code is known by now
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to this process alone; one that has ended gets none."""
@@ -79,7 +80,7 @@ class Fork:
             signal.pidfd_send_signal(self._watch, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _ask(self, timeout: float | None) -> int | None:
@@ -90,7 +91,7 @@ class Fork:
 
 
 class _Server:
-    """The process that forks, as the process that asks for forks sees it."""
+    """The client's side of the process that forks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class _Server:
     def fork(
         self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
     ) -> tuple[int, int]:
-        """A process that runs `argv`; its id and its pidfd."""
+        """Fork a process that runs `argv`; return its process id and its pidfd."""
         order = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         with self._lock:
             socket.send_fds(self._control, [order], list(descriptors))
@@ -115,7 +116,7 @@ class _Server:
         return int(self._read(answer)), watches[0]
 
     def exit_code(self, pid: int) -> int:
-        """The exit code of a process that has ended."""
+        """Return the exit code of a process that has ended."""
         with self._lock:
             self._control.send(json.dumps({"ended": pid}).encode())
             return int(self._read(self._control.recv(MESSAGE_BYTES_MAX)))
@@ -144,9 +145,11 @@ def _server() -> _Server:
 
 
 def main(control: socket.socket, modules: Sequence[str]) -> None:
-    """Load everything, then fork on demand. Returns in a fork, to run what was asked for, and at the end."""
+    """Load everything, then fork on demand. This returns in a fork, which then runs its order, and at the
+    end.
+    """
     for module in modules:
-        with contextlib.suppress(ImportError):  # the fork that needs it will say so
+        with contextlib.suppress(ImportError):  # the fork that needs the module raises the error
             importlib.import_module(module)
     if (threads := threading.active_count()) != 1:
         raise RuntimeError(f"{threads} threads: a fork would have locks that nobody releases")
@@ -173,14 +176,14 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """In a fork: have the kernel kill this process when its parent ends, or at once if it has."""
+    """Make the kernel kill this process when its parent ends, or at once if it has ended; runs in a fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _become(env: Mapping[str, str], output: int, server: int) -> None:
-    """A session, an environment and an output of its own; and an end when the server ends."""
+    """Give this process a session, an environment and an output of its own, and end it with the server."""
     os.setsid()
     end_with(server)
     os.environ.clear()

@@ -1,14 +1,12 @@
-"""What must hold for every run of a job, checked on its logs alone.
+"""The invariants of every run of a job, checked on its logs alone. The history of a run consists of the
+processes' records: one `Commit` per committed step of every rank, one `Refusal` per step that it was told not
+to commit, one `Heal` per state that it fetched, one `Sighting` per quorum that a process was told of. Nothing
+here knows how quorums are formed, which transport moved the bytes or which faults were injected; a checker
+that shares nothing with the code under test cannot share its mistakes.
 
-The history of a run is what the processes wrote down: one `Commit` per committed step of every
-rank, one `Refusal` per step that it was told not to commit, one `Heal` per state that it fetched, one
-`Sighting` per quorum that a process heard of.
-Nothing here knows how quorums are formed, which transport moved the bytes or which faults were
-injected; a checker that shares nothing with the code under test cannot share its mistakes.
-
-Each invariant is a function from a history to its violations, one sentence each, under the name
-that the design gives it. `violations` applies all that need no more than the history; `progress`
-also needs to know from when on which processes have to commit steps.
+Each invariant is a function from a history to its violations, one sentence each, under the name that the
+design gives it. `violations` applies all that need only the history; `progress` also needs the processes that
+have to commit steps, and since when.
 """
 
 from __future__ import annotations
@@ -24,35 +22,36 @@ K = TypeVar("K")
 V = TypeVar("V")
 Process = tuple[str, int]  # replica id and group rank
 Place = tuple[int, int, int]  # step, quorum id and group rank
-QUORUMS_TOLD_APART = 1009  # in a ledger, which is of float64 and holds the ids' remainders
+QUORUMS_TOLD_APART = 1009  # a ledger is of float64, and holds the remainders of quorum ids
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """One committed step of one rank.
 
-    `ledger` shows who really took part: beside the gradients every replica adds `2**index` to a
+    `ledger` shows which replicas really took part: beside the gradients every replica adds `2**index` to a
     sum, `2**index * (step - 1)` to another, and to a third one the quorum's number, through the same
-    collectives. The set bits name the contributors; the other sums tell whether all of them were at the
-    same step, in the same quorum. `average` is that of `2**index`, as the gradients are averaged.
+    collectives. The set bits name the contributors; the other sums show whether all of them were at the same
+    step, in the same quorum. `average` is the average of `2**index`, computed as that of the gradients.
     """
 
     time: float  # seconds since the Unix epoch
     replica_id: str
     group_rank: int
-    step: int  # after the commit
+    step: int  # the step number after the commit
     quorum_id: int
-    members: frozenset[str]  # replica ids of the quorum
-    participants: int  # as the Manager counts them
-    participating: bool  # as the Manager says of this replica
+    members: frozenset[str]  # replica ids of the quorum's members
+    participants: int  # as counted by the Manager
+    participating: bool  # as this replica's Manager tells it
     index: int
     ledger: int
     ledger_steps: int
-    digest: str  # of all parameters after the step
+    digest: str  # the digest of all parameters after the step
     began: float = 0.0  # when the attempt at this step began
-    ledger_quorums: int | None = None  # these three: None where nobody looked
+    ledger_quorums: int | None = None  # these three are None if the worker does not record them
     average: float | None = None
-    before: str | None = None  # digest of the parameters before it: those taken over, after a heal
+    # the digest of the parameters before the step: after a heal, of those taken over
+    before: str | None = None
 
     @property
     def process(self) -> Process:
@@ -68,7 +67,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Heal:
-    """One rank took over a peer's state."""
+    """A rank took over a peer's state."""
 
     time: float  # seconds since the Unix epoch
     replica_id: str
@@ -81,7 +80,7 @@ class Heal:
 
 @dataclass(frozen=True)
 class Sighting:
-    """A process heard of a quorum with a new id, whether or not a step was ever committed in it."""
+    """A process was told of a quorum with a new id, whether or not a step was ever committed in it."""
 
     replica_id: str  # empty for the lighthouse
     group_rank: int
@@ -98,17 +97,17 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One rank was told that its replica group does not commit a step."""
+    """A rank was told that its replica group does not commit a step."""
 
     replica_id: str
     group_rank: int
     quorum_id: int
-    step: int  # what it would have been after the commit
+    step: int  # the step number that it would have had after the commit
 
 
 @dataclass(frozen=True)
 class History:
-    """Everything that was written down; what one process did stands in the order in which it did it."""
+    """All records of a run; those of one process are in the order in which it wrote them."""
 
     commits: tuple[Commit, ...]
     heals: tuple[Heal, ...] = ()
@@ -126,14 +125,14 @@ Violations = Iterator[str]
 
 
 def violations(history: History) -> list[str]:
-    """Every violation in the history, each with the name of its invariant in front."""
+    """Return every violation in the history, each after the name of its invariant."""
     return [f"{name}: {text}" for name, check in INVARIANTS.items() for text in check(history)]
 
 
 def agreement(history: History) -> Violations:
     """Replicas that commit a step in the same quorum hold bit-identical parameters after it.
 
-    And the ranks of one replica group are told the same: none commits what another one does not.
+    The ranks of one replica group get the same verdict: none commits a step that another one does not.
     """
     refused = {(refusal.replica_id, refusal.quorum_id, refusal.step) for refusal in history.refusals}
     for commit in history.commits:
@@ -169,7 +168,7 @@ def no_regress(history: History) -> Violations:
         for before, after in pairwise(commits):
             if after.step <= before.step:
                 yield f"{before} was followed by step {after.step}"
-    latest: dict[str, Commit] = {}  # of each replica, in the quorums so far
+    latest: dict[str, Commit] = {}  # the latest commit of each replica, in the quorums so far
     for quorum_id, commits in sorted(_grouped(history.commits, lambda commit: commit.quorum_id).items()):
         first = min(commits, key=lambda commit: commit.step)
         for past in (latest[member] for member in sorted(first.members) if member in latest):
@@ -192,7 +191,7 @@ def heal_is_clean(history: History) -> Violations:
 def no_trace(history: History) -> Violations:
     """A step begins with the state that was committed last: one that failed leaves no trace in it.
 
-    That is this process's own; after a heal it is one that somebody committed as the step before.
+    That is this process's own state; after a heal it is one that a replica committed as the step before.
     """
     committed: dict[tuple[int, int], set[str]] = defaultdict(set)
     for commit in history.commits:
@@ -281,7 +280,7 @@ def _later_steps_have_later_quorums(history: History) -> Violations:
 
 
 def _passages(history: History) -> Iterator[tuple[Commit | None, Commit, bool]]:
-    """Each commit, what its process committed before it, and whether that process healed in between."""
+    """Yield each commit, its process's commit before it, and whether that process healed in between."""
     healed = _grouped(history.heals, lambda heal: heal.process)
     for process, commits in history.by_process().items():
         for before, commit in zip([None, *commits], commits, strict=False):

@@ -1,7 +1,5 @@
-"""What a process of a test job writes down, and how it is read while it grows.
-
-One record is one line of JSON, written at once to a descriptor opened for appending: a process
-that is killed leaves whole lines behind.
+"""The journal of a process of a test job, which is read while it grows. One record is one line of JSON,
+written at once to a descriptor opened for appending: a process that is killed leaves whole lines behind.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ JOURNAL_ENV: Final = "TORCHFT_TESTING_JOURNAL"
 
 
 class Journal:
-    """Appends records to a file."""
+    """A journal, which appends records to a file."""
 
     @classmethod
     def of_this_process(cls) -> Journal:
-        """The journal that this process was given; of a `Cluster`, say."""
+        """Open the journal that this process was given, for example by a `Cluster`."""
         return cls(os.environ[JOURNAL_ENV])
 
     def __init__(self, path: str) -> None:
@@ -34,14 +32,14 @@ class Journal:
 
 
 class JournalTail:
-    """Gives each record of a growing file once; a line still being written is left for later."""
+    """A reader that returns each record of a growing file once; a line still being written comes later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new_records(self) -> list[Record]:
-        """What was written since the last call, oldest first."""
+        """Return the records since the last call, oldest first."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -52,13 +50,13 @@ class JournalTail:
 
 
 class JournalReader:
-    """Reads a file of records piece by piece, and keeps them."""
+    """A reader of a growing file that keeps the records."""
 
     def __init__(self, path: Path) -> None:
         self._tail = JournalTail(path)
         self._records: list[Record] = []
 
     def records(self, kind: str | None = None) -> list[Record]:
-        """All records so far, or those of one kind, oldest first."""
+        """Return all records so far, or those of one kind, oldest first."""
         self._records += self._tail.new_records()
         return [record for record in self._records if kind in (None, record["kind"])]

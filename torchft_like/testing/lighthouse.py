@@ -14,16 +14,16 @@ START_S_MAX: Final = 60.0
 
 
 class LighthouseProcess:
-    """`python -m lighthouse`; it listens once this is made, and is ended when its block ends.
+    """`python -m lighthouse`: it listens when the constructor returns, and is ended when its block ends.
 
     Args:
-        flags: of its command line.
+        flags: the flags of its command line.
         bind: host and port to listen at; a free port of loopback by default.
-        event_file: where it writes its events.
+        event_file: the file into which it writes its events.
         is_cold: whether to start a new interpreter, which is what a measurement of its memory needs.
 
     Raises:
-        OutputError: it does not listen; the message has what it wrote.
+        OutputError: it does not listen; the text has its output.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LighthouseProcess:
 
     @property
     def address(self) -> str:
-        """Host and port, which another lighthouse may be bound to after this one."""
+        """Host and port, at which another lighthouse may listen after this one."""
         return self.url.removeprefix("http://")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; the exit status."""
+        """Send a signal, wait for the end, and return the exit status."""
         self.process.signal(number)
         return self.process.wait(END_S_MAX)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait until the process is gone."""
         self.process.kill()

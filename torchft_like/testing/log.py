@@ -1,6 +1,5 @@
-"""Everything that the processes of a run have written, joined, and the questions it answers.
-
-Pure: records in, answers out. A log may be made by hand in a test.
+"""The log of a run: all records of its processes, joined, and queries on them. Pure. A test may make a log by
+hand.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass, field
 from torchft_like.testing.invariants import Commit, Heal, History, Process, Refusal, Sighting
 from torchft_like.testing.journal import Record
 
-# Records of several processes come in as they are read: this far from the order of their times.
+# Records of several processes come in the order in which they are read: their times may differ by this much.
 DISORDER_S = 2.0
 
 
 @dataclass
 class Log:
-    """A run, as it was written down.
+    """The log of a run.
 
     Attributes:
         commits: every committed step of every rank.
@@ -32,7 +31,7 @@ class Log:
     notes: list[Record] = field(default_factory=list)
 
     def history(self) -> History:
-        """What the invariants are checked on."""
+        """Return the history on which the invariants are checked."""
         heals = [
             Heal(e["time"], e["replica_id"], e["group_rank"]) for e in self.events if e["kind"] == "heal"
         ]
@@ -40,7 +39,7 @@ class Log:
         return History(tuple(self.commits), tuple(heals), seen, refused)
 
     def commits_between(self, since: float, until: float) -> Iterator[Commit]:
-        """Committed in this time, in any order."""
+        """Yield the commits of this time, in any order."""
         start = bisect_left(self.commits, since - DISORDER_S, key=lambda commit: commit.time)
         for commit in self.commits[start:]:
             if commit.time > until + DISORDER_S:
@@ -49,22 +48,22 @@ class Log:
                 yield commit
 
     def events_between(self, since: float, until: float, *kinds: str) -> list[Record]:
-        """Events of some kinds, oldest first."""
+        """Return the events of some kinds, oldest first."""
         return _between(self.events, since, until, kinds)
 
     def notes_between(self, since: float, until: float, *kinds: str) -> list[Record]:
-        """Notes of some kinds, oldest first."""
+        """Return the notes of some kinds, oldest first."""
         return _between(self.notes, since, until, kinds)
 
     def sort(self) -> None:
-        """Bring everything into the order of time, once it is complete."""
+        """Sort all records by time, once the log is complete."""
         self.commits.sort(key=lambda commit: commit.time)
         self.events.sort(key=lambda record: float(record["time"]))
         self.notes.sort(key=lambda record: float(record["time"]))
 
 
 def sightings(events: Iterable[Record]) -> Iterator[Sighting]:
-    """The quorums that processes heard of, in the order of the events."""
+    """Yield the quorums that processes were told of, in the order of the events."""
     for event in events:
         if event["kind"] == "quorum":
             members = frozenset(event["members"])
@@ -72,25 +71,25 @@ def sightings(events: Iterable[Record]) -> Iterator[Sighting]:
 
 
 def refusals(events: Iterable[Record]) -> Iterator[Refusal]:
-    """The steps that ranks were told not to commit."""
+    """Yield the steps that ranks were told not to commit."""
     for event in events:
         if event["kind"] == "commit" and not event["committed"]:
             yield Refusal(event["replica_id"], event["group_rank"], event["quorum_id"], event["step"] + 1)
 
 
 def commit_of(record: Record, members: frozenset[str] | None = None) -> Commit:
-    """What a `Witness` wrote down; `members`, if given, are the record's."""
+    """Make a commit of a `Witness`'s record; `members`, if given, replace the record's."""
     fields = {key: value for key, value in record.items() if key not in ("kind", "members")}
     return Commit(members=frozenset(record["members"]) if members is None else members, **fields)
 
 
 def name_of(replica_id: str) -> str:
-    """The replica group's name, without what is new with every start."""
+    """Return the replica group's name, without the part that is new with every start."""
     return replica_id.partition(":")[0]
 
 
 def rank_of(commit: Commit) -> Process:
-    """The rank, whichever start of it: name of the replica group, and group rank."""
+    """Return the rank, whichever start of it: the name of the replica group, and the group rank."""
     return name_of(commit.replica_id), commit.group_rank
 
 

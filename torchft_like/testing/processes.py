@@ -1,8 +1,8 @@
 """Processes that do not outlive the process that started them.
 
-Each leads a session of its own, so that its descendants are found when they have lost their parent;
-and the kernel kills it should the process that started it be killed. Start them on the main thread only: the
-kernel sends that signal when the *thread* that started the process ends.
+Each process leads a session of its own, so that its descendants are found even after they have lost their
+parent, and the kernel kills it if the process that started it is killed. Start them on the main thread only:
+the kernel sends that signal when the *thread* that started the process ends.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _DIE_WITH_PARENT = [found, "--pdeathsig", "KILL", "--"] if (found := shutil.whic
 
 
 class OutputError(AssertionError):
-    """A process did not write what a test waited for; the message has what it wrote."""
+    """A process did not write what a test waited for; the text has its output."""
 
 
 class RunningProcess:
-    """A process, and what it has written to its standard output and error so far.
+    """A process, and its output so far, standard output and error together.
 
     Args:
         command: the program and its arguments.
-        log: what the process writes is appended to this file; without one it is kept in memory.
-        variables: of the environment, beside those of this process.
-        folder: where the command runs; by default where this process does.
+        log: the file to which the output is appended; without one it is kept in memory.
+        variables: variables of the environment, beside those of this process.
+        folder: the folder in which the command runs; by default that of this process.
         takes_orders: whether `tell` will be called.
     """
 
-    _stdout: int | None = None  # a subclass may read it instead
+    _stdout: int | None = None  # a subclass may read the standard output itself
 
     def __init__(
         self,
@@ -71,25 +71,26 @@ class RunningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._popen.poll()
 
     @property
     def output(self) -> str:
-        """All that it has written."""
+        """The whole output."""
         with self.log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines that it has written."""
+        """Return the last lines of the output."""
         return "\n".join(self.output.splitlines()[-lines:])
 
     def wait_for_output(self, pattern: str, limit_s: float = OUTPUT_S_MAX) -> re.Match[str]:
-        """The first match in the output so far or to come.
+        """Wait for a match in the output so far or to come, and return the first one.
 
         Raises:
-            OutputError: it does not come within so many seconds, or all who could write it have ended.
+            OutputError: there is none within `limit_s` seconds, or all processes that could write it have
+              ended.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -104,7 +105,7 @@ class RunningProcess:
             time.sleep(LOOK_EVERY_S)
 
     def tell(self, line: str, *, more: bool = False) -> None:
-        """Write a line to its standard input, and hang up unless there will be more."""
+        """Write a line to the process's standard input, and close it unless there will be more."""
         if self._popen.stdin is None:
             raise RuntimeError(f"{self.command} takes no orders")
         self._popen.stdin.write(line.encode() + b"\n")
@@ -117,15 +118,15 @@ class RunningProcess:
         self._popen.send_signal(number)
 
     def wait(self, limit_s: float = END_S_MAX) -> int:
-        """Wait for its end; the exit code, negative for a signal.
+        """Wait for the end of the process, and return its exit code, negative for a signal.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended within so many seconds.
+            subprocess.TimeoutExpired: it has not ended within `limit_s` seconds.
         """
         return self._popen.wait(limit_s)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end; whether it came."""
+        """Wait for the end of the process; return whether it came."""
         try:
             self.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -133,11 +134,13 @@ class RunningProcess:
         return True
 
     def session(self) -> list[psutil.Process]:
-        """What lives in its session: itself, and all that it has started, whoever their parent is now."""
+        """Return the live processes of its session: itself, and all that it has started, whatever their
+        parent is now.
+        """
         return _in_sessions_of([self])
 
     def descendants(self) -> list[psutil.Process]:
-        """All processes that it has started and that are still below it."""
+        """Return all processes that it has started and that are still its descendants."""
         if self.exit_code is not None:
             return []
         try:
@@ -146,7 +149,7 @@ class RunningProcess:
             return []
 
     def kill(self) -> None:
-        """End it and every descendant, stopped ones too."""
+        """End the process and every descendant, stopped ones too."""
         kill_all([self])
 
     def _in_memory(self) -> Path:
@@ -167,11 +170,11 @@ class RunningProcess:
 
 
 class ForkedProcess(RunningProcess):
-    """A module or a script that runs in a fork of a process that has torch loaded: `forks`.
+    """A module or a script that runs in a fork of a process that has torch loaded.
 
     Args:
-        command: the module, or the path of a script; and its arguments.
-        log, variables: as for RunningProcess.
+        command: the module, or the path of a script, and its arguments.
+        log, variables: as in RunningProcess.
         descriptors: open files for the fork; their numbers there are added to its arguments.
     """
 
@@ -194,8 +197,8 @@ class Processes:
     """Starts processes, and ends them and all their descendants when its block ends.
 
     Args:
-        folder: where they run; by default where this process does.
-        variables: of the environment of each, beside those of this process.
+        folder: the folder in which they run; by default that of this process.
+        variables: variables of each environment, beside those of this process.
     """
 
     def __init__(self, folder: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
@@ -216,12 +219,12 @@ class Processes:
         return self.started[-1]
 
     def fork(self, *command: str, env: Mapping[str, str] | None = None) -> RunningProcess:
-        """Run a module or a script, here, in a fork that has torch loaded; `env` as for `start`."""
+        """Run a module or a script in a fork that has torch loaded; `env` is added to its environment."""
         self.started.append(ForkedProcess(command, None, {**self._variables, **(env or {})}))
         return self.started[-1]
 
     def kill_all(self) -> None:
-        """End all of them."""
+        """End all processes."""
         kill_all(self.started)
 
 
@@ -230,7 +233,7 @@ def kill_all(processes: Iterable[RunningProcess]) -> None:
     processes = list(processes)
     family = _in_sessions_of(processes)
     for process in processes:
-        family += process.descendants()  # those with a session of their own
+        family += process.descendants()  # these may have a session of their own
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGCONT)
@@ -239,23 +242,23 @@ def kill_all(processes: Iterable[RunningProcess]) -> None:
         process._popen.kill()
         process._popen.wait()
         if process._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it was never told anything, and is gone
+            with contextlib.suppress(OSError):  # a process that was never told anything may be gone
                 process._popen.stdin.close()
     wait_ended(family, END_S_MAX)
-    psutil.wait_procs(family, timeout=0)  # reaps orphans, where they come to this process
+    psutil.wait_procs(family, timeout=0)  # reaps orphans, if they come to this process
 
 
 def run_tool(*command: str) -> str | None:
-    """Run a system tool to its end; what it complained of, or None."""
+    """Run a system tool to its end; return its complaint, or None."""
     done = subprocess.run(command, capture_output=True, check=False, text=True)  # noqa: S603 - ours
     return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
 
 
 def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
-    """Wait until all have ended; False if one has not.
+    """Wait until all have ended; return False if one has not.
 
-    A zombie has, once all its threads have: an orphan stays one until process 1 reaps it, which may look for
-    orphans every now and then only.
+    A zombie counts as ended once all its threads have ended: an orphan stays a zombie until process 1 reaps
+    it, which may happen only from time to time.
     """
     waited_for, deadline = list(processes), time.monotonic() + limit_s
     while any(map(is_alive, waited_for)):
@@ -266,7 +269,7 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended."""
+    """Return whether the process has not ended."""
     try:
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
         return process.is_running() and not (is_zombie and process.num_threads() <= 1)
@@ -275,7 +278,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_in_session(process: psutil.Process, *leaders: int) -> bool:
-    """Whether it lives, and in the session of one of the leaders, which are process ids."""
+    """Return whether the process lives, in the session of one of the leaders, which are process ids."""
     try:
         return os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
@@ -283,7 +286,9 @@ def is_in_session(process: psutil.Process, *leaders: int) -> bool:
 
 
 def _in_sessions_of(processes: Iterable[RunningProcess]) -> list[psutil.Process]:
-    """Without those whose number the system has given to another process: none of their session lives."""
+    """Return the live processes of these sessions; a leader whose number another process has by now has
+    none.
+    """
     leaders = [p.pid for p in processes if p.exit_code is None or not psutil.pid_exists(p.pid)]
     if not leaders:
         return []

@@ -1,8 +1,7 @@
-"""Ranks of a job: processes that do what a test asks of them and answer with the result.
-
-They are forks that have torch loaded, which takes milliseconds. What is asked is a function of an importable
-module. It gets `here`, in which the rank keeps what it made: a namespace, or what the caller had it make. So
-the methods of that class may be asked, too: `rank.ask(Member.configure, address)`.
+"""Ranks of a job: processes that run functions for a test and answer with the results. They are forks that
+have torch loaded, which takes milliseconds. A function has to be in an importable module. Its first argument
+is `here`, in which the rank keeps its objects: a namespace, or an object that the caller chose. So the
+methods of that object's class may be run, too: `rank.ask(Member.configure, address)`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ Act = Callable[..., Any]
 
 
 class RankError(AssertionError):
-    """What was asked of a rank failed there, or the rank is gone; the message says how."""
+    """A call failed in the rank, or the rank is gone; the text says how."""
 
 
 class Rank:
-    """One process.
+    """One process, which runs functions for a test.
 
     Args:
-        make: called in the process; gives what every function gets first.
-        limit_s: how long an answer may take.
+        make: called in the process; returns the first argument of every function.
+        limit_s: the limit of an answer, in seconds.
     """
 
     def __init__(self, make: Callable[[], object] = SimpleNamespace, *, limit_s: float = LIMIT_S) -> None:
@@ -61,12 +60,12 @@ class Rank:
         self.process.signal(number)
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it has stopped."""
+        """Send SIGSTOP, and wait until the process has stopped."""
         self.signal(signal.SIGSTOP)
         self.wait_stopped()
 
     def wait_stopped(self) -> None:
-        """Wait until the process is stopped, whoever does that."""
+        """Wait until the process is stopped, by whatever."""
         deadline = time.monotonic() + STOPPED_S_MAX
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             if time.monotonic() > deadline:
@@ -74,22 +73,22 @@ class Rank:
             time.sleep(0.002)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.signal(signal.SIGCONT)
 
     def tell(self, act: Act, *args: Any) -> None:
-        """Ask for something whose answer is fetched later, or never."""
+        """Ask for a call whose answer is fetched later, or never."""
         self._connection.send((act, args))
 
     def has_answer(self) -> bool:
-        """Whether `answer` would return at once."""
+        """Return whether `answer` would return at once."""
         return self._connection.poll()
 
     def answer(self) -> Any:
-        """The oldest answer that was not fetched yet.
+        """Return the oldest answer that was not fetched yet.
 
         Raises:
-            RankError: it is an error, it does not come within the limit, or the rank has ended.
+            RankError: the answer is an error, it does not come within the limit, or the rank has ended.
         """
         if not self._connection.poll(self._limit_s):
             self.signal(signal.SIGUSR2)
@@ -105,17 +104,17 @@ class Rank:
         return answer
 
     def ask(self, act: Act, *args: Any) -> Any:
-        """Ask and wait for the answer."""
+        """Ask for a call, and wait for the answer."""
         self.tell(act, *args)
         return self.answer()
 
     def kill(self) -> None:
-        """SIGKILL, to this process alone, and wait until it is gone."""
+        """Send SIGKILL to this process alone, and wait until it is gone."""
         self.signal(signal.SIGKILL)
         self.process.wait()
 
     def end(self) -> None:
-        """End it and its descendants, whatever state they are in."""
+        """End the process and its descendants, in whatever state they are."""
         end_all([self])
 
 
@@ -123,7 +122,7 @@ class Ranks(list[Rank]):
     """All ranks of a job."""
 
     def ask(self, act: Act, *args: Any) -> list[Any]:
-        """The same of all at once: `act(here, rank, *args)`; the answers in the order of the ranks."""
+        """Run `act(here, rank, *args)` on all ranks at once; return the answers in the order of the ranks."""
         for number, rank in enumerate(self):
             rank.tell(act, number, *args)
         return [rank.answer() for rank in self]
@@ -131,7 +130,7 @@ class Ranks(list[Rank]):
 
 @contextmanager
 def running(count: int, limit_s: float = LIMIT_S) -> Iterator[Ranks]:
-    """Ranks that are killed at the end of the block."""
+    """Start ranks that are killed at the end of the block."""
     ranks = Ranks(Rank(limit_s=limit_s) for _ in range(count))
     try:
         yield ranks
@@ -140,7 +139,7 @@ def running(count: int, limit_s: float = LIMIT_S) -> Iterator[Ranks]:
 
 
 def end_all(ranks: list[Rank]) -> None:
-    """End ranks and their descendants, whatever state they are in."""
+    """End ranks and their descendants, in whatever state they are."""
     kill_all(rank.process for rank in ranks)
     for rank in ranks:
         rank._connection.close()
@@ -150,7 +149,7 @@ def end_all(ranks: list[Rank]) -> None:
 
 
 def main(connection: Connection) -> None:
-    """Do what is asked for until the connection ends."""
+    """Run the calls that are asked for, until the connection ends."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     here = connection.recv()()
@@ -161,7 +160,7 @@ def main(connection: Connection) -> None:
             return
         try:
             answer = True, act(here, *args)
-        except Exception as error:  # noqa: BLE001 - the test is told
+        except Exception as error:  # noqa: BLE001 - the test gets it
             answer = False, f"{type(error).__name__}: {error}"
         connection.send(answer)
 
@@ -169,4 +168,4 @@ def main(connection: Connection) -> None:
 if __name__ == "__main__":
     main(Connection(int(sys.argv[1])))
     sys.stdout.flush()
-    os._exit(0)  # what a rank made may have threads that hang: nothing of it is to be taken down with care
+    os._exit(0)  # threads of the rank's objects may hang, so nothing is torn down

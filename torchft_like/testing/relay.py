@@ -1,7 +1,7 @@
 """A TCP relay that stands between a server and its clients and changes what the server answers.
 
-It can cut an answer short, flip a bit of it or tell when a part of it is out, whatever protocol the
-two speak. What it does to an answer is a filter's business: one is made for each connection.
+It can cut an answer short, flip a bit of it or report when a part of it was sent, in any protocol. A filter
+changes the answer; one is made for each connection.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ CHUNK_BYTES: Final = 64 * 1024
 
 
 class AnswerCutError(Exception):
-    """Raised by a filter: send nothing more, and hang up on both."""
+    """A filter raises this to send nothing more, and to close both connections."""
 
 
 Filter = Callable[[bytes], bytes]
 
 
 class Relay:
-    """Listens beside the target, on a port of its own, until the process ends.
+    """A server on a port of its own, beside the target, until the process ends.
 
     Args:
-        target: host and port of the server.
+        target: the host and the port of the server.
         open_filter: called for every connection; what it returns is called with each piece of the
             answer, on a thread of that connection, and returns what to send instead.
-        request: the same for what the clients say, of all connections.
+        request: a filter of what the clients send, on all connections.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Relay:
             client, _ = self._listener.accept()
             try:
                 server = socket.create_connection(self._target)
-            except OSError:  # the client finds out by this hang-up
+            except OSError:  # the client notices that this closes its connection
                 client.close()
                 continue
             answer = self._open_filter()
@@ -55,21 +55,21 @@ class Relay:
             back.start()
 
     def _serve(self, client: socket.socket, server: socket.socket, answer: Filter) -> None:
-        """Carry both directions; the second thread ends with this one, for both sockets end here."""
+        """Carry both directions; the second thread ends with this one, as both sockets end here."""
         there = threading.Thread(target=_copy, args=(client, server, self._request), daemon=True)
         there.start()
         with client, server:
             _copy(server, client, answer)
             for end in (client, server):
-                with contextlib.suppress(OSError):  # it has hung up already
+                with contextlib.suppress(OSError):  # it was closed already
                     end.shutdown(socket.SHUT_RDWR)
             there.join()
 
 
 def at(offset_bytes: int, act: Filter) -> Filter:
-    """A filter that calls `act` once, with the piece of the answer that begins at this offset.
+    """Make a filter that calls `act` once, with the piece of the answer that begins at this offset.
 
-    What is before it passes as it is, and so does what comes after that piece.
+    The bytes before it, and after that piece, pass unchanged.
     """
     passed = 0
 
@@ -84,7 +84,7 @@ def at(offset_bytes: int, act: Filter) -> Filter:
 
 
 def cut(_: bytes) -> bytes:
-    """Hang up here."""
+    """Close the connections here."""
     raise AnswerCutError
 
 
@@ -94,7 +94,7 @@ def flip_bit(data: bytes) -> bytes:
 
 
 def _copy(source: socket.socket, target: socket.socket, change: Filter) -> None:
-    with contextlib.suppress(OSError, AnswerCutError):  # either side may hang up at any time
+    with contextlib.suppress(OSError, AnswerCutError):  # either side may close the connection at any time
         while data := source.recv(CHUNK_BYTES):
             target.sendall(change(data))
         target.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""What a rank writes down about each step that it commits: the evidence that `invariants` checks.
+"""A rank's records of the steps that it commits: the evidence that `invariants` checks.
 
 It uses the Manager as any script may: an allreduce beside those of the gradients, and its events.
 """
@@ -15,10 +15,10 @@ from torchft_like.testing.journal import Journal
 
 
 class Witness:
-    """Writes the commits of one rank into its journal, see `invariants.Commit`.
+    """Writes the commits of one rank into its journal, as `invariants.Commit` describes them.
 
     Args:
-        index: of the replica group, below 40: its bit in the ledger.
+        index: the index of the replica group, below 40: its bit in the ledger.
     """
 
     def __init__(self, manager: Manager, journal: Journal, index: int) -> None:
@@ -35,10 +35,10 @@ class Witness:
         manager.events.subscribe(self._on_event)
 
     def attend(self, step: int, digest: str | None = None) -> None:
-        """In a step, after its gradients: find out who else takes part in it, and at which step.
+        """Find out which replicas take part in a step, and at which step each is; called after its gradients.
 
         Args:
-            digest: of all parameters, with which the gradients were computed.
+            digest: the digest of all parameters, with which the gradients were computed.
         """
         self._vote = None
         bit = 2.0**self._index
@@ -51,10 +51,10 @@ class Witness:
         self._before = digest
 
     def took_over(self, digest: str) -> None:
-        """A peer's state was loaded.
+        """Note that a peer's state was loaded.
 
         Args:
-            digest: of all parameters now.
+            digest: the digest of all parameters now.
         """
         self._before = digest
 
@@ -62,15 +62,15 @@ class Witness:
     def has_committed(self) -> bool:
         """Whether the step that was attended ended, and was committed.
 
-        Its number does not tell: who heals in it is another step on, be it committed or not.
+        The number of the step does not tell: a replica that heals in it goes on to another step in any case.
         """
         return self._vote is not None and self._vote.fields["committed"] is True
 
     def testify(self, digest: str, **more: object) -> None:
-        """The step that was attended has been committed.
+        """Record that the step that was attended has been committed.
 
         Args:
-            digest: of all parameters after it.
+            digest: the digest of all parameters after it.
         """
         if self._vote is None:
             raise RuntimeError("a step was committed without a commit event")

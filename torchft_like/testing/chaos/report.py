@@ -1,15 +1,14 @@
-"""What a run comes to: numbers, a verdict, and both as text and JSON.
+"""The report of a run: numbers and a verdict, as text and as JSON.
 
-batches      steps committed by rank 0 of a replica group in which its gradients counted, summed
-             over the replica groups, from the first common step on for the length of the run
-kept         batches per second divided by those of a run without faults, of the same settings
-steps lost   attempts at a step that their replica group (rank 0) did not commit; that of a
-             process which is killed is not counted, for it wrote nothing
-recovery     from the injection to the last survivor's first committed step that it began after
-             the fault was felt; what the fault itself lasts is part of it
-whole        from the injection to the first step that all replica groups committed together and
-             began after the fault was lifted
-divergence   a violation of `agreement`, `heal_is_clean` or `no_trace`: other bits at the same step
+batches      steps committed by rank 0 of a replica group in which its gradients counted, summed over the
+             replica groups, from the first common step on for the length of the run kept         batches per
+             second divided by those of a run without faults, of the same settings steps lost   attempts at a
+             step that their replica group (rank 0) did not commit; the attempt of a process that is killed is
+             not counted, as it wrote nothing recovery     from the injection to the last survivor's first
+             committed step that it began after the fault was felt; what the fault itself lasts is part of it
+             whole        from the injection to the first step that all replica groups committed together and
+             began after the fault was lifted divergence   a violation of `agreement`, `heal_is_clean` or
+             `no_trace`: other bits at the same step
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from torchft_like.testing.log import Log
 PERCENTILES = (50, 90, 99, 100)
 BIN_S = 5.0
 LISTED_MAX = 20
-# What cannot be told of a command that writes no digests and no ledger.
+# Invariants that cannot be checked for a command that writes no digests and no ledger.
 NEEDS_JOURNAL = ("agreement", "no_trace", "no_zombie")
 DIVERGENCE = ("agreement", "heal_is_clean", "no_trace")
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of one run.
+    """The throughput of one run.
 
     Attributes:
-        seconds: over which it was counted.
-        steps: how far the job came.
-        batches, steps_lost: see the module.
+        seconds: the seconds over which it was counted.
+        steps: the number of steps that the job made.
+        batches, steps_lost: as the module defines them.
         curve: batches per second in each `BIN_S` seconds.
         quiet_rate: batches per second while no fault was being recovered from.
     """
@@ -61,7 +60,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class OfKind:
-    """All faults of one kind; the times are percentiles 50, 90, 99 and the largest, in seconds."""
+    """The summary of all faults of one kind; times are percentiles 50, 90, 99 and the largest, in seconds."""
 
     faults: int
     felt: int
@@ -72,7 +71,7 @@ class OfKind:
 
 @dataclass(frozen=True)
 class Report:
-    """See the module. Lists hold sentences; whatever is in one of them makes the run a failure."""
+    """The report of a run. `problems` has lists of sentences; a run with any of them has failed."""
 
     setup: Mapping[str, Any]
     throughput: Throughput
@@ -91,18 +90,18 @@ class Report:
 
     @property
     def kept(self) -> float | None:
-        """The part of the fault-free throughput that was kept."""
+        """The part of the fault-free throughput that was kept; None if that is not known."""
         if self.baseline is None or not self.baseline.rate:
             return None
         return self.throughput.rate / self.baseline.rate
 
     def to_json(self) -> str:
-        """Everything."""
+        """Return the whole report as JSON."""
         fields = {**asdict(self), "kept": self.kept, "passed": self.passed}
         return json.dumps(fields, indent=1)
 
     def to_text(self) -> str:
-        """For people."""
+        """Return the report as readable text."""
         return "\n".join([*self._lines(), "", *_table(self.by_kind, self.overall), *self._verdict()]) + "\n"
 
     def save(self, folder: Path) -> None:
@@ -141,7 +140,7 @@ def make_report(
     baseline: Run | None = None,
     skipped: Mapping[str, str] | None = None,
 ) -> Report:
-    """Check everything that a run has written, and sum it up."""
+    """Check all records of a run, and sum them up."""
     outcomes = run.outcomes
     kinds = sorted({outcome.injection.kind for outcome in outcomes})
     of = {kind: [o for o in outcomes if o.injection.kind == kind] for kind in kinds}
@@ -159,7 +158,9 @@ def make_report(
 
 
 def hangs(run: Run) -> list[str]:
-    """Faults that the job did not recover from, and who did not end, in words."""
+    """Return the faults from which the job did not recover, and the replica groups that did not end, in
+    words.
+    """
     return [str(outcome) for outcome in run.outcomes if outcome.is_hang] + run.hangs
 
 
@@ -185,7 +186,7 @@ def measure(run: Run) -> Throughput:
 
 
 def percentiles(values: Iterable[float]) -> tuple[float, ...]:
-    """By nearest rank: each of them is a value that was measured. Empty for no values."""
+    """Compute percentiles by nearest rank, so that each is a measured value; empty if there are no values."""
     ordered = sorted(values)
     ranks = (max(1, math.ceil(percent / 100 * len(ordered))) for percent in PERCENTILES)
     return tuple(ordered[rank - 1] for rank in ranks) if ordered else ()
@@ -232,12 +233,12 @@ def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
 
 
 def _unchecked(run: Run) -> dict[str, str]:
-    """Invariants of which this run says nothing, and why."""
+    """Return the invariants that cannot be checked for this run, and why."""
     return dict.fromkeys(NEEDS_JOURNAL, "the command writes no digests") if run.settings.command else {}
 
 
 def _quiet_rate(run: Run, times: Sequence[float], seconds: float) -> float:
-    """Batches per second outside of the times from an injection until all were back."""
+    """Return the batches per second outside of the times from an injection until all were back."""
     spans = [(o.injection.time, o.injection.time + (o.whole_s or seconds)) for o in run.outcomes]
     end = run.began + seconds
     troubled_s = sum(max(0.0, min(until, end) - max(since, run.began)) for since, until in spans)

@@ -1,4 +1,4 @@
-"""Which fault strikes when, and whom: drawn from a seed, before anything runs.
+"""The schedule of faults, with their times and victims: drawn from a seed, before anything runs.
 
 Kinds are dealt like cards: every kind once in a random order, then all of them again, so that a run of
 n faults has each kind n / kinds times. Nothing here knows how a fault is injected.
@@ -17,13 +17,13 @@ JITTER = 0.2
 
 @dataclass(frozen=True)
 class Kind:
-    """What is drawn for a kind of fault, and what it needs.
+    """A kind of fault: what is drawn for it, and what it needs.
 
     Attributes:
-        says: what it does.
-        duration_s: shortest and longest time until it is lifted.
-        is_lifted_when_felt: it lasts until it was felt, too, as nobody knows when that will be.
-        amount: smallest and largest strength; seconds for a delay, a probability for loss.
+        says: what it does, in words.
+        duration_s: the shortest and the longest time until it is lifted.
+        is_lifted_when_felt: whether it also lasts until it was felt, which may take any time.
+        amount: the smallest and the largest strength: seconds for a delay, a probability for loss.
         needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker",
             "third" (replica group).
     """
@@ -73,12 +73,12 @@ class Planned:
     """One fault of a schedule.
 
     Attributes:
-        number: from 0.
+        number: the number of the fault, from 0.
         at_s: seconds after the beginning of the run.
-        kind: key of `KINDS`.
-        victim: index of a replica group; some kinds have none.
-        duration_s: until it is lifted.
-        amount: see `Kind`.
+        kind: a key of `KINDS`.
+        victim: the index of a replica group; some kinds ignore it.
+        duration_s: seconds until it is lifted.
+        amount: the strength, as `Kind` describes it.
     """
 
     number: int
@@ -90,18 +90,18 @@ class Planned:
 
 
 def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, replicas: int) -> list[Planned]:
-    """The schedule of a run.
+    """Draw the schedule of a run.
 
     Args:
         seed: the same seed and arguments give the same schedule.
         kinds: keys of `KINDS`.
         length_s: no fault is planned after this.
-        interval_s: between two faults, give or take a fifth; the first one comes after half of it.
-        replicas: how many replica groups there are.
+        interval_s: seconds between two faults, give or take a fifth; the first one comes after half of it.
+        replicas: the number of replica groups.
 
     Raises:
         ValueError: a kind is unknown, or there is none; a time is not positive, or no fault fits into them;
-            there is nobody to strike.
+            there is no replica group.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
@@ -110,7 +110,7 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
         raise ValueError(
             f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0 and finite"
         )
-    chance = random.Random(seed)  # noqa: S311 - faults, not secrets
+    chance = random.Random(seed)  # noqa: S311 - for faults, not for secrets
     dealt = _deal(chance, kinds)
     plan: list[Planned] = []
     while (at_s := _time(chance, len(plan), interval_s)) < length_s:
@@ -138,5 +138,5 @@ def _deal(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
 
 
 def _time(chance: random.Random, number: int, interval_s: float) -> float:
-    """Around the middle of the fault's own interval."""
+    """Return a time around the middle of the fault's own interval."""
     return interval_s * (number + 0.5 + chance.uniform(-JITTER, JITTER))

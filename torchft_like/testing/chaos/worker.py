@@ -1,9 +1,9 @@
 """One rank of a replica group in a chaos run: a tiny model, trained by the public API.
 
-It writes every step that it commits into a journal, with a digest of its parameters and a ledger of
-who took part (see `invariants.Commit`), and every checkpoint that it saved, or could not save. Its
-state goes to healing peers through a relay that can spoil it; the engine asks for that by putting
-a file into the folder of triggers. It knows nothing of any other fault.
+It writes every step that it commits into a journal, with a digest of its parameters and a ledger of the
+replicas that took part (`invariants.Commit`), and every checkpoint that it saved, or could not save. Its
+state goes to healing peers through a relay that can spoil it; the engine asks for that by putting a file into
+the folder of triggers. It knows nothing of any other fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 from torchft_like.testing.witness import Witness
 
-# Where in an answer a fault strikes: behind the head, inside the state.
+# The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
 TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
 _CLONE_NEWNET = 0x40000000
@@ -54,7 +54,7 @@ def main() -> None:
     _warm_up()
     text = sys.stdin.readline()
     if not text:
-        return  # not needed any more
+        return  # the engine does not need this worker any more
     order = Order.from_json(text)
     if order.namespace:
         _enter_network(order.namespace)
@@ -83,12 +83,12 @@ class Model:
         self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, a function of the rank and the step."""
+        """Return inputs and targets, a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
         return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
     def digest(self) -> str:
-        """SHA-256 of all parameters and of the optimizer's momentum."""
+        """Return the SHA-256 of all parameters and of the optimizer's momentum."""
         digest = hashlib.sha256()
         for parameter in self.net.parameters():
             momentum = self.optimizer.state[parameter].get("momentum_buffer")
@@ -111,7 +111,7 @@ class Model:
 
 
 class Loop:
-    """The training loop's body, and what it writes down."""
+    """The body of the training loop, and its records."""
 
     def __init__(self, order: Order, model: Model, manager: Manager, journal: Journal) -> None:
         self._order = order
@@ -125,7 +125,7 @@ class Loop:
         model.taken_over = self._witness.took_over
 
     def attempt_step(self) -> None:
-        """One attempt at a step; it is written down, committed or not."""
+        """Attempt a step, and record it, committed or not."""
         began = time.time()
         self._optimizer.zero_grad()
         time.sleep(self._order.training.pause_s)
@@ -145,14 +145,14 @@ class Loop:
 
 
 class Checkpoint:
-    """The last good state on disk: a failure to write a new one leaves the old one as it was."""
+    """The last good state on disk, which stays as it is if a new one cannot be written."""
 
     def __init__(self, folder: Path, name: str, journal: Journal) -> None:
         self._path = folder / f"{name}.checkpoint"
         self._journal = journal
 
     def save(self, step: int, net: nn.Module) -> None:
-        """Save the parameters. A failure is written down, and training goes on."""
+        """Save the parameters. A failure is recorded, and training goes on."""
         content = b"".join(tensor.detach().numpy().tobytes() for tensor in net.state_dict().values())
         unfinished = self._path.with_suffix(".unfinished")
         try:
@@ -169,7 +169,7 @@ class Checkpoint:
 
 
 class SpoiltTransport(HTTPTransport[Any]):
-    """Sends its answers through a relay that spoils one when it finds a trigger."""
+    """A transport that sends its answers through a relay, which spoils one when it finds a trigger."""
 
     def __init__(self, triggers: Path, journal: Journal, timeout: timedelta, hostname: str) -> None:
         super().__init__(timeout=timeout, hostname=hostname)
@@ -178,7 +178,7 @@ class SpoiltTransport(HTTPTransport[Any]):
         self._relay: Relay | None = None
 
     def metadata(self) -> str:
-        """The address of the relay."""
+        """Return the address of the relay."""
         metadata = super().metadata()
         match = re.search(r"://([^/:]+):(\d+)", metadata)
         if match is None:
@@ -199,7 +199,7 @@ class SpoiltTransport(HTTPTransport[Any]):
 
 
 def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
-    """The Manager of this rank; the addresses come from the environment."""
+    """Make the Manager of this rank; its addresses come from the environment."""
     timeout = timedelta(seconds=order.training.timeout_s)
     host = order.variables["CHAOS_HOST"]
     return Manager(
@@ -216,7 +216,7 @@ def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
 
 
 def seed_of(*parts: str) -> int:
-    """A seed that is the same in every process."""
+    """Return a seed that is the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
 
 
@@ -234,7 +234,7 @@ def _warm_up() -> None:
 
 
 def _enter_network(path: str) -> None:
-    """Before there is any other thread: the call is for this one, and for those that it will start."""
+    """Enter a network namespace, before there is any other thread: threads that start later inherit it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
