@@ -1,7 +1,7 @@
 """Fault-tolerant, reconfigurable process groups for PyTorch, and the Manager that keeps them together.
 
-What loads torch or gRPC is loaded when it is first asked for: commands answer `--help` at once, and
-whoever uses process groups alone does not pay for gRPC, nor does the subprocess of a Baby group.
+Modules that load torch or gRPC are loaded when they are first used: commands answer `--help` at once, and a
+program that uses only process groups does not pay for gRPC, nor does the subprocess of a Baby group.
 """
 
 import importlib

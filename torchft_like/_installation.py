@@ -1,6 +1,6 @@
 """The version that is installed, and whether the package `lighthouse` is the one that came with it.
 
-Another project on the package index has that name. torchft_like imports this before anything else.
+Another project on the package index has that name, too. torchft_like imports this module before any other.
 """
 
 from __future__ import annotations

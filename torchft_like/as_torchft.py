@@ -4,13 +4,13 @@
     torchrun --nproc-per-node=2 -m torchft_like.as_torchft -m package.train
     python -m torchft_like.as_torchft -c 'from torchft import Manager'
 
-From then on `torchft` and its submodules are `torchft_like` and its submodules, in this process and in
-all that it starts: they find the folder `as_torchft_path` on their path, where `torchft` is a module
+From then on `torchft` and its submodules are `torchft_like` and its submodules, in this process and in all
+processes that it starts: they find the folder `as_torchft_path` on their path, where `torchft` is a module
 that imports this one. `import torchft_like.as_torchft`, before anything imports torchft, does the same within
 a script.
 
 A torchft that is installed too, or lies beside the script, is not loaded there, nor any part of it: what this
-package lacks is an ImportError. Where nothing of this was called, `torchft` is the installed one as ever.
+package lacks is an ImportError. Without this module, `torchft` is the installed one as usual.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LACKING = (
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Finds a module under torchft's name where there is one under ours, and loads that one."""
+    """Finds a module under torchft's name if there is one under this package's, and loads that one."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,7 +51,8 @@ class _Alias(MetaPathFinder, Loader):
             return None
         ours = importlib.util.find_spec(OURS + name.removeprefix(THEIRS))
         if ours is None:
-            if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # it is imported, not looked for
+            # it is being imported, not merely looked for
+            if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
                 raise ModuleNotFoundError(_LACKING.format(name=name), name=name)
             return None
         is_package = ours.submodule_search_locations is not None
@@ -61,7 +62,7 @@ class _Alias(MetaPathFinder, Loader):
         return importlib.import_module(spec.loader_state.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been executed under its own name, which it keeps."""
+        """Restore the module's own spec: it has been executed under its own name, which it keeps."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
@@ -84,9 +85,9 @@ def install() -> None:
 
 
 def _put_on_path() -> None:
-    """Have processes that multiprocessing spawns, which are given `sys.path`, find our `torchft`.
+    """Make `torchft` known to processes that multiprocessing spawns, which get `sys.path`.
 
-    First on it is the folder of the script, and stays so unless there is another torchft.
+    The folder of the script stays first on the path unless it has another torchft.
     """
     sys.path[:] = [folder for folder in sys.path if folder != PATH]
     is_beside = importlib.machinery.PathFinder.find_spec(THEIRS, sys.path[:1]) is not None
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def _run_path(path: str) -> None:
-    finder = pkgutil.get_importer(path)  # of a folder or an archive, which hold a __main__.py
+    finder = pkgutil.get_importer(path)  # finds a __main__.py in a folder or an archive
     if not sys.flags.safe_path:
         sys.path[0] = path if finder is not None else str(Path(path).resolve().parent)
         _put_on_path()
@@ -141,13 +142,15 @@ def _run_module(spec: importlib.machinery.ModuleSpec | None) -> None:
 
 
 def _run(code: CodeType, spec: importlib.machinery.ModuleSpec | None = None, file: str | None = None) -> None:
-    """Run as `__main__`, which this stays: threads and exit handlers outlive the text of a script."""
+    """Run code as `__main__`, which stays in place: threads and exit handlers outlive the text of a
+    script.
+    """
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __spec__=spec, __package__=spec.parent if spec else None)
     if file is not None:
         module.__file__ = file
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)  # noqa: S102 - it is what the caller asked for
+    exec(code, module.__dict__)  # noqa: S102 - the caller asked for this code
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The names by which torch makes our groups: `dist.init_process_group("torchft-gloo")`.
+"""The names by which torch makes this package's groups: `dist.init_process_group("torchft-gloo")`.
 
-torch learns them when both torch and this package are loaded, whichever comes first: importing this
-package does not load torch, which takes seconds that `--help` need not take.
+torch gets to know them when both torch and this package are loaded, whichever comes first: importing this
+package does not load torch, which would cost `--help` seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Origin(NamedTuple):
-    """Where the class of a backend's groups is found, and on what devices their tensors are."""
+    """The class of a backend's groups, and the devices of their tensors."""
 
     module: str
     class_name: str
@@ -36,7 +36,7 @@ BACKENDS = MappingProxyType(
 
 
 def register_backends() -> None:
-    """Make the names of `BACKENDS` known to torch, which this loads; again does no harm."""
+    """Register the names of `BACKENDS` with torch, which this loads; a second call changes nothing."""
     backend = importlib.import_module("torch.distributed").Backend
     for name, origin in BACKENDS.items():
         create = functools.partial(_create, name)
@@ -44,7 +44,7 @@ def register_backends() -> None:
 
 
 def register_with_torch() -> None:
-    """Register the backends now where torch is loaded, else as soon as it is."""
+    """Register the backends now if torch is loaded, else as soon as it is."""
     if "torch" in sys.modules:
         register_backends()
     else:
@@ -57,7 +57,7 @@ def _create(name: str, wanted: Any, pg_options: object) -> Any:
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch where the other finders do, and has its loader register the backends afterwards."""
+    """Finds torch as the other finders do, and makes its loader register the backends afterwards."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

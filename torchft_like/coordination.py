@@ -1,6 +1,5 @@
-"""The coordination layer by itself: servers and clients, for those who build their own protocol on it.
-
-Everything here is what the Manager uses too. Names and arguments are torchft's.
+"""The coordination layer by itself: servers and clients, for programs with a protocol of their own. The
+Manager uses the same. Names and arguments are torchft's.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class LighthouseServer:
 
     Args:
         bind: `host:port`; port 0 takes a free one. Loopback by default.
-        min_replicas: a quorum never has fewer members.
-        settings: any other field of `LighthouseConfig`; None is the default, which for `join_timeout_ms` is
-            100 here, as in torchft, and 60,000 for the daemon.
+        min_replicas: the smallest quorum that may form.
+        settings: any other field of `LighthouseConfig`; None means the default, which for `join_timeout_ms`
+            is 100 here, as in torchft, and 60,000 for the daemon.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -65,11 +64,11 @@ class LighthouseServer:
         self._lighthouse = self._loop.run(Lighthouse.start(config, address))
 
     def address(self) -> str:
-        """`http://host:port`, for TORCHFT_LIGHTHOUSE."""
+        """Return `http://host:port`, for TORCHFT_LIGHTHOUSE."""
         return self._lighthouse.address.url
 
     def describe(self) -> str:
-        """For people: who is in, who is awaited, and why there is no quorum yet."""
+        """Describe who is in the quorum, who is awaited, and why there is no quorum yet."""
         return self._loop.run(self._describe())
 
     async def _describe(self) -> str:
@@ -82,7 +81,7 @@ class LighthouseServer:
 
 @dataclass(frozen=True)
 class Timestamp:
-    """Time since the Unix epoch."""
+    """A time since the Unix epoch."""
 
     seconds: int
     nanos: int
@@ -90,7 +89,7 @@ class Timestamp:
 
 @dataclass(frozen=True)
 class QuorumMember:
-    """One replica group in a quorum; `data` is whatever JSON object it joined with."""
+    """One replica group in a quorum; `data` is the JSON object with which it joined."""
 
     replica_id: str
     address: str
@@ -111,11 +110,11 @@ class Quorum:
 
 
 class LighthouseClient:
-    """Unary calls to the lighthouse at `addr` (`http://host:port`).
+    """A client of the lighthouse at `addr` (`http://host:port`), for its unary calls.
 
     Raises:
         AddressError: the address is malformed.
-        ConnectError: nothing answered there within `connect_timeout`.
+        ConnectError: no lighthouse answered there within `connect_timeout`.
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -146,8 +145,8 @@ class LighthouseClient:
 
         Raises:
             ConfigError: `data` cannot be written as JSON.
-            QuorumTimeoutError: no quorum within `timeout`.
-            ConnectError: the lighthouse is away.
+            QuorumTimeoutError: there was no quorum within `timeout`.
+            ConnectError: the lighthouse cannot be reached.
         """
         member = pb.QuorumMember(
             replica_id=replica_id,
@@ -169,7 +168,7 @@ class LighthouseClient:
         )
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Say that a replica group which uses unary calls is alive."""
+        """Send a heartbeat for a replica group that uses unary calls."""
         request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
         self._call(wire.HEARTBEAT, request, pb.LighthouseHeartbeatResponse, timeout)
 

@@ -1,8 +1,8 @@
-"""Which samples a rank of a replica group sees.
+"""The samples of a rank of a replica group.
 
-The data set is cut for the largest number of replica groups that there may be, so that the shard
-of a group does not change while others come and go. What that costs: while a group is away nobody
-trains on its shard, and a step that is not committed drops its batch.
+The data set is cut for the largest number of replica groups that there may be, so that the shard of a group
+does not change while others come and go. That has a cost: while a group is away no replica trains on its
+shard, and a step that is not committed drops its batch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class DistributedSampler(_TorchSampler[Any]):
     `group_rank + num_replicas * replica_rank` of `num_replicas * num_replica_groups`.
 
     Args:
-        dataset: what to draw from; anything with a length.
+        dataset: the data set, or anything else with a length.
         replica_rank: this replica group's number, in [0, num_replica_groups). It is the user's own
             numbering and must be the same again after a restart.
         num_replica_groups: the largest number of replica groups that will ever be.
         group_rank: this rank within its replica group; None takes it from `torch.distributed` if
             that is initialized, else from RANK, else 0.
-        num_replicas: ranks per replica group, the same in all; None takes it from
+        num_replicas: the number of ranks per replica group, the same in all; None takes it from
             `torch.distributed` if that is initialized, else from WORLD_SIZE, else 1.
         **kwargs: `shuffle`, `seed` and `drop_last`, as for torch's sampler.
 

@@ -1,6 +1,7 @@
 """Data parallel training over the replica groups of the current quorum.
 
-No `from __future__ import annotations` here: torch reads the annotations of the communication hook.
+The module has no `from __future__ import annotations`, because torch reads the annotations of the
+communication hook.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ from torchft_like.process_group.collectives import Collective
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with its buckets reduced by a Manager.
 
-    The hook hands back the future of each bucket, so the backward pass goes on while buckets reduce.
-    An error leaves the backward pass alone: it makes `should_commit` say no. A parameter that one replica
+    The hook returns the future of each bucket, so the backward pass goes on while buckets reduce. An error
+    does not disturb the backward pass: it makes `should_commit` return False. A parameter that one replica
     used gets a gradient on all of them.
 
     Unlike torch's, it does not compare or broadcast parameters at the start (the Manager's init_sync
@@ -30,12 +31,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     replicas that joined at different times.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         module: the model.
-        ddp_kwargs: for torch's class; `find_unused_parameters` is True, whatever is given.
+        ddp_kwargs: the arguments for torch's class; `find_unused_parameters` is always True.
 
     Raises:
-        NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed.
+        NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed were
+          given.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
@@ -46,7 +48,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(
             module,
             process_group=_OfReducer(manager),
-            # The reducer rebuilds its buckets after the first step unless it looks for unused parameters.
+            # Unless it looks for unused parameters, the reducer rebuilds its buckets after the first step.
             find_unused_parameters=True,
             **ddp_kwargs,
         )
@@ -55,7 +57,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._steps_given_up = manager.steps_given_up
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own. A backward pass that an exception ended, and the step with it, is forgotten."""
+        """Run the module's forward pass. A backward pass that an exception ended, and the step with it, is
+        forgotten.
+        """
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
@@ -70,11 +74,10 @@ _UNFIT = {
 
 
 class _OfReducer(ProcessGroupDummy):
-    """What torch's reducer does beside the buckets.
-
-    The collectives of its constructor find nobody. But which parameters were used is asked of all members:
-    whoever did not use one leaves its gradient as it is, and would so take another step than the others.
-    Those that heal are asked, too, since they fill in a gradient for whatever they used themselves.
+    """The group of torch's reducer for its collectives other than those of buckets. The collectives of its
+    constructor have one member. But the reduction of which parameters were used includes all members: a
+    replica that did not use a parameter keeps its old gradient, and would take another step than the others.
+    Healing replicas are included, too, since they contribute a gradient for each parameter that they used.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -85,7 +88,7 @@ class _OfReducer(ProcessGroupDummy):
         if collective.name == "allreduce":
             call = collective.bind(args, kwargs)
             tensors, options = call.reduction()
-            if tensors[0].dtype == torch.int32:  # the only other one is that of `join`, of floats
+            if tensors[0].dtype == torch.int32:  # the only other allreduce is that of `join`, of floats
                 return self._manager.group_allreduce(tensors, options, of_all_members=True)
         return super()._run(collective, args, kwargs)
 
@@ -95,11 +98,12 @@ def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Fut
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Reduces every gradient by itself, as soon as it is there. Simple, and slower than buckets.
+    """A simple data parallel module that reduces every gradient by itself, as soon as it is there. It is
+    slower than buckets.
 
-    Gradients are final when the backward pass returns. Works where torch's reducer does not, such as with
-    models that are changed between steps. But in each step all replicas must use the same parameters, on
-    one device, so that they reduce them in the same order.
+    Gradients are final when the backward pass returns. It works where torch's reducer does not, such as with
+    models that are changed between steps. But in each step all replicas must use the same parameters, on one
+    device, so that they reduce them in the same order.
     """
 
     def __init__(self, manager: Manager, module: nn.Module) -> None:
@@ -108,11 +112,13 @@ class PureDistributedDataParallel(nn.Module):
         self._hooks: _GradientHooks | None = _GradientHooks(manager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, be it an average of the parameters or a file: it reduces nothing."""
+        """Return the state of a copy, such as an average of the parameters or a file: a copy reduces
+        nothing.
+        """
         return {**self.__dict__, "_hooks": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Run the module's forward pass."""
         if self._hooks is not None:
             self._hooks.add_to(self.module)
         return self.module(*args, **kwargs)
@@ -124,7 +130,7 @@ class _GradientHooks:
         self._hooked = WeakIdKeyDictionary()
 
     def add_to(self, module: nn.Module) -> None:
-        """To the parameters that have none yet."""
+        """Add hooks to the parameters that have none yet."""
         for parameter in module.parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
@@ -138,5 +144,5 @@ class _GradientHooks:
         def finish() -> None:
             work.wait()
 
-        # At the end of the backward pass: what comes then reads the gradient, or adds to it.
+        # The wait is at the end of the backward pass, because later code reads the gradient, or adds to it.
         torch.autograd.Variable._execution_engine.queue_callback(finish)

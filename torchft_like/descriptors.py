@@ -1,4 +1,4 @@
-"""File descriptors over a Unix socket. The socket module's own functions for it ignore their flags."""
+"""File descriptors over a Unix socket. The socket module's own functions for this ignore their flags."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def send_descriptors(end: socket.socket, data: bytes, descriptors: Sequence[int]
 def receive_descriptors(
     end: socket.socket, bytes_max: int, descriptors_max: int, flags: int = 0
 ) -> tuple[bytes, list[int]]:
-    """A message, and descriptors that now belong to the caller and to no program that it starts."""
+    """Receive a message, and descriptors that belong to the caller and to no program that it starts."""
     room = ancillary_bytes(descriptors_max)
     data, ancillary, _, _ = end.recvmsg(bytes_max, room, flags | socket.MSG_CMSG_CLOEXEC)
     return data, descriptors_in(ancillary)
 
 
 def despite_reset(receive: Callable[[], T]) -> T:
-    """What `receive` gives; also where the peer is gone, and had left something unread.
+    """Return `receive()`, even if the peer is gone and had left something unread.
 
-    The system then says so, once, ahead of what the peer had sent before.
+    The system then reports a reset once, before the data that the peer had sent.
     """
     try:
         return receive()
@@ -40,12 +40,12 @@ def despite_reset(receive: Callable[[], T]) -> T:
 
 
 def ancillary_bytes(descriptors_max: int) -> int:
-    """The room that so many descriptors need beside a message."""
+    """Return the room that this many descriptors need beside a message."""
     return socket.CMSG_SPACE(descriptors_max * _BYTES)
 
 
 def descriptors_in(ancillary: Ancillary) -> list[int]:
-    """What came beside a message."""
+    """Return the descriptors that came beside a message."""
     found = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

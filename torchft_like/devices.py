@@ -1,11 +1,10 @@
-"""The accelerator of this process, as threads that work beside the training thread have to treat it.
-
-Two things must not come of what they do. A process that has used no device must not begin to, for a
-context takes half a gigabyte of it. And a CUDA graph that another thread captures must not be spoilt: while
-a capture lasts, in the mode that torch's captures have, CUDA fails every call of any thread that it holds
-unsafe, such as a question to an event, and the capture with it. Whether it does is a setting of the
-thread that calls. torch changes it around its own watchdog's questions and offers Python no function for
-that, so it is changed here by CUDA's own function, of the library that torch has loaded.
+"""The use of this process's accelerator by threads beside the training thread. They must not do two things. A
+process that has used no device must not begin to, as a context takes half a gigabyte of its memory. And a
+CUDA graph that another thread captures must not be spoilt: while a capture lasts, in the mode of torch's
+captures, CUDA fails every call of any thread that it considers unsafe, such as a query of an event, and the
+capture with it. Whether it does is a setting of the calling thread. torch changes it around its own
+watchdog's queries and offers Python no function for that, so this module calls CUDA's own function, in the
+library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch._C._distributed_c10d import Work
 
-# Of CUDA's enumeration cudaStreamCaptureMode: a call is unsafe only where its own thread captures.
+# A value of CUDA's enumeration cudaStreamCaptureMode: a call is unsafe only in the thread that captures.
 THREAD_LOCAL = 1
 
 _logger = logging.getLogger(__name__)
 
 
 def is_in_use() -> bool:
-    """Whether this process has used an accelerator; to ask uses none."""
+    """Return whether this process has used an accelerator; this uses none."""
     if (accelerator := torch.accelerator.current_accelerator()) is None:
         return False
     is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
@@ -35,20 +34,20 @@ def is_in_use() -> bool:
 
 @contextmanager
 def beside_captures(device: torch.device | int | None) -> Iterator[None]:
-    """A block with `device` as the thread's current one, whose calls spoil no capture of another thread.
+    """Make `device` the thread's current one for a block whose calls spoil no capture of another thread.
 
     Every thread of this library that works with a GPU does it in such a block.
 
     Args:
-        device: of an accelerator, or its index: what is current is a matter of the thread, and CUDA makes a
-            context on the one that is. A CPU, None, and a process without accelerator change nothing.
+        device: an accelerator's device, or its index: each thread has a current device, and CUDA makes a
+          context on that one. A CPU, None, and a process without accelerator change nothing.
     """
     index = device.index if isinstance(device, torch.device) else device
     if index is None or not is_in_use():
         yield
         return
     with torch.accelerator.device_index(index):
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # XPU, say
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # it may be an XPU
             yield
             return
         before = _exchange_capture_mode(THREAD_LOCAL)
@@ -59,7 +58,7 @@ def beside_captures(device: torch.device | int | None) -> Iterator[None]:
 
 
 def keeping(kept: object, is_past: Callable[[], bool]) -> Callable[[], bool]:
-    """Such a question, which keeps something alive for as long as somebody may ask it."""
+    """Return `is_past` as a function that keeps an object alive for as long as the function is kept."""
     return functools.partial(_ask, kept, is_past)
 
 
@@ -69,15 +68,15 @@ def _ask(kept: object, is_past: Callable[[], bool]) -> bool:
 
 @contextmanager
 def after(works: Iterable[Work], tensors: object) -> Iterator[None]:
-    """A block on a stream of its own, on which what the works have queued comes first.
+    """Enter a block on a stream of its own, which waits for what the works have queued.
 
-    For a thread of the backend that learns that works are over: on the device their results may be still to
-    come, and the stream that is current there waits for nobody. A future that is completed in the block
-    makes whoever waits for it wait for the block's stream.
+    It is for a thread of the backend that learns that works are over: on the device their results may still
+    be to come, and the thread's current stream does not wait for them. A stream that waits for a future that
+    is completed in the block waits for the block's stream.
 
     Args:
-        works: done, as far as the host can tell.
-        tensors: theirs, in nested lists; where none is on a CUDA device nothing is changed.
+        works: works that are done, as far as the host can tell.
+        tensors: the tensors of the works, in nested lists; if none is on a CUDA device nothing is changed.
     """
     devices = set(_cuda_devices(tensors)) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with ExitStack() as block:
@@ -100,7 +99,7 @@ def _cuda_devices(tensors: object) -> Iterator[torch.device]:
 
 
 def _exchange_capture_mode(mode: int) -> int:
-    """Set the thread's mode; gives the one before. A failure is logged: what comes next meets it, too."""
+    """Set the thread's mode, and return the one before. A failure is logged: later calls meet it, too."""
     if (exchange := _exchange_function()) is None:
         return mode
     value = ctypes.c_int(mode)

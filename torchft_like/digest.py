@@ -1,8 +1,8 @@
 """A fingerprint of a state dict: equal exactly when two replicas hold the same bits.
 
-The state is written by the codec, dicts in the order of the bytes of their keys, and SHA-256 is taken of
-what is written. What cannot be written is refused, because a digest that skips something is worse than
-none. The module knows nothing of replicas or of the Manager.
+The codec encodes the state, dicts in the order of the bytes of their keys, and SHA-256 is taken of the
+result. A value that cannot be encoded is refused, because a digest that skips a value is worse than none. The
+module knows nothing of replicas or of the Manager.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torchft_like.plain_data.writing import about_key, refuse, write_tensor
 
 
 def state_digest(state_dict: Mapping[str, object]) -> str:
-    """SHA-256 over the names, shapes, dtypes and bytes of everything in `state_dict`, as 64 hex digits.
+    """Return the SHA-256 over the names, shapes, dtypes and bytes of everything in `state_dict`, as 64 hex
+    digits.
 
     It may hold None, bool, int, float, str, bytes, dense tensors, and dicts, lists and tuples of
     these, as the state dicts of modules and optimizers do. Neither the order of a dict nor the
@@ -28,8 +29,8 @@ def state_digest(state_dict: Mapping[str, object]) -> str:
     list and a tuple all differ. Digests of different versions of this package differ.
 
     Raises:
-        TypeError: a value or a key is of another type; the message says where.
-        ValueError: it is nested more than 64 deep.
+        TypeError: a value or a key is of another type; the text says where.
+        ValueError: the state is nested more than 64 deep.
     """
     structure, leaves = write(state_dict, _DIGESTED)
     digest = hashlib.sha256(structure)
@@ -39,7 +40,7 @@ def state_digest(state_dict: Mapping[str, object]) -> str:
 
 
 def _write_other(value: object, sheet: Sheet, depth: int) -> None:
-    """A subclass is digested like what it is a kind of: the two compare equal."""
+    """Write a subclass as its base type: the two compare equal."""
     for kind in (bool, int, float, str, bytes, list, tuple):
         if isinstance(value, kind):
             SIMPLE[kind](value, sheet, depth)
@@ -51,7 +52,7 @@ def _write_other(value: object, sheet: Sheet, depth: int) -> None:
 
 
 def _write_sorted(value: Mapping[object, object], sheet: Sheet, depth: int) -> None:
-    """In an order that is the same however the dict came to be: that of the bytes of its keys."""
+    """Write a dict in the order of the bytes of its keys, however it was built."""
     sheet.open(DICT, len(value), depth)
     key: object = None
     try:
@@ -66,10 +67,10 @@ def _write_sorted(value: Mapping[object, object], sheet: Sheet, depth: int) -> N
             sheet.put(data)
             sheet.write(value[key], depth + 1)
     except Unfit as unfit:
-        raise unfit.within(key)  # noqa: B904 - the same one
+        raise unfit.within(key)  # noqa: B904 - the same error
 
 
-# Nobody reads it, so nothing limits it but the depth.
+# A digest is never read, so only the depth is limited.
 _DIGESTED = Schema(
     writers={**SIMPLE, dict: _write_sorted, Tensor: write_tensor, nn.Parameter: write_tensor},
     other=_write_other,

@@ -1,6 +1,5 @@
-"""The types of the numbers that travel between processes: torch's by its place here, numpy's by its own code.
-
-Shared by everything that writes tensors or arrays down as bytes.
+"""The dtypes of numbers that are sent between processes: torch's by their index here, numpy's by their own
+codes. All modules that encode tensors or arrays share them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import re
 import numpy as np
 import torch
 
-# The order is part of the wire format: what is new goes to the end.
+# The order is part of the wire format: new dtypes go to the end.
 # fmt: off
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -23,7 +22,7 @@ DTYPES = (
 )
 # fmt: on
 
-# In these, and no others, every backend can reduce.
+# The dtypes that every backend can reduce.
 REDUCIBLE = frozenset(
     {
         torch.float64,
@@ -41,12 +40,12 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
 
 def is_numpy_number(code: str) -> bool:
-    """Whether the code (`<f4`) is that of a number, and so of no object, string, date or record."""
+    """Return whether the code (`<f4`) is that of a number, not of an object, string, date or record."""
     return _NUMPY_DTYPE.fullmatch(code) is not None
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """The dtype of a code.
+    """Return the dtype of a code.
 
     Raises:
         ValueError: it is not the code of a number, or numpy has none of that size.

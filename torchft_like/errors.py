@@ -1,4 +1,4 @@
-"""The errors of the runtime: what happened, whose fault it is, what to do.
+"""The errors of the runtime. Their texts say what happened, whose fault it is and what to do.
 
 Bad arguments are ValueError (or a subclass below that is one); everything about the job's state
 derives from `FaultToleranceError`.
@@ -62,11 +62,15 @@ class FaultToleranceError(RuntimeError):
 
 
 class ConnectError(FaultToleranceError, ConnectionError):
-    """A service could not be reached within `connect_timeout`; names the address and what to check."""
+    """A service could not be reached within `connect_timeout`; the text names the address and what to
+    check.
+    """
 
 
 class QuorumTimeoutError(FaultToleranceError, TimeoutError):
-    """No quorum within `quorum_timeout`; says who was missing or that the lighthouse was away."""
+    """There was no quorum within `quorum_timeout`; the text names the missing replicas, or the lighthouse's
+    absence.
+    """
 
 
 class GroupLostError(FaultToleranceError):
@@ -86,11 +90,11 @@ class MaxRetriesError(FaultToleranceError):
 
 
 class DivergenceError(FaultToleranceError):
-    """Replicas hold different states after the same step, and healing is no way out."""
+    """Replicas hold different states after the same step, and healing cannot mend that."""
 
 
 class NotSupportedError(FaultToleranceError, NotImplementedError):
-    """The operation is not available here; says what to use instead."""
+    """The operation is not available here; the text says what to use instead."""
 
 
 class ShutdownError(FaultToleranceError):
@@ -140,12 +144,12 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
     Attributes:
         seconds: how long the others waited.
         missing: the ranks that did not come.
-        waiting: what each of the others waits in, by rank.
+        waiting: the calls in which each of the others waits, by rank.
     """
 
     def __init__(self, seconds: float, missing: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
-        self.args = seconds, missing, waiting  # given to OSError they would be an errno and a file
+        self.args = seconds, missing, waiting  # as arguments of OSError they would be an errno and a file
         self.seconds = seconds
         self.missing = tuple(missing)
         self.waiting = waiting
@@ -156,11 +160,11 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
 
 
 class PeerLostError(ProcessGroupError):
-    """Ranks have left the group, or died, that others wait for; `configure` without them goes on.
+    """Ranks for which others wait have left the group, or died; `configure` without them goes on.
 
     Attributes:
         lost: the ranks that are gone.
-        waiting: what each of the others waits in, by rank.
+        waiting: the calls in which each of the others waits, by rank.
     """
 
     def __init__(self, lost: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
@@ -181,27 +185,33 @@ class StaleGangError(GangError):
 
 
 class TopologyError(FaultToleranceError, ValueError):
-    """The size of a gang does not factor as a topology wants it; says which sizes would do."""
+    """The size of a gang does not factor as a topology requires; the text says which sizes would do."""
 
 
 class InvalidOperationError(FaultToleranceError):
-    """What was asked for was done already, or comes too late."""
+    """The operation was done already, or comes too late."""
 
 
 class GroupCoordinatorError(FaultToleranceError):
-    """The members of a group coordinator could not communicate, or it is of no more use; see the cause."""
+    """The members of a group coordinator could not communicate, or it cannot be used any more; the cause says
+    why.
+    """
 
 
 class StaleEpochError(GroupCoordinatorError):
-    """The members of an elastic coordinator have changed since; what was asked for is of the ones before."""
+    """The members of an elastic coordinator have changed since; the operation belongs to the members
+    before.
+    """
 
 
 class ChangeRolledBackError(GroupCoordinatorError):
-    """A change of members did not come about, on any of them: those before it go on; says why."""
+    """A change of members failed, on all of them, and the members before it go on; the text says why."""
 
 
 class ChangeInDoubtError(GroupCoordinatorError):
-    """Whether a change of members came about is not known here: there are none until the next change."""
+    """It is not known here whether a change of members succeeded: there are no members until the next
+    change.
+    """
 
 
 class StillUnderWayError(GroupCoordinatorError, TimeoutError):
@@ -217,15 +227,15 @@ class QueueClosedError(QueueError):
 
 
 class QueueWriterLostError(QueueError):
-    """The writer died, or let go of this reader, without shutting the queue down: make a new queue."""
+    """The writer died, or dropped this reader, without shutting the queue down: make a new queue."""
 
 
 class QueueReadersLostError(QueueError):
-    """Every reader of the queue is gone: nobody would get the message."""
+    """Every reader of the queue is gone: no reader would get the message."""
 
 
 class QueueCorruptError(QueueError):
-    """What is in the queue is none of what its writer writes; this reader has left it."""
+    """The bytes in the queue are not those of its writer; this reader has left it."""
 
 
 class QueueTimeoutError(QueueError, TimeoutError):
@@ -233,12 +243,12 @@ class QueueTimeoutError(QueueError, TimeoutError):
 
     Attributes:
         seconds: how long the caller waited.
-        ranks: the readers that it waited for; the writer is nobody's rank.
+        ranks: the readers that it waited for; empty for a wait for the writer.
     """
 
     def __init__(self, seconds: float, what: str, ranks: Sequence[int] = ()) -> None:
         super().__init__()
-        self.args = seconds, what, ranks  # given to OSError they would be an errno and a file
+        self.args = seconds, what, ranks  # as arguments of OSError they would be an errno and a file
         self.seconds = seconds
         self.what = what
         self.ranks = tuple(ranks)
@@ -248,10 +258,10 @@ class QueueTimeoutError(QueueError, TimeoutError):
 
 
 class QueueMemoryError(QueueError, MemoryError):
-    """The machine, this control group, or this process under its limits, has not enough memory free.
+    """The machine, this control group, or this process under its limits, does not have enough free memory.
 
     Attributes:
-        needed, available: bytes.
+        needed, available: the needed and the available bytes.
     """
 
     def __init__(self, purpose: str, needed: int, available: int) -> None:
@@ -270,7 +280,7 @@ class QueueMemoryError(QueueError, MemoryError):
 
 
 class QueueDescriptorsError(QueueError):
-    """This process, or the machine, has no file descriptor left for what was asked; nothing was written."""
+    """This process, or the machine, has no file descriptor left for the operation; nothing was written."""
 
 
 class CheckpointError(FaultToleranceError):
@@ -278,15 +288,17 @@ class CheckpointError(FaultToleranceError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """State did not arrive in time, or nothing of it for so long that its source counts as dead."""
+    """The state did not arrive in time, or nothing of it for so long that its source counts as dead."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """State is of a type that cannot be transferred, or what arrived is corrupt."""
+    """The state is of a type that cannot be transferred, or what arrived is corrupt."""
 
 
 class PlainDataError(ValueError):
-    """A value is none that travels, or what came is none; names the part, its type and what to pass."""
+    """A value is of a type that cannot be sent, or received bytes are none; the text names the part and the
+    cure.
+    """
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -294,7 +306,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:
-    """Ranks that say the same stand together."""
+    """Describe texts by rank; ranks with the same text are listed together."""
     alike: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         alike.setdefault(text, []).append(rank)

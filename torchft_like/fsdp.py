@@ -25,21 +25,21 @@ from torchft_like.errors import CheckpointFormatError, NotSupportedError
 
 
 class Averaging(Protocol):
-    """What averages over the quorum: a Manager."""
+    """The part of a Manager that averages over the quorum."""
 
     def allreduce(self, tensor: Tensor) -> Work:
-        """Average in place over the participants; never fails."""
+        """Average in place over the participants; never fail."""
 
 
 def average_over_replicas(manager: Averaging, model: nn.Module) -> None:
     """Let every FSDP module in `model` average its gradient shards over the quorum.
 
-    For `fully_shard` on a mesh of this replica group. On a mesh with an elastic dimension FSDP does it
-    itself, and this would do it twice.
+    This is for `fully_shard` on a mesh of this replica group. On a mesh with an elastic dimension FSDP
+    averages by itself, and this would do it twice.
 
     Args:
-        manager: of this rank.
-        model: after all calls of `fully_shard`.
+        manager: the Manager of this rank.
+        model: the model, after all calls of `fully_shard`.
 
     Raises:
         ValueError: a parameter that is trained is in no FSDP module, or ignored by it: nothing would
@@ -68,16 +68,15 @@ class ShardedState:
         state = ShardedState(model, optimizer)
         manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
 
-    A convenience: functions that return the DTensors of model and optimizer do as well. This one compares
-    shapes before it loads anything, and its `state_dict` does not touch the modules, so that it may be
-    called at any time between two updates. The sharded parameters stay the same objects from `fully_shard`
-    on, and change only when the optimizer steps, so they are looked up once, here.
-
-    Also right for models that are sharded in part or not at all.
+    It is a convenience: functions that return the DTensors of model and optimizer do as well. It compares
+    shapes before it loads anything, and its `state_dict` does not touch the modules, so that it may be called
+    at any time between two updates. The sharded parameters stay the same objects from `fully_shard` on, and
+    change only when the optimizer steps, so the constructor looks them up once. It also supports models that
+    are sharded in part or not at all.
 
     Args:
-        model: after all calls of `fully_shard` and `parallelize_module`.
-        optimizer: of the model's parameters; torch's own, not the one that asks the Manager.
+        model: the model, after all calls of `fully_shard` and `parallelize_module`.
+        optimizer: torch's optimizer of the model's parameters, not the wrapper that asks the Manager.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -88,10 +87,10 @@ class ShardedState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors on the memory of the shards, in containers that travel.
+        """Return plain tensors on the memory of the shards, in containers that can be sent.
 
         Raises:
-            NotSupportedError: the optimizer keeps a tensor that is sharded unlike its parameter.
+            NotSupportedError: the optimizer has a tensor that is sharded unlike its parameter.
         """
         optimizer = self._optimizer.state_dict()
         parameters = _by_index(self._optimizer)
@@ -105,10 +104,11 @@ class ShardedState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same rank of another replica group.
+        """Take over what `state_dict` returned on the same rank of another replica group.
 
         Raises:
-            CheckpointFormatError: that model, or optimizer, had other parameters, or was sharded otherwise.
+            CheckpointFormatError: that model, or optimizer, had other parameters, or was sharded in another
+              way.
         """
         self._check(state["model"])
         self._check_groups(state["optimizer"]["param_groups"])
@@ -125,7 +125,7 @@ class ShardedState:
         self._optimizer.load_state_dict(optimizer)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Buffers as they are now: modules replace them, and no hook of FSDP's does."""
+        """Return parameters and present buffers: modules replace buffers, and no hook of FSDP does."""
         buffers = dict(self._model.named_buffers())
         return {**self._parameters, **{name: buffers[name] for name in self._buffer_names if name in buffers}}
 
@@ -150,19 +150,19 @@ class ShardedState:
 
 
 def _let_go_of_gathered(model: nn.Module) -> None:
-    """Parameters that FSDP gathered for an evaluation stay in place, and would be those of the next step."""
+    """Reshard the model: parameters that FSDP gathered for an evaluation would be those of the next step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _by_index(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters in the order in which the optimizer's state dict numbers them."""
+    """Return the parameters in the order in which the optimizer's state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shard(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of a tensor, as a plain tensor."""
+    """Return this rank's part of a tensor as a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -170,7 +170,7 @@ def _shard(tensor: Tensor) -> Tensor:
 
 
 def _pack(value: Any, parameter: Tensor, key: str) -> Any:
-    """A sharded tensor of an optimizer's state as a marked plain one; anything else as it is."""
+    """Return a sharded tensor of an optimizer's state as a marked plain one, and any other value as it is."""
     if not isinstance(value, DTensor):
         return value
     if not isinstance(parameter, DTensor) or not _sharded_alike(value, parameter):

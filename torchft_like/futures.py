@@ -1,12 +1,12 @@
-"""Bounds on how long to wait for futures, blocks of code and accelerator streams.
+"""Time limits of futures, blocks of code and accelerator streams.
 
-All of them are entries in one heap, served by one daemon thread that sleeps until the next one is
-due; it starts with the first timeout. An entry that is cancelled lets go of its callback at once,
-so that a long timeout on a short operation holds nothing.
+All of them are entries in one heap, served by one daemon thread that sleeps until the next one is due; it
+starts with the first timeout. An entry that is cancelled drops its callback at once, so that a long timeout
+on a short operation keeps nothing alive.
 
 Callbacks run on the timer thread: they must be quick, because the other timeouts wait for them.
-TORCHFT_WATCHDOG_TIMEOUT_SEC says for how long one may run at most: then the process ends, with the stack of
-every thread on stderr, for no other timeout would work any more. Without the variable nothing ends it.
+TORCHFT_WATCHDOG_TIMEOUT_SEC limits the time of one callback: after it the process ends, with the stack of
+every thread on stderr, because no other timeout would work any more. Without the variable there is no limit.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _logger = logging.getLogger(__name__)
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
-    """A future that completes as `fut` does, or with a TimeoutError once `timeout` has passed.
+    """Return a future that completes as `fut` does, or with a TimeoutError once `timeout` has passed.
 
-    `fut` itself is not cancelled, for torch futures cannot be; what it brings later is dropped.
+    `fut` itself is not cancelled, as torch futures cannot be; its later result is dropped.
     """
     timed: Future[T] = empty_future()
     once = _Once()
@@ -60,9 +60,9 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def empty_future() -> Future[Any]:
-    """A future that may be given tensors of any device that this process uses.
+    """Make a future that may be given tensors of any device that this process uses.
 
-    torch wants to know beforehand on which devices the result may be.
+    torch has to know beforehand on which devices the result may be.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Future()
@@ -70,11 +70,11 @@ def empty_future() -> Future[Any]:
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:
-    """The result of `fut`, waited for on this thread.
+    """Wait for `fut` on this thread, and return its result.
 
     Raises:
         TimeoutError: `fut` is not complete after `timeout`.
-        Exception: whatever `fut` completed with.
+        Exception: the error with which `fut` completed.
     """
     completed = threading.Event()
     fut.add_done_callback(lambda _: completed.set())
@@ -87,7 +87,7 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
     """Call `callback`, once, if the block is still running after `timeout`.
 
-    The block is not interrupted: the callback does what ends it, such as aborting a group.
+    The block is not interrupted: the callback has to end it, for example by aborting a group.
     """
     timer = _TIMERS.call_later(timeout.total_seconds(), callback)
     try:
@@ -99,8 +99,7 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """Call `callback`, once, if the work queued so far on the current stream is not done by `timeout`.
 
-    Where no accelerator is in use operations are complete when they return: there is nothing to wait for
-    and the callback is never called.
+    Without an accelerator operations are complete when they return, so the callback is never called.
     """
     if not devices.is_in_use():
         return
@@ -120,8 +119,8 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     _TIMERS.call_later(timeout.total_seconds(), check)
 
 
-# Destroying an event may block while the device queue is full. The next caller of `stream_timeout`
-# does it, who uses the device anyway, and not the timer thread, on which everybody depends.
+# Destroying an event may block while the device queue is full. The next caller of `stream_timeout`, which
+# uses the device anyway, does it, not the timer thread, on which all timeouts depend.
 _finished_events: deque[torch.Event] = deque()
 
 
@@ -133,16 +132,16 @@ class Timer:
         self._callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Let go of the callback; it may already be running or done."""
+        """Drop the callback; it may already be running or done."""
         self._callback = None
 
     @property
     def cancelled(self) -> bool:
-        """Whether nothing is left to call."""
+        """Whether there is no callback left to call."""
         return self._callback is None
 
     def fire(self) -> None:
-        """Call the callback the first time; an error in it is logged, for nobody is there to catch it."""
+        """Call the callback the first time; log an error in it, as no caller could catch it."""
         callback, self._callback = self._callback, None
         if callback is None:
             return
@@ -175,12 +174,12 @@ class TimerThread:
         return timer
 
     def __len__(self) -> int:
-        """How many entries the heap holds, cancelled ones that are not swept yet among them."""
+        """Return how many entries the heap has, including cancelled ones that are not swept yet."""
         with self._changed:
             return len(self._heap)
 
     def _sweep(self) -> None:
-        """Drop cancelled entries whenever the heap has doubled: constant cost per entry."""
+        """Drop cancelled entries whenever the heap has doubled: that is a constant cost per entry."""
         if len(self._heap) < self._swept_size:
             return
         self._heap = [entry for entry in self._heap if not entry[2].cancelled]
@@ -191,7 +190,7 @@ class TimerThread:
         if self._thread is not None and self._thread.is_alive():
             return
         limit_s = _watchdog_s()
-        self._heap.clear()  # in a forked child: these are the parent's
+        self._heap.clear()  # in a forked child these are the parent's timers
         self._thread = threading.Thread(target=self._run, name="torchft-timer", daemon=True)
         self._thread.start()
         if limit_s is not None:
@@ -208,7 +207,7 @@ class TimerThread:
     def _watch(self, limit_s: float) -> None:
         """End the process when one callback has run for `limit_s` seconds.
 
-        Looks are counted and not the clock: a process that was stopped has not been stuck.
+        This counts its looks instead of reading the clock: a process that was stopped has not been stuck.
         """
         seen, looks = None, 0
         while looks < _LOOKS:
@@ -247,7 +246,7 @@ _TIMERS = TimerThread()
 
 
 class _Once:
-    """Who comes first: `claim` is true for one caller."""
+    """A flag that only the first caller of `claim` gets."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -259,7 +258,7 @@ class _Once:
 def _copy_outcome(source: Future[T], target: Future[T]) -> None:
     try:
         result = source.wait()
-    except Exception as error:  # noqa: BLE001 - whatever it was, it goes on to who waits
+    except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
         _fail(target, error)
     else:
         target.set_result(result)

@@ -12,7 +12,8 @@ from torchft_like.manager import Manager
 
 
 class OptimizerWrapper(Optimizer):
-    """Wraps an optimizer: `zero_grad` begins a step with the Manager, `step` commits it or drops it.
+    """An optimizer around another one: `zero_grad` begins a step with the Manager, `step` commits or drops
+    it.
 
     Call `zero_grad` before the forward pass and `step` once after the backward pass.
     """
@@ -30,8 +31,8 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """End the step: update the parameters if it was committed.
 
-        If the optimizer raises, or is not called because of a Ctrl-C, a committed step may not be in the
-        parameters, or in part: a script that goes on nevertheless takes over a peer's state in its next one.
+        If the optimizer raises, or is not called because of a Ctrl-C, the parameters may lack a committed
+        step, or a part of it: a script that goes on nevertheless takes over a peer's state in its next step.
 
         Raises:
             ValueError: a closure was given; it would evaluate the model outside of the step.
@@ -48,30 +49,30 @@ class OptimizerWrapper(Optimizer):
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's."""
+        """Add a group of parameters to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's."""
+        """Load the state of the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Return the state of the wrapped optimizer."""
         return self.optim.state_dict()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The groups of parameters of the wrapped optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The state of the wrapped optimizer."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The defaults of the wrapped optimizer."""
         return self.optim.defaults
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What Managers do, under the names of torchft's three loggers, and from there to OpenTelemetry if wanted.
+"""Events of Managers under the names of torchft's three loggers, and from there to OpenTelemetry if wanted.
 
 `torchft_quorums` has a record for each quorum with a new id, `torchft_commits` one for each vote, and
 `torchft_errors` one for each abort of a process group. With TORCHFT_USE_OTEL=true all of them go to the
@@ -22,7 +22,8 @@ from torchft_like.errors import ConfigError
 USE_OTEL_ENV = "TORCHFT_USE_OTEL"
 TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
 
-_LOGGERS = {"quorum": "torchft_quorums", "commit": "torchft_commits", "abort": "torchft_errors"}  # by event
+# by kind of event
+_LOGGERS = {"quorum": "torchft_quorums", "commit": "torchft_commits", "abort": "torchft_errors"}
 _EXPORT_LIMIT_S = 5
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -31,13 +32,13 @@ _providers: dict[str, Any] = {}
 
 
 def setup_logger(name: str) -> None:
-    """Send what the logger `name` is told to OpenTelemetry from now on, where TORCHFT_USE_OTEL is true.
+    """Send the records of the logger `name` to OpenTelemetry from now on, if TORCHFT_USE_OTEL is true.
 
     TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON may name a file with the resource's attributes for each logger.
     Called again, or without TORCHFT_USE_OTEL, it does nothing.
 
     Raises:
-        ConfigError: opentelemetry is not installed, or the file is none of these.
+        ConfigError: opentelemetry is not installed, or the file is malformed.
     """
     if os.environ.get(USE_OTEL_ENV, "").lower() in ("", "0", "false"):
         return
@@ -52,17 +53,17 @@ def setup_logger(name: str) -> None:
 
 
 def shutdown() -> None:
-    """Export what is still to be exported, and end; it happens at the interpreter's exit, too."""
+    """Export the records that are left, and end; this happens at the interpreter's exit, too."""
     with _lock:
         for provider in _providers.values():
             provider.shutdown()
 
 
 def followed(events: EventLog) -> EventLog:
-    """Have torchft's loggers told of these events.
+    """Pass these events on to torchft's loggers.
 
     Raises:
-        ConfigError: as `setup_logger`.
+        ConfigError: opentelemetry is not installed, or the file of attributes is malformed.
     """
     for name in _LOGGERS.values():
         setup_logger(name)
@@ -89,7 +90,7 @@ def _tell(event: Event) -> None:
 
 
 class _Handler(logging.Handler):
-    """Hands records, with what is extra in them as attributes, to a logger of OpenTelemetry."""
+    """A handler that passes records, with their extra fields as attributes, to a logger of OpenTelemetry."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()

@@ -1,11 +1,9 @@
-"""How long to watch for what another process does before going to sleep.
-
-Watching notices within a microsecond and burns a core; sleeping costs nothing and takes some tens of
-microseconds to end. What came soon the last times is worth watching for, anything else is not: who
-waits for a busy peer watches, who is idle sleeps.
-
-A watcher gives way to other processes with every look. Where they keep the core for long, others have
-work for it: then a sleeper, whom the system prefers when it wakes, is served sooner than a watcher.
+"""Adaptive spinning: how long to watch for an event of another process before going to sleep. Watching
+notices an event within a microsecond and burns a core; sleeping costs nothing and takes some tens of
+microseconds to end. An event that came soon the last times is worth watching for, any other is not: a thread
+that waits for a busy peer watches, an idle one sleeps. A watcher yields to other processes with every look.
+If they keep the core for long, they have work for it: then a sleeper, which the system prefers when it wakes,
+is served sooner than a watcher.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ PAUSE_S_MIN = 50e-6
 PAUSE_S_MAX = 5e-3
 _WEIGHT = 0.25
 _LONG_S = 4 * SPIN_S_MAX
-_CROWDED_USUAL_S = 40 * SPIN_S_MAX  # some ten waits without watching
+_CROWDED_USUAL_S = 40 * SPIN_S_MAX  # about ten waits without watching
 
 
 class Patience:
-    """Learns from the waits of one waiter; for one thread at a time."""
+    """The wait times of one waiter, from which it learns; for one thread at a time."""
 
     def __init__(self) -> None:
         self._usual_s = 0.0
 
     def spin_s(self) -> float:
-        """How long to watch this time."""
+        """Return how many seconds to watch this time."""
         return SPIN_S_MAX if self._usual_s < SPIN_S_MAX else 0.0
 
     def watch(self, reached: Callable[[], bool], deadline: float) -> bool:
-        """Look again and again; False when it is time to sleep, or `deadline`."""
+        """Look repeatedly until `reached()`; return False when it is time to sleep, or at `deadline`."""
         if not (budget_s := self.spin_s()):
             return reached()
         last = time.monotonic()
@@ -51,13 +49,15 @@ class Patience:
         return True
 
     def learn(self, waited_s: float) -> None:
-        """Take note of a wait; one endless wait counts like any that was too long to watch."""
+        """Learn from a wait; an endless one counts like any that was too long to watch."""
         counted_s = waited_s if waited_s < _LONG_S else _LONG_S
         self._usual_s += _WEIGHT * (counted_s - self._usual_s)
 
 
 def growing_pauses() -> Iterator[float]:
-    """Seconds to sleep between questions: few are asked in vain, and what is short is not waited for long."""
+    """Yield seconds to sleep between queries: few queries are in vain, and a short operation is noticed
+    soon.
+    """
     pause_s = PAUSE_S_MIN
     while True:
         yield pause_s

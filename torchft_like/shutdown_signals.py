@@ -1,8 +1,8 @@
-"""Ending a training script when a signal asks for it: in good order, or at once.
+"""The end of a training script by a signal: in good order, or at once.
 
-A Python signal handler runs only between two instructions of the main thread, and a backward pass
-that waits for a slow peer has none for as long as it waits. The operating system's own note of the
-signal (`signal.set_wakeup_fd`) is read by a thread here, which then makes the wait fail.
+A Python signal handler runs only between two instructions of the main thread, and a backward pass that waits
+for a slow peer has none for as long as it waits. A thread of this module reads the operating system's own
+notice of the signal (`signal.set_wakeup_fd`), and then makes the wait fail.
 
 The ranks of a replica group get their SIGTERM one after the other, and not at the same place of the
 script: through the Manager they agree on the step after which they leave.
@@ -23,7 +23,7 @@ from torchft_like.errors import ShutdownError
 
 
 class Stoppable(Protocol):
-    """What can end its own waits, and agree with others on where to stop: a Manager."""
+    """An object that can end its own waits, and agree with other ranks on where to stop: a Manager."""
 
     def interrupt(self, e: Exception) -> None: ...
 
@@ -34,7 +34,7 @@ class Stoppable(Protocol):
 
 
 class Stop:
-    """Whether the script shall stop: it was asked to and, with a Manager, all ranks of its group agree."""
+    """Whether the script has to stop: it was asked to and, with a Manager, all ranks of its group agree."""
 
     def __init__(self, manager: Stoppable | None) -> None:
         self._manager = manager
@@ -42,11 +42,11 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """To be looked at between two steps."""
+        """Whether to stop now; the script reads it between two steps."""
         return self._is_asked if self._manager is None else self._manager.stop_agreed
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Handle the signal."""
         if self._is_asked:
             raise KeyboardInterrupt
         self._is_asked = True
@@ -56,16 +56,16 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(manager: Stoppable | None = None) -> Iterator[Stop]:
-    """SIGTERM asks to stop after the current step; a second one, like Ctrl-C, ends the script at once.
+    """Let SIGTERM stop the script after the current step; a second one, like Ctrl-C, ends the script at once.
 
         with Manager(...) as manager, stop_on_signals(manager) as stop:
             while not stop.requested:
                 train_one_step()
 
-    A replica that leaves between two steps costs the others nothing. With a `manager`, a SIGTERM to
-    one rank makes all ranks of its replica group leave, after the same step; and Ctrl-C also ends a
-    collective that waits for its peers. Main thread only; what was installed before is put back at
-    the end, and in processes that are forked meanwhile.
+    A replica that leaves between two steps costs the others nothing. With a `manager`, a SIGTERM to one rank
+    makes all ranks of its replica group leave, after the same step; and Ctrl-C also ends a collective that
+    waits for its peers. Only the main thread may use this. The handlers installed before are restored at the
+    end, and in processes that are forked meanwhile.
     """
     stop = Stop(manager)
     previous = signal.signal(signal.SIGTERM, stop.on_signal)
@@ -89,7 +89,7 @@ def _released_by_interrupt(manager: Stoppable | None) -> Iterator[None]:
         with _put_back(lambda: signal.set_wakeup_fd(previous)):
             yield
     finally:
-        write_end.shutdown(socket.SHUT_WR)  # forks, as loader workers are, may have copies of it
+        write_end.shutdown(socket.SHUT_WR)  # forks, such as loader workers, may have copies of it
         write_end.close()
         thread.join()
         read_end.close()
@@ -101,13 +101,13 @@ def _release_on_interrupt(read_end: socket.socket, manager: Stoppable) -> None:
             manager.interrupt(ShutdownError("interrupted from the keyboard"))
 
 
-# What puts back what was installed before, the innermost last.
+# Functions that restore what was installed before; the innermost is the last.
 _to_put_back: list[Callable[[], object]] = []
 
 
 @contextmanager
 def _put_back(what: Callable[[], object]) -> Iterator[None]:
-    """At the end of the block, and in each process that is forked within it."""
+    """Restore something at the end of the block, and in each process that is forked within it."""
     _to_put_back.append(what)
     try:
         yield
@@ -118,7 +118,9 @@ def _put_back(what: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave_to_the_parent() -> None:
-    """In a fork, of a data loader for example: what it is asked to do, by its parent even, it shall do."""
+    """Restore the handlers in a fork, such as a data-loader worker, which has to obey signals, even its
+    parent's.
+    """
     while _to_put_back:
         _to_put_back.pop()()
 

@@ -1,4 +1,4 @@
-"""Streams and events of whatever accelerator this process has, under torchft's names."""
+"""Streams and events of this process's accelerator, of whichever kind, under torchft's names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torchft_like import devices
 
 
 def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A block whose operations go to `stream`; for None, or without an accelerator, it changes nothing."""
+    """Return a block whose operations go to `stream`; for None, or without an accelerator, it changes
+    nothing.
+    """
     if stream is None or not torch.accelerator.is_available():
         return nullcontext()
     return stream
 
 
 def record_event() -> torch.Event:
-    """An event on the current stream, which another process can wait for where the device lets it.
+    """Record an event on the current stream; another process can wait for it if the device allows that.
 
     Raises:
         RuntimeError: there is no accelerator.
@@ -31,6 +33,6 @@ def record_event() -> torch.Event:
 
 
 def synchronize() -> None:
-    """Wait until the current stream has done its work; where no accelerator is in use there is none."""
+    """Wait until the current stream has done its work; without an accelerator there is none."""
     if devices.is_in_use():
         torch.accelerator.current_stream().synchronize()

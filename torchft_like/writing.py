@@ -1,5 +1,5 @@
-"""Tensors as memory: which have any that can be moved, and how it is changed in place where autograd, or
-inference mode, would not have it.
+"""Tensors as memory: which have any that can be moved, and how to change it in place in spite of autograd and
+inference mode.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers are in memory, each in a place of its shape, and all that there is to it."""
+    """Return whether the tensor's numbers are in memory, each at a place of its shape, and are all of it."""
     odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return tensor.layout is torch.strided and not odd
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several of its elements are one in memory, as those of an expanded tensor are."""
+    """Return whether some of the tensor's elements share memory, as those of an expanded tensor do."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether an element of the one lies where one of the other does."""
+    """Return whether an element of one tensor lies where one of the other does."""
     if not (is_dense(one) and is_dense(other)) or not (one.numel() and other.numel()):
         return False
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
@@ -40,24 +40,24 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """From its first element to behind its last."""
+    """Return the addresses of the first element and after the last."""
     begin = tensor.data_ptr()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (steps + 1) * tensor.itemsize
 
 
 def writing_to(*tensors: Tensor) -> AbstractContextManager[None]:
-    """A context in which these can be changed in place, by any thread, and autograd does not see it.
+    """Return a context in which these tensors can be changed in place, by any thread, unseen by autograd.
 
-    Each thread has modes of its own, so what the caller of a collective has set is of no use to a
-    backend's thread. Tensors made in inference mode can be changed in inference mode only.
+    Each thread has modes of its own, so the modes of a collective's caller do not hold on a backend's thread.
+    Tensors made in inference mode can be changed in inference mode only.
     """
     is_inference = any(tensor.is_inference() for tensor in tensors)
     return torch.inference_mode() if is_inference else torch.no_grad()
 
 
 def divide(tensors: Sequence[Tensor], divisor: int) -> None:
-    """Divide in place; memory that several of them share, once."""
+    """Divide in place; memory that several of the tensors share is divided once."""
     if len(tensors) > 1:
         with writing_to(*tensors):
             quotients = [tensor / divisor for tensor in tensors]
@@ -69,4 +69,4 @@ def divide(tensors: Sequence[Tensor], divisor: int) -> None:
         with writing_to(tensor):
             tensor.div_(divisor)
     else:
-        tensor.div_(divisor)  # as nearly always, and the context takes as long as a small division
+        tensor.div_(divisor)  # the usual case, in which the context would take as long as a small division

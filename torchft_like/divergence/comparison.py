@@ -1,8 +1,9 @@
-"""Which replica groups of a quorum hold another state than the rest. Pure: the same list, the same answer.
+"""Which replica groups of a quorum hold another state than the rest. Pure: the same list gives the same
+answer.
 
-A rank describes its state in a few bytes; the ManagerServer combines what its ranks say; every member
-of the quorum compares what all of them said and comes to the same conclusion, so nobody has to ask
-anybody. How a rank comes by its number is none of this module's business.
+A rank describes its state in a few bytes; the ManagerServer combines the descriptions of its ranks; every
+member of the quorum compares those of all members and comes to the same conclusion, without a further
+message. This module does not know how a rank computes its description.
 
 A group's ranks are combined as the check symbols of a Reed-Solomon code over a prime field: the sum
 of their numbers, and the sum of their numbers times their ranks. Two groups that differ in one rank
@@ -11,13 +12,13 @@ the group has two or two thousand.
 
 Rules:
 
-* Compared are the members whose state ought to be the same, and only when every one of them has
-  described it: a member that has not, perhaps because it is torchft's, could not come to the
-  conclusion that the others come to.
+* The members whose state ought to be the same are compared, and only if every one of them has described it: a
+  member that has not, perhaps because it is torchft's, could not come to the conclusion that the others come
+  to.
 * The largest set of equal members is right. Of two that are equally large it is the one with the
-  lowest replica rank (`tied`: nobody can know who is right).
-* Descriptions of different things (other tensors, another number of slices) are never compared. That
-  is reported, but nobody heals: the state of a peer would not mend it.
+  lowest replica rank (`tied`: which set is right cannot be known).
+* Descriptions of different things (other tensors, another number of slices) are never compared. That is
+  reported, but no replica heals: the state of a peer would not mend it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _GROUP = struct.Struct(f">?{LAYOUT_BYTES}s16s16s")
 
 
 class DescribedMember(Protocol):
-    """A member of a quorum, as far as it matters here."""
+    """A member of a quorum, with the fields that are compared."""
 
     @property
     def replica_id(self) -> str: ...
@@ -49,12 +50,13 @@ class DescribedMember(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankFingerprint:
-    """What one rank says of its state.
+    """One rank's description of its state.
 
     Attributes:
         heals: whether a replica that differs is to take over the state of the others.
-        layout: digest of what `value` was computed over; only equal layouts can be compared.
-        value: 64 bits that are the same exactly when the state is.
+        layout: the digest of the list of tensors over which `value` was computed; only equal layouts can be
+          compared.
+        value: 64 bits that are equal if, and almost only if, the states are.
     """
 
     heals: bool
@@ -62,7 +64,7 @@ class RankFingerprint:
     value: int
 
     def to_bytes(self) -> bytes:
-        """As it travels to the ManagerServer."""
+        """Encode the fingerprint for the ManagerServer."""
         return _RANK.pack(self.heals, self.layout, self.value)
 
 
@@ -74,9 +76,9 @@ class Divergence:
         replica_ids: the members that are taken to be wrong.
         group_ranks: for each of them the one rank that differs, or UNKNOWN_RANK if there are several.
         kept: the members whose state is taken to be right.
-        tied: another set of members is as large as `kept`; the lowest replica rank was decisive.
-        comparable: False when the fingerprints are of different things.
-        heals: the wrong ones take over the state of the others before they contribute again.
+        tied: whether another set of members is as large as `kept`, so that the lowest replica rank decided.
+        comparable: whether the fingerprints are of the same tensors and slices.
+        heals: whether the wrong members take over the state of the others before they contribute again.
     """
 
     replica_ids: tuple[str, ...]
@@ -88,9 +90,9 @@ class Divergence:
 
 
 def combine(fingerprints: Sequence[bytes]) -> bytes:
-    """What a replica group says of its state: all ranks' fingerprints, in the order of their ranks.
+    """Combine all ranks' fingerprints, in the order of ranks, into that of the replica group.
 
-    Empty when a rank has none, or one of another form.
+    The result is empty if a rank has none, or one of another form.
     """
     if b"" in fingerprints or any(len(fingerprint) != _RANK.size for fingerprint in fingerprints):
         return b""
@@ -101,10 +103,10 @@ def combine(fingerprints: Sequence[bytes]) -> bytes:
 
 
 def compare(members: Sequence[DescribedMember]) -> Divergence | None:
-    """Who differs from the others, or None.
+    """Find the members that differ from the others; return None if none does.
 
     Args:
-        members: those whose state ought to be the same, in the order of their replica ranks.
+        members: the members whose state ought to be the same, in the order of their replica ranks.
     """
     if len({member.fingerprint for member in members}) < 2:
         return None
@@ -148,7 +150,7 @@ def _checks(values: Sequence[int]) -> tuple[int, int]:
 
 
 def _locate(right: _Group, wrong: _Group, comparable: bool) -> int:
-    """The only rank in which two groups differ, if it is only one."""
+    """Return the only rank in which two groups differ, or UNKNOWN_RANK if there are several."""
     first, second = (w - r for w, r in zip(wrong.checks, right.checks, strict=True))
     if not comparable or first % PRIME == 0:
         return UNKNOWN_RANK
@@ -157,7 +159,7 @@ def _locate(right: _Group, wrong: _Group, comparable: bool) -> int:
 
 
 def _equal(keys: Sequence[Hashable]) -> list[list[int]]:
-    """The positions of equal keys, together."""
+    """Return the positions of equal keys, together."""
     positions: dict[Hashable, list[int]] = {}
     for position, key in enumerate(keys):
         positions.setdefault(key, []).append(position)

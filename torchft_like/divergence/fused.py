@@ -1,7 +1,7 @@
 """The sums of rows on a GPU, by a kernel that reads each word once.
 
-torch makes of a product and a sum two kernels, with a temporary of 64 bits for each word of 32 between them:
-five times the bytes of one read. Needs triton, which torch's CUDA builds bring along.
+torch runs a product and a sum as two kernels, with a temporary of 64 bits for each word of 32 between them:
+five times the bytes of one read. This module needs triton, which torch's CUDA builds include.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program keeps the factors of so many columns in registers, for so many rows.
+# A program keeps the factors of COLUMNS columns in registers, for HEIGHT rows.
 COLUMNS = 2048
 HEIGHT = 8
 
 
 def row_sums(matrix: Tensor, factors: Tensor) -> Tensor:
-    """The sum of each row's words, each multiplied by its column's factor, modulo 2**64.
+    """Return the sum of each row's words, each multiplied by its column's factor, modulo 2**64.
 
     Args:
-        matrix: contiguous, of int32 or int64; as many columns as there are factors, a multiple of `COLUMNS`.
-        factors: int64.
+        matrix: a contiguous tensor [rows, columns] of int32 or int64; there are as many columns as factors, a
+          multiple of `COLUMNS`.
+        factors: an int64 tensor [columns].
     """
     rows, row = matrix.shape
     blocks = row // COLUMNS
     parts = torch.empty((rows, blocks), dtype=torch.int64, device=matrix.device)
-    with torch.accelerator.device_index(matrix.device.index):  # None for a CPU, of triton's interpreter
+    # the index is None for a CPU, which triton's interpreter uses
+    with torch.accelerator.device_index(matrix.device.index):
         _add_up[blocks, triton.cdiv(rows, HEIGHT)](matrix, factors, parts, rows, row, COLUMNS, HEIGHT)
     return parts.sum(dim=1)
 

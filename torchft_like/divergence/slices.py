@@ -1,8 +1,7 @@
-"""Which bytes of a state belong to a slice. Pure arithmetic; it knows nothing of tensors.
-
-The parts of the state, one after the other, each filled up to a multiple of 16 bytes, make one long
-row, which is cut into slices of equal length. So every byte is in exactly one slice, and a part is
-cut only where an element of any dtype ends.
+"""The bytes of a state that belong to a slice. This module is pure arithmetic, and knows nothing of tensors.
+The parts of the state, one after the other, each padded to a multiple of 16 bytes, make one long row, which
+is cut into slices of equal length. So every byte is in exactly one slice, and a part is cut only where an
+element of any dtype ends.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class Piece:
 
 
 class Slices:
-    """The cutting of a state into `count` slices.
+    """The division of a state into `count` slices.
 
     Args:
-        sizes: of the parts, in bytes.
-        count: 1 or more.
+        sizes: the sizes of the parts, in bytes.
+        count: the number of slices, 1 or more.
     """
 
     def __init__(self, sizes: Sequence[int], count: int) -> None:
@@ -39,7 +38,7 @@ class Slices:
         self._length = _filled(-(-self._offsets[-1] // count))
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """The pieces of slice `number` modulo `count`; empty ones are left out."""
+        """Yield the pieces of slice `number` modulo `count`, without empty ones."""
         begin = number % self._count * self._length
         end = min(begin + self._length, self._offsets[-1])
         part = bisect_right(self._offsets, begin) - 1

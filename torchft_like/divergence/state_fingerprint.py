@@ -1,7 +1,7 @@
 """A fingerprint of the tensors that ought to be the same in every replica, a slice of them at a time.
 
-It knows how to read parameters, optimizer state and the local shards of a DTensor, and what of them
-is looked at in which step. It does not know who compares the result with whom.
+This module knows how to read parameters, optimizer state and the local shards of a DTensor, and which part of
+them is read in which step. It does not know how the results are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ DEFAULT_SLICES = 32
 class OnDivergence(Enum):
     """What is done about replicas that differ; an event names them in any case.
 
-    HEAL: the smaller number takes over the state of the larger. In a tie, of two replicas for instance,
-        those who agree with the lowest replica rank are taken to be right, and the event says so.
-    HEAL_UNLESS_TIED: the same, but in a tie `should_commit` raises a DivergenceError on all of them,
-        for a job that would rather go back to its last checkpoint.
-    REPORT: nothing.
+    HEAL: the minority takes over the state of the majority. In a tie, of two replicas for instance, the
+    replicas that agree with the lowest replica rank are taken to be right, and the event says so.
+    HEAL_UNLESS_TIED: the same, but in a tie `should_commit` raises a DivergenceError on all of them, for a
+    job that would rather go back to its last checkpoint. REPORT: nothing is done.
     """
 
     HEAL = "heal"
@@ -52,18 +51,18 @@ class StateFingerprint:
 
         manager.watch_divergence(StateFingerprint(model.parameters(), [optimizer]))
 
-    Every step reads one slice of `slices`, so a difference is found within that many steps, at the price
-    of one such part of the bytes per step. Give only what is the same in all replicas when a step begins:
-    not the running statistics of a BatchNorm, nor parameters between two synchronisations of LocalSGD. And
-    give only what the Manager's state dict holds, or healing will not mend it.
+    Every step reads one slice of `slices`, so a difference is found within that many steps, at the price of
+    one such part of the bytes per step. Pass only tensors that are the same in all replicas when a step
+    begins: not the running statistics of a BatchNorm, nor parameters between two synchronisations of
+    LocalSGD. Pass only tensors that the Manager's state dict holds, or healing will not mend them.
 
     Args:
         tensors: dense tensors of any dtype and device; of a DTensor the local shard counts. The same
             objects must hold the state for as long as it is watched, as a module's parameters do.
         optimizers: the tensors of their state are watched too, as they come into being.
-        slices: steps in which everything is read once; 1 reads everything in every step. The same
-            on all replicas, like the order of the tensors.
-        on_divergence: the same on all replicas.
+        slices: the number of steps in which everything is read once; 1 reads everything in every step. It
+          must be the same on all replicas, like the order of the tensors.
+        on_divergence: what is done about a difference; the same on all replicas.
 
     Raises:
         ConfigError: `slices` is not positive, or there is no tensor to watch.
@@ -89,10 +88,10 @@ class StateFingerprint:
         self._plan = self._make_plan()
 
     def take(self, step: int) -> PendingFingerprint:
-        """Begin to read the slice of this step, after what the current streams have still to do.
+        """Begin to read the slice of this step, after what the current streams still have to do.
 
         Raises:
-            NotSupportedError: an optimizer has come by a tensor that cannot be read.
+            NotSupportedError: an optimizer has a new tensor that cannot be read.
         """
         if self._plan.n_optimizer_tensors != self._count_optimizer_tensors():
             self._plan = self._make_plan()
@@ -136,7 +135,7 @@ class StateFingerprint:
 
 
 class PendingFingerprint:
-    """A fingerprint that the devices may still be computing. Made on one thread, awaited on another."""
+    """A fingerprint that the devices may still be computing. One thread makes it, another may wait for it."""
 
     def __init__(self, sums: Sequence[Tensor], layout: bytes, heals: bool) -> None:
         self._layout = layout
@@ -149,7 +148,7 @@ class PendingFingerprint:
         return all(done is None or done.query() for _, done in self._copies)
 
     def result(self) -> bytes:
-        """The fingerprint as it travels; waits for the devices, without holding the GIL."""
+        """Wait for the devices, without holding the GIL, and return the encoded fingerprint."""
         digest = hashlib.blake2b(digest_size=8)
         for sums, done in self._copies:
             if done is not None:
@@ -160,7 +159,7 @@ class PendingFingerprint:
 
 
 class _Plan(NamedTuple):
-    """How the state is cut, for as long as it has the same tensors."""
+    """The division of the state, for as long as it has the same tensors."""
 
     parts: list[partial[Tensor]]
     forms: list[str]
@@ -170,9 +169,9 @@ class _Plan(NamedTuple):
 
 
 def _state_of(optimizer: OptimizerLike) -> list[partial[Tensor]]:
-    """The tensors of an optimizer's state, in an order that saving and loading it does not change.
+    """Return the tensors of an optimizer's state, in an order that saving and loading it does not change.
 
-    Looked up anew each time: loading replaces them.
+    Each is looked up anew at every use, because loading replaces them.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
@@ -193,7 +192,7 @@ def _entry(optimizer: OptimizerLike, parameter: Tensor, key: str) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of a tensor, as a plain tensor; of a DTensor that is its shard."""
+    """Return this rank's part of a tensor as a plain tensor; that of a DTensor is its shard."""
     to_local = getattr(tensor, "to_local", None)
     return (tensor if to_local is None else to_local()).detach()
 
@@ -212,7 +211,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:
-    """The elements of a piece, in the order of their indices, whatever the strides are."""
+    """Return the elements of a piece, in the order of their indices, whatever the strides are."""
     size = tensor.element_size()
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     return flat[piece.start // size : piece.stop // size].contiguous()  # one dimension keeps its stride
@@ -226,7 +225,7 @@ def _by_device(sums: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _copy_to_host(sums: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """The copy, and what to wait for before it may be read."""
+    """Begin to copy to the host; return the copy, and the event to wait for before it may be read."""
     if sums.device.type == "cpu":
         return sums, None
     copy = sums.to("cpu", non_blocking=True)

@@ -1,11 +1,11 @@
-"""64 bits that stand for the bytes of a tensor, computed where the tensor lies.
+"""A hash of 64 bits of the bytes of a tensor, computed on the tensor's device.
 
-The bytes are read as 32-bit words, each is multiplied by a pseudo-random odd 64-bit number of its
-own, and the products are added modulo 2**64: multilinear hashing (Lemire and Kaser, "Strongly universal
-string hashing is fast", 2014). A change within one word is always found, since an odd factor can be
-divided by. Changes of several words cancel each other with a probability below 2**-25 where all of them
-are of the highest bit, and below 2**-55 where one is of the lowest. Integer addition is exact in any
-order, so that the result does not depend on the device or on the number of its threads.
+The bytes are read as 32-bit words, each is multiplied by a pseudo-random odd 64-bit number of its own, and
+the products are added modulo 2**64: multilinear hashing (Lemire and Kaser, "Strongly universal string hashing
+is fast", 2014). A change within one word is always found, since an odd factor has an inverse. Changes of
+several words cancel each other with a probability below 2**-25 if all of them are of the highest bit, and
+below 2**-55 if one is of the lowest. Integer addition is exact in any order, so that the result does not
+depend on the device or on the number of its threads.
 
 The words are taken in rows of `ROW` with the same factors for each; the sums of the rows are words
 of 64 bits, which are added up in the same way with other factors.
@@ -25,11 +25,11 @@ from torch import Tensor
 
 ROW = 2**16
 
-# Of a matrix and as many factors as it has columns makes the sum of each row.
+# A function of a matrix and a factor for each column, which returns the weighted sum of each row.
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
-# The products are temporaries: rows at a time for which they stay in a processor's cache, or for which
-# launching kernels costs a GPU nothing beside running them.
+# The number of rows at a time. The products are temporaries, which should stay in a processor's cache; on a
+# GPU the kernels should take longer than their launch.
 _ROWS_ON_CPU = 1
 _ROWS_ELSEWHERE = 2**6
 
@@ -37,10 +37,10 @@ _logger = logging.getLogger(__name__)
 
 
 def word_sum(elements: Tensor) -> Tensor:
-    """The sum over the bytes of `elements`, a plain tensor of one dimension and any dtype.
+    """Return the weighted sum over the bytes of `elements`, a plain tensor of one dimension and any dtype.
 
     Returns:
-        An int64 tensor of no dimension on the same device; nothing waits for it.
+        An int64 tensor of no dimension on the same device; this does not wait for it.
     """
     words = _as_words(elements)
     factors = _factors("words", words.device)
@@ -51,7 +51,7 @@ def word_sum(elements: Tensor) -> Tensor:
 
 
 def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
-    """One sum for each row."""
+    """Return one sum for each row."""
     if len(words) <= ROW:
         return (words * factors[: len(words)]).sum().reshape(1)
     whole = len(words) // ROW
@@ -64,7 +64,9 @@ def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel_for(device: torch.device) -> Kernel:
-    """What adds up rows there. A kernel of our own has to give what torch gives, or it is not used."""
+    """Return the kernel that adds up rows on a device. The fused kernel is used only if it agrees with
+    torch.
+    """
     if device.type != "cuda" or (kernel := _fused_kernel()) is None:
         return _row_sums
     matrix = torch.arange(3 * ROW, dtype=torch.int32, device=device).mul_(-1_640_531_535).view(3, ROW)
@@ -73,7 +75,7 @@ def _kernel_for(device: torch.device) -> Kernel:
         if torch.equal(kernel(matrix, factors), _row_sums(matrix, factors)):
             return kernel
         _logger.warning("triton's sums on %s are not torch's: torch's are used", device)
-    except Exception as error:  # noqa: BLE001 - of a compiler, of which nearly anything may be missing
+    except Exception as error:  # noqa: BLE001 - a compiler may lack nearly anything
         _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
     return _row_sums
 
@@ -86,14 +88,14 @@ def _fused_kernel() -> Kernel | None:
 
 
 def _row_sums(matrix: Tensor, factors: Tensor) -> Tensor:
-    """The sum of each row's words, each multiplied by its column's factor, modulo 2**64."""
+    """Return the sum of each row's words, each multiplied by its column's factor, modulo 2**64."""
     step = _ROWS_ON_CPU if matrix.device.type == "cpu" else _ROWS_ELSEWHERE
     rows = range(0, len(matrix), step)
     return torch.cat([(matrix[row : row + step] * factors).sum(dim=1) for row in rows])
 
 
 def _as_words(elements: Tensor) -> Tensor:
-    """The bytes as int32, on the same memory where that is aligned; filled up with zeros."""
+    """Return the bytes as int32, on the same memory if that is aligned, and padded with zeros."""
     if elements.dtype == torch.int32:
         return elements
     size = elements.element_size()
@@ -107,6 +109,6 @@ def _as_words(elements: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(purpose: str, device: torch.device) -> Tensor:
-    """`ROW` odd numbers, the same in every process and on every machine."""
+    """Return `ROW` odd numbers, the same in every process and on every machine."""
     stream = hashlib.shake_128(f"torchft_like divergence {purpose}".encode()).digest(8 * ROW)
     return (torch.frombuffer(bytearray(stream), dtype=torch.int64) | 1).to(device)
