@@ -1,9 +1,8 @@
-"""Hosts and ports: how they are written, and which address of this machine reaches them."""
+"""Hosts and ports, and how they are written."""
 
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import dataclass
 
 from lighthouse.errors import AddressError
@@ -55,38 +54,3 @@ def parse_host(text: str, what: str = "host") -> str:
     if isinstance(text, str) and re.fullmatch(rf"{_HOST}|{_V6}", text):
         return text
     raise AddressError(f"{what} {text!r:.200} is not the name of a host or its IP address")
-
-
-def local_host_towards(host: str, port: int = 9) -> str:
-    """Return the local IP address from which this machine reaches `host`; a loopback address for a loopback
-    host.
-
-    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
-
-    Raises:
-        AddressError: the name does not resolve or there is no route.
-    """
-    try:
-        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise AddressError(
-            f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
-        ) from error
-
-
-def own_host(towards: Address | None = None) -> str:
-    """Return the address at which other hosts reach this one; loopback where its own name does not resolve.
-
-    Args:
-        towards: if given, the address of the interface that leads there is returned. Otherwise the one that
-          the host's name resolves to, as in Gloo.
-    """
-    try:
-        if towards is not None:
-            return local_host_towards(towards.host, towards.port)
-        return local_host_towards(socket.gethostname())
-    except AddressError:
-        return LOOPBACK

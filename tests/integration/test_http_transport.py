@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address, parse_address
-from lighthouse.net import listen_tcp
+from lighthouse.listening import listen_tcp
 from tests.integration.checkpoint_source import make_state
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.errors import CheckpointError, CheckpointFormatError

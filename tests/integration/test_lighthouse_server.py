@@ -19,7 +19,6 @@ from lighthouse.address import parse_address
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import BindError
 from lighthouse.events import Event, read_events
-from lighthouse.net import coordination_loop
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.conftest import ROOT
@@ -31,6 +30,7 @@ from tests.integration.lighthouse_clients import (
     registered,
     session_process,
 )
+from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration

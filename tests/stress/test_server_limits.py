@@ -10,9 +10,10 @@ import grpc.aio
 import pytest
 
 from lighthouse.address import Address, parse_address
-from lighthouse.net import ServerLimits, coordination_loop, make_aio_server, make_channel
+from lighthouse.net import ServerLimits, make_aio_server, make_channel
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress import hostile
+from torchft_like.runtime.event_loop import coordination_loop
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,7 @@ import pytest
 
 from lighthouse import admission, server, wire
 from lighthouse.address import Address, parse_address
-from lighthouse.net import ServerLimits, coordination_loop, make_aio_server, make_channel
+from lighthouse.net import ServerLimits, make_aio_server, make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import (
     LIMIT_S,
@@ -32,6 +32,7 @@ from torchft_like.errors import ConnectError
 from torchft_like.manager import service
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.server import ManagerServer
+from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.lighthouse import LighthouseProcess
 
 pytestmark = pytest.mark.integration

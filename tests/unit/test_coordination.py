@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lighthouse.net import coordination_loop
 from torchft_like.coordination import LighthouseServer
+from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
 

@@ -16,11 +16,11 @@ from http import HTTPStatus
 
 from lighthouse.address import Address
 from lighthouse.events import printable
-from lighthouse.net import connect_tcp
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
+from torchft_like.runtime.connecting import connect_tcp
 
 ASK_AGAIN_S = 0.05
 

@@ -33,7 +33,7 @@ from http.server import BaseHTTPRequestHandler
 
 from lighthouse.address import Address
 from lighthouse.events import printable
-from lighthouse.net import listen_tcp
+from lighthouse.listening import listen_tcp
 from torchft_like.checkpointing.state_stream import EncodedState
 from torchft_like.futures import context_timeout
 

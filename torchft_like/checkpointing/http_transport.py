@@ -10,12 +10,13 @@ import threading
 from datetime import timedelta
 from typing import TypeVar, cast
 
-from lighthouse.address import Address, own_host, parse_address
+from lighthouse.address import Address, parse_address
 from torchft_like.checkpointing.http_client import Fetch, FetchOptions
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState, Expectation
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
+from torchft_like.runtime.hosts import own_host
 
 T = TypeVar("T")
 CHUNKS_MAX = 64

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lighthouse.address import Address, own_host
+from lighthouse.address import Address
 from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
 from torchft_like.communicator.channel import ranks_in_job
 from torchft_like.communicator.communicator import Communicator
@@ -34,6 +34,7 @@ from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGr
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.served_store import serve_store
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.runtime.hosts import own_host
 
 _NOT_SERVED = "!"
 

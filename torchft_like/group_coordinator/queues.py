@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lighthouse.address import LOOPBACK, local_host_towards
+from lighthouse.address import LOOPBACK
 from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
 from torchft_like.communicator.communicator import HARMLESS, Communicator
 from torchft_like.communicator.handle import Handle
@@ -33,6 +33,7 @@ from torchft_like.errors import (
 from torchft_like.message_queue import MessageQueue
 from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.hosts import local_host_towards
 
 _LOOK_S = 0.01
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-from lighthouse.address import Address, local_host_towards, parse_address, parse_host
+from lighthouse.address import Address, parse_address, parse_host
 from torchft_like.errors import ConfigError
+from torchft_like.runtime.hosts import local_host_towards
 
 T = TypeVar("T")
 

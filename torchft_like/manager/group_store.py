@@ -15,7 +15,7 @@ from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
-from lighthouse.net import listen_tcp
+from lighthouse.listening import listen_tcp
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import ManagerConfig
 

@@ -12,8 +12,8 @@ import contextlib
 
 from lighthouse.address import parse_address
 from lighthouse.errors import AddressError
-from lighthouse.net import answers_tcp, resolve
 from torchft_like.manager.peer_links import Probe
+from torchft_like.runtime.connecting import answers_tcp, resolve
 
 # All attempts together take far less than the timeout of a process group, and are enough where packets are
 # lost. The kernel would try again only after a second.

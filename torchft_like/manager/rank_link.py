@@ -17,7 +17,7 @@ import grpc.aio
 
 from lighthouse import wire
 from lighthouse.address import Address
-from lighthouse.net import LoopThread, coordination_loop, make_aio_channel
+from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.divergence.comparison import Divergence
 from torchft_like.errors import ConnectError
@@ -25,6 +25,7 @@ from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
 from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager.stall_watch import Wait
+from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the end for a death

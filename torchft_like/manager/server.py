@@ -20,7 +20,7 @@ from lighthouse import codec
 from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
 from lighthouse.events import printable, short_name
-from lighthouse.net import ServerLimits, coordination_loop, make_aio_server
+from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import seconds_of
@@ -45,6 +45,7 @@ from torchft_like.manager.probing import silent_peers
 from torchft_like.manager.rank_link import LocalListener, RankListener
 from torchft_like.manager.service import manager_service
 from torchft_like.manager.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
+from torchft_like.runtime.event_loop import coordination_loop
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from datetime import timedelta
 
 import torch
 
-from lighthouse.net import coordination_loop
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.errors import CheckpointError, MemberLostError
 from torchft_like.manager.assignment import QuorumResult
@@ -33,6 +32,7 @@ from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.manager.step import Plan, StepProtocol
 from torchft_like.plain_data import Shard
+from torchft_like.runtime.event_loop import coordination_loop
 
 State = Mapping[str, object]
 

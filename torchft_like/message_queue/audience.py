@@ -20,11 +20,11 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from torchft_like.descriptors import despite_reset, send_descriptors
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.handshake import Arrival, Lobby, welcome
 from torchft_like.message_queue.memory import map_to_write, reserve, seal_size
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING, Geometry
+from torchft_like.runtime.descriptors import despite_reset, send_descriptors
 
 FILES_UNREAD_MAX = 8
 WAKE = b"!"

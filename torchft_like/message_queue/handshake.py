@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchft_like.descriptors import receive_descriptors, send_descriptors
 from torchft_like.errors import QueueError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 from torchft_like.message_queue.memory import is_for_want_of_descriptors
+from torchft_like.runtime.descriptors import receive_descriptors, send_descriptors
 
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchft_like.descriptors import despite_reset, receive_descriptors
 from torchft_like.errors import (
     PlainDataError,
     QueueClosedError,
@@ -48,7 +47,8 @@ from torchft_like.message_queue.ring import (
     SLEEPING,
     RingReader,
 )
-from torchft_like.patience import Patience
+from torchft_like.runtime.descriptors import despite_reset, receive_descriptors
+from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 
 class _File(NamedTuple):
@@ -65,7 +65,7 @@ class LocalReader(ReadingEnd):
         self._handle = handle
         self._rank = rank
         self._writer_is_gone = False
-        self._patience = Patience()
+        self._spin = AdaptiveSpin()
         self._sleeps = 0
         self._rung = 0
         self._files: dict[int, _File] = {}
@@ -248,7 +248,7 @@ class LocalReader(ReadingEnd):
         def reached() -> bool:
             return words[PUBLISHED] > consumed
 
-        if not self._patience.watch(reached, deadline):
+        if not self._spin.watch(reached, deadline):
             while words[PUBLISHED] <= consumed:
                 self._require_open()
                 while self._hear():  # wake-ups for earlier sleeps, or that the writer is gone
@@ -257,7 +257,7 @@ class LocalReader(ReadingEnd):
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, nothing)
                 self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: nothing), RECHECK_S))
-        self._patience.learn(wait.seconds)
+        self._spin.learn(wait.seconds)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
         """Raise if what is awaited will never come."""

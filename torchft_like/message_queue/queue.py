@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from lighthouse.address import own_host
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import NotSupportedError
 from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
@@ -28,6 +27,7 @@ from torchft_like.message_queue.local_reader import LocalReader
 from torchft_like.message_queue.memory import descriptors_for
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 from torchft_like.message_queue.writer import Writer
+from torchft_like.runtime.hosts import own_host
 
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_CHUNKS = 16

@@ -30,8 +30,8 @@ from torchft_like.message_queue.ring import (
     Geometry,
     RingWriter,
 )
-from torchft_like.patience import Patience
 from torchft_like.plain_data import bytes_of, dissect
+from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
     from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience
@@ -46,7 +46,7 @@ class Writer(End):
         self._geometry = geometry
         self._is_broken = False  # interrupted while it wrote
         self._is_ready = False
-        self._patience = Patience()
+        self._spin = AdaptiveSpin()
         self._sleeps = 0
         self._attempts = 0  # to send a file: who has one that an interrupt came after must not read it
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
@@ -211,7 +211,7 @@ class Writer(End):
     ) -> None:
         self._attend()
         wait = Wait()
-        if not self._patience.watch(reached, deadline):
+        if not self._spin.watch(reached, deadline):
             while not reached():
                 self._require_door()
                 if (now := time.monotonic()) >= deadline:
@@ -219,7 +219,7 @@ class Writer(End):
                 self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: describe()[0]), RECHECK_S))
                 self._attend()
                 self._require_open()
-        self._patience.learn(wait.seconds)
+        self._spin.learn(wait.seconds)
 
     def _require_door(self) -> None:
         """Raise if who stands there cannot be let in: to wait for that would be no sleep."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from torchft_like.patience import growing_pauses
+from torchft_like.runtime.spin_wait import growing_pauses
 
 PERIOD_S = 0.25
 DECISION_S_MAX = 5.0

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import GroupName
 
-from lighthouse.address import LOOPBACK, local_host_towards
+from lighthouse.address import LOOPBACK
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
@@ -37,6 +37,7 @@ from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.stillness import Sleep, Stillness
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.hosts import local_host_towards
 
 # The threads that run the collectives.
 GLOO_THREADS = ("pt_gloo_runloop",)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ErrorType, Store, TCPStore, Work
 
-from lighthouse.address import own_host
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.served_store import serve_store
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, create_store_client, parse_store_address
 from torchft_like.process_group.work import finished_work
+from torchft_like.runtime.hosts import own_host
 
 UUID_BITS = 63
 

@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.patience import growing_pauses
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
+from torchft_like.runtime.spin_wait import growing_pauses
 
 
 class NcclOperation(ExplainedOperation):

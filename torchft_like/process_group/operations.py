@@ -31,8 +31,8 @@ from torch.futures import Future
 from torchft_like.devices import after
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
-from torchft_like.patience import Patience
 from torchft_like.process_group.work import FOREVER, BackendOperation, Explain
+from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 SLICE_S = 0.1
 SLICE = timedelta(seconds=SLICE_S)
@@ -51,7 +51,7 @@ class Operations:
         self._issued: list[weakref.ref[GroupOperation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
-        self._patience = Patience()  # waiting threads share it: a lost update does no harm
+        self._spin = AdaptiveSpin()  # waiting threads share it: a lost update does no harm
 
     def begin(self, explain: Explain) -> GroupOperation:
         """Make an operation for a call that the backend is about to get; its holder may wait for it."""
@@ -90,11 +90,11 @@ class Operations:
         timer is slow on virtual machines.
         """
         started = time.monotonic()
-        is_over = self._patience.watch(work.is_completed, math.inf)
+        is_over = self._spin.watch(work.is_completed, math.inf)
         try:
             return work.wait() if is_over else work.wait(SLICE)
         finally:
-            self._patience.learn(time.monotonic() - started)
+            self._spin.learn(time.monotonic() - started)
 
     def wait(self, work: Work, deadline: float) -> bool:
         """Wait for the work, until it is over or the operation is given up.

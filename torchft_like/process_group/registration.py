@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lighthouse.address import Address, own_host
+from lighthouse.address import Address
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.served_store import serve_store
 from torchft_like.process_group.store import StoreAddress, parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.hosts import own_host
 
 
 def abort_groups_of_torch(reason: str) -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from lighthouse.address import Address
+from lighthouse.listening import listen_tcp
 
 
 def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
@@ -15,8 +16,6 @@ def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
     Raises:
         BindError: `host` is not of this machine.
     """
-    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which nothing else here needs
-
     # This listener sees the addresses of one family; torch's own listener would ask the name server about
     # others.
     listener = listen_tcp(Address(host, 0))

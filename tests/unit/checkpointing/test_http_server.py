@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address
-from lighthouse.net import listen_tcp
+from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address, parse_address
-from lighthouse.net import listen_tcp
+from lighthouse.listening import listen_tcp
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server

@@ -9,11 +9,11 @@ import pytest
 
 from lighthouse.address import parse_address
 from lighthouse.config import LighthouseConfig
-from lighthouse.net import coordination_loop
 from lighthouse.server import Context, Lighthouse
 from lighthouse.session import ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager.lighthouse_link import LighthouseLink
+from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
 

@@ -15,7 +15,7 @@ def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
     writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
     for end in (writer, *readers):
-        monkeypatch.setattr(end._end._patience, "watch", lambda *_: False)  # type: ignore[union-attr]
+        monkeypatch.setattr(end._end._spin, "watch", lambda *_: False)  # type: ignore[union-attr]
     count = 2000
 
     def read(reader: MessageQueue) -> list[object]:

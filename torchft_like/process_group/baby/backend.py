@@ -21,7 +21,6 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import SubprocessLostError
-from torchft_like.patience import growing_pauses
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
@@ -33,6 +32,7 @@ from torchft_like.process_group.collectives import BY_NAME, Call, Collective, re
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.work import OperationWork
+from torchft_like.runtime.spin_wait import growing_pauses
 
 # How much longer than an operation may take its subprocess may send nothing.
 SILENCE_S = 5.0

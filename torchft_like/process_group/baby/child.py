@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.patience import Patience
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import decode, decode_call
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
@@ -40,6 +39,7 @@ from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, Membership
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 WATCHED_MAX = 16  # operations that are watched, of many that are asked for at once
 
@@ -76,7 +76,7 @@ class _Server:
         self._backend: Backend | None = None
         self._borrower: Borrower | None = None
         self._watched: list[tuple[int, Work]] = []
-        self._patience = Patience()
+        self._spin = AdaptiveSpin()
         self._abort = AbortSignal()
         self._abort.add(self._end)
 
@@ -171,8 +171,8 @@ class _Server:
         """
         while self._watched:
             started = time.monotonic()
-            has_news = self._patience.watch(self._has_news, math.inf)
-            self._patience.learn(time.monotonic() - started)
+            has_news = self._spin.watch(self._has_news, math.inf)
+            self._spin.learn(time.monotonic() - started)
             watched, self._watched = self._watched, []
             for request, work in watched:
                 if work.is_completed():

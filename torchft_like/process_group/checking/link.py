@@ -25,7 +25,8 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
-from lighthouse.address import Address, local_host_towards, parse_address
+from lighthouse.address import Address, parse_address
+from lighthouse.listening import listen_tcp
 from torchft_like.agreement.referee import Call, Problem, Referee, Ruling
 from torchft_like.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
@@ -44,6 +45,8 @@ from torchft_like.process_group.checking.messages import (
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
 from torchft_like.process_group.store import StoreAddress
+from torchft_like.runtime.connecting import connect_tcp
+from torchft_like.runtime.hosts import local_host_towards
 
 TOKEN_BYTES = 16
 HELLO_SECONDS_MAX = 10.0
@@ -328,8 +331,6 @@ def join(membership: Membership, abort: AbortSignal) -> Link:
 
 def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
     """Publish rank 0's address, and accept the connections of all other ranks."""
-    from lighthouse.net import listen_tcp  # noqa: PLC0415 - it loads gRPC, which only this needs
-
     host = local_host_towards(membership.store.server.host, membership.store.server.port)
     deadline_s = time.monotonic() + membership.timeout.total_seconds()
     token = secrets.token_bytes(TOKEN_BYTES)
@@ -373,8 +374,6 @@ def _greeted(connection: socket.socket, token: bytes) -> int | None:
 
 def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
     """Connect any other rank to rank 0."""
-    from lighthouse.net import connect_tcp  # noqa: PLC0415 - it loads gRPC
-
     address, token = _read_referee(store.get("referee"))
     connection = connect_tcp(address, membership.timeout.total_seconds(), sockets.add)
     connection.settimeout(None)

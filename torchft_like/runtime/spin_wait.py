@@ -21,7 +21,7 @@ _LONG_S = 4 * SPIN_S_MAX
 _CROWDED_USUAL_S = 40 * SPIN_S_MAX  # about ten waits without watching
 
 
-class Patience:
+class AdaptiveSpin:
     """The wait times of one waiter, from which it learns; for one thread at a time."""
 
     def __init__(self) -> None:

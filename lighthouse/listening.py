@@ -1,0 +1,46 @@
+"""Listening TCP sockets, and why there can be none."""
+
+from __future__ import annotations
+
+import socket
+
+from lighthouse.address import Address
+from lighthouse.errors import BindError
+from lighthouse.forks import disown
+
+
+def listen_tcp(bind: Address) -> socket.socket:
+    """Make a listening TCP socket for an HTTP server; port 0 takes a free one.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+    family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+    try:
+        listener = socket.create_server((bind.host, bind.port), family=family)
+    except OSError as error:
+        raise bind_error(bind, error) from error
+    disown(Address(bind.host, listener.getsockname()[1]))
+    return listener
+
+
+def bind_error(bind: Address, cause: Exception | None) -> BindError:
+    """Make the error for a server that cannot listen at `bind`, with the system's reason if there is one."""
+    reason = cause.strerror if isinstance(cause, OSError) else why_unbindable(bind)
+    reason = reason or "the system gave no reason"
+    return BindError(
+        f"cannot listen on {bind}: {reason}; choose another address, or port 0 for any free port"
+    )
+
+
+def why_unbindable(bind: Address) -> str | None:
+    """Return the system's reason against listening there; None if it has none."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            # The probe does as gRPC does: a port on which only old connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
