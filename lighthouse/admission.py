@@ -6,7 +6,7 @@ id that none of them can count on from, or a name that spoils a terminal. What a
 these limits is believed: see docs/security.md.
 
 INVARIANT: what the core gives out is let in again. Otherwise one replica that reports a number at the limit
-would shut out all others, who are given one beyond it. After a restart of the lighthouse, which remembers
+would shut out all others, which are given one beyond it. After a restart of the lighthouse, which remembers
 nothing, that holds once as much time has gone by as the numbers had been ahead of the limit: they grow by
 less than one in a millisecond, and leap by seconds or minutes where a clock was set back.
 """

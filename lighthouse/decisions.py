@@ -29,7 +29,7 @@ class Verdict(enum.Enum):
     LATE = "join_timeout is over"
 
     def __init__(self, _: str) -> None:
-        # a plain attribute, because it is read after every event
+        # A plain attribute, because it is read after every event.
         self.forms = self.name in ("FAST", "COMPLETE", "LATE")
 
 

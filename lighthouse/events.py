@@ -1,6 +1,6 @@
 """Structured records of what happened: one form for logs, the demo, metrics and tests.
 
-A record has a kind, the time, who speaks, and fields of its kind. It is written once, by the
+A record has a kind, the time, its source, and fields of its kind. It is written once, by the
 Manager or by the lighthouse, and read by everything else: the text logger prints one line per
 record, `TORCHFT_EVENT_FILE` collects them as JSON lines, and any callable can subscribe.
 """

@@ -1,4 +1,4 @@
-"""The state of a quorum core in words, for operators who wonder why there is no quorum yet. Pure."""
+"""The state of a quorum core in words, for operators who wonder why there is no quorum yet. It is pure."""
 
 from __future__ import annotations
 

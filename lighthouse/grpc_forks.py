@@ -9,8 +9,8 @@ what they look up in the library they find in the fork's own.
 
 INVARIANT: in a fork, nothing of the parent's library is called, for it could wait for a thread that is not
 there, or find that one has waited. The parent's channels, calls and servers are refused, and never destroyed,
-whoever deletes them. Its credentials, which are words only, are written again. A fork that does not speak
-gRPC pays for a few assignments.
+even if a script deletes them. Its credentials, which are words only, are written again. A fork that does not
+speak gRPC pays for a few assignments.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _leave_library_to_parent() -> None:
         return
     _own = None
     for destructor in _destructors(library):
-        # an object that loses its last reference gets another one, so it is never destroyed
+        # An object that loses its last reference gets another one, so it is never destroyed.
         destructor.value = _KEEP
     _inherited.append(library)
     library.__class__ = _InheritedLibrary

@@ -1,4 +1,4 @@
-"""Links between replica groups that do not work, and which replicas a quorum leaves out for them. Pure.
+"""Links between replica groups that do not work, and which replicas a quorum leaves out for them. It is pure.
 
 The process group of a quorum joins every replica with every other one, so a single pair that cannot reach
 each other keeps all of them from committing, for as long as both are in. Only these two can notice: each

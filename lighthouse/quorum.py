@@ -123,7 +123,7 @@ class QuorumCore:
 
         self._number = QuorumNumber(NO_QUORUM, 0)  # of the last quorum
         self._last: frozenset[str] = frozenset()
-        # members of the last quorum that were lost, left, or came back without it
+        # Members of the last quorum that were lost, left, or came back without it.
         self._departed: set[str] = set()
         self._alarms = 0
         self._has_formed = False
@@ -403,7 +403,7 @@ class QuorumCore:
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
         if self._missing or len(chosen) != len(self._last):
             return False
-        # with broken links, not all replicas that have joined are in
+        # With broken links, not all replicas that have joined are in.
         return not self._links or chosen.keys() == self._last
 
     def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:

@@ -73,7 +73,7 @@ class Lighthouse:
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
-        # by replica, the oldest call first
+        # By replica, the oldest call first.
         self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}
         self._server: grpc.aio.Server | None = None
         self._address: Address | None = None
@@ -152,7 +152,7 @@ class Lighthouse:
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
         self._apply(self._core.call(member, self._loop.time()))
-        # a call that was settled may not have woken up yet
+        # A call that was settled may not have woken up yet.
         waiting = [call for call in calls if not call.done()]
         if len(waiting) > _CALLS_PER_REPLICA_MAX:
             _settle(waiting[0], _TOO_MANY_CALLS)

@@ -51,7 +51,7 @@ class _Alias(MetaPathFinder, Loader):
             return None
         ours = importlib.util.find_spec(OURS + name.removeprefix(THEIRS))
         if ours is None:
-            # it is being imported, not merely looked for
+            # It is being imported, not merely looked for.
             if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
                 raise ModuleNotFoundError(_LACKING.format(name=name), name=name)
             return None

@@ -1,5 +1,6 @@
-"""The coordination layer by itself: servers and clients, for programs with a protocol of their own. The
-Manager uses the same. Names and arguments are torchft's.
+"""The coordination layer by itself: servers and clients, for programs with a protocol of their own.
+
+The Manager uses the same. Names and arguments are torchft's.
 """
 
 from __future__ import annotations

@@ -74,10 +74,12 @@ _UNFIT = {
 
 
 class _OfReducer(ProcessGroupDummy):
-    """The group of torch's reducer for its collectives other than those of buckets. The collectives of its
-    constructor have one member. But the reduction of which parameters were used includes all members: a
-    replica that did not use a parameter keeps its old gradient, and would take another step than the others.
-    Healing replicas are included, too, since they contribute a gradient for each parameter that they used.
+    """The group of torch's reducer for its collectives other than those of buckets.
+
+    The collectives of its constructor have one member. But the reduction of which parameters were used
+    includes all members: a replica that did not use a parameter keeps its old gradient, and would take
+    another step than the others. Healing replicas are included, too, since they contribute a gradient for
+    each parameter that they used.
     """
 
     def __init__(self, manager: Manager) -> None:

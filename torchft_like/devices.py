@@ -1,10 +1,11 @@
-"""The use of this process's accelerator by threads beside the training thread. They must not do two things. A
-process that has used no device must not begin to, as a context takes half a gigabyte of its memory. And a
-CUDA graph that another thread captures must not be spoilt: while a capture lasts, in the mode of torch's
-captures, CUDA fails every call of any thread that it considers unsafe, such as a query of an event, and the
-capture with it. Whether it does is a setting of the calling thread. torch changes it around its own
-watchdog's queries and offers Python no function for that, so this module calls CUDA's own function, in the
-library that torch has loaded.
+"""The use of this process's accelerator by threads beside the training thread.
+
+They must not do two things. A process that has used no device must not begin to, as a context takes half a
+gigabyte of its memory. And a CUDA graph that another thread captures must not be spoilt: while a capture
+lasts, in the mode of torch's captures, CUDA fails every call of any thread that it considers unsafe, such as
+a query of an event, and the capture with it. Whether it does is a setting of the calling thread. torch
+changes it around its own watchdog's queries and offers Python no function for that, so this module calls
+CUDA's own function, in the library that torch has loaded.
 """
 
 from __future__ import annotations

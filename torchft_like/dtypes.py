@@ -1,5 +1,7 @@
 """The dtypes of numbers that are sent between processes: torch's by their index here, numpy's by their own
-codes. All modules that encode tensors or arrays share them.
+codes.
+
+All modules that encode tensors or arrays share them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torchft_like.errors import ConfigError
 USE_OTEL_ENV = "TORCHFT_USE_OTEL"
 TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON = "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON"
 
-# by kind of event
+# By kind of event.
 _LOGGERS = {"quorum": "torchft_quorums", "commit": "torchft_commits", "abort": "torchft_errors"}
 _EXPORT_LIMIT_S = 5
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}

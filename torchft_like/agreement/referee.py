@@ -9,9 +9,10 @@ receive to the oldest such send. No call waits for another one of its own rank, 
 free of deadlocks without a referee is free of them with one.
 
 Collectives have a deadline. A send or a receive has none until its rank says that it has waited long enough
-(`overdue`): one for which no rank waits may stay open for as long as its group lives. After a ruling that a
-rank is missing, every call is refused: some ranks have given up on collectives that others may still call, so
-their numbers differ.
+(`overdue`): one for which no rank waits may stay open for as long as its group lives.
+
+After a ruling that a rank is missing, every call is refused: some ranks have given up on collectives that
+others may still call, so their numbers differ.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What the ranks' arguments of one call must have in common: statements in, a disagreement out.
+"""The rules for what the ranks' arguments of one call must have in common: statements in, a disagreement out.
 
-This module knows specifications of tensors as text such as `float32[4, 2]`, and nothing about tensors. There
-are two kinds of rules. The *same* argument on different ranks must have the same shape and dtype (`SAME`). A
-tensor and the *place* it goes to on another rank must fit each other; the other rules say which place that
-is. If all ranks passed exactly the same, with the same for each place, they do not disagree, and the backend
-decides whether the call makes sense.
+This module knows specifications of tensors as text such as `float32[4, 2]`, and nothing about tensors.
+
+There are two kinds of rules. The *same* argument on different ranks must have the same shape and dtype
+(`SAME`). A tensor and the *place* it goes to on another rank must fit each other; the other rules say which
+place that is. If all ranks passed exactly the same, with the same for each place, they do not disagree, and
+the backend decides whether the call makes sense.
 """
 
 from __future__ import annotations

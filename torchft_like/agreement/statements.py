@@ -1,12 +1,13 @@
 """One rank's description of a call before data moves, as a value and as bytes.
 
 A statement has what must fit the other ranks' statements (operation, tensors, root, terms), or the reason why
-the rank cannot take part: the other ranks learn it, and none of them waits for its data. There are two forms
-of bytes. `encode` returns all of a statement, in any length. A *record* has a fixed length, so that ranks can
-exchange records without telling each other sizes: in it a statement that is too long is cut, and a digest of
-the whole stands for the rest. Whether it is cut depends on the statement alone, so the records of ranks that
-state the same begin with the same bytes. After the statement a record has a number and a payload of the
-rank's own.
+the rank cannot take part: the other ranks learn it, and none of them waits for its data.
+
+There are two forms of bytes. `encode` returns all of a statement, in any length. A *record* has a fixed
+length, so that ranks can exchange records without telling each other sizes: in it a statement that is too
+long is cut, and a digest of the whole stands for the rest. Whether it is cut depends on the statement alone,
+so the records of ranks that state the same begin with the same bytes. After the statement a record has a
+number and a payload of the rank's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which part of a tensor goes to which rank, and which tensors are sent together: plain numbers. Pure."""
+"""Which part of a tensor goes to which rank, and which tensors are sent together: plain numbers. This module
+is pure."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def row_sums(matrix: Tensor, factors: Tensor) -> Tensor:
     rows, row = matrix.shape
     blocks = row // COLUMNS
     parts = torch.empty((rows, blocks), dtype=torch.int64, device=matrix.device)
-    # the index is None for a CPU, which triton's interpreter uses
+    # The index is None for a CPU, which triton's interpreter uses.
     with torch.accelerator.device_index(matrix.device.index):
         _add_up[blocks, triton.cdiv(rows, HEIGHT)](matrix, factors, parts, rows, row, COLUMNS, HEIGHT)
     return parts.sum(dim=1)

@@ -1,4 +1,5 @@
 """The bytes of a state that belong to a slice. This module is pure arithmetic, and knows nothing of tensors.
+
 The parts of the state, one after the other, each padded to a multiple of 16 bytes, make one long row, which
 is cut into slices of equal length. So every byte is in exactly one slice, and a part is cut only where an
 element of any dtype ends.

@@ -38,11 +38,11 @@ class Attempt:
         self.verdict: Verdict | None = None
         self.source_metadata: str | None = None  # where a peer's state can be fetched, once that is known
         self.is_exchanging = False  # the training thread waits for a peer's state, or sends its own
-        # it has exchanged state, as the group's other ranks do, and one of those may take longer
+        # It has exchanged state, as the group's other ranks do, and one of those may take longer.
         self.has_exchanged = False
         self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
         self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
-        # the quorum leaves this group out until a link works again, which is no reason to give up
+        # The quorum leaves this group out until a link works again, which is no reason to give up.
         self.is_left_out = False
         self._plan: Plan | None = None
         self._quorum_timeout_s = quorum_timeout_s

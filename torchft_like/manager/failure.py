@@ -6,8 +6,9 @@ import traceback
 
 
 class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
-    """An error and where it was raised. If it is raised itself, it shows the error as its cause. Two
-    instances with the same error are equal, because `errored` makes one at every call.
+    """An error and where it was raised. If it is raised itself, it shows the error as its cause.
+
+    Two instances with the same error are equal, because `errored` makes one at every call.
 
     Attributes:
         original_exception: the error.

@@ -11,13 +11,13 @@ Invariants:
 * A verdict is given once every rank has voted on the same step, and it is the same for all.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
 * The state of a group is that of all its ranks. Where some have healed and others have not, it has
-  none: it joins as one that has yet to begin, and is lost if nobody can give it a state.
-* Whom this group cannot reach the lighthouse knows before the join: after a failed step that no death
+  none: it joins as one that has yet to begin, and is lost if no other group can give it a state.
+* The lighthouse knows which groups this one cannot reach before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
-* A step that does not get on is given up by who finds that a member cannot be reached. At once, unless that
-  was known when the quorum was formed, or there are two only: then nobody could be left out for it, and
-  another try is no better until others have come.
-* Ranks leave together: what one was asked to do the verdict tells all, so none begins a step alone.
+* A step that stalls is given up by a group that finds a member unreachable. It gives up at once, unless that
+  was known when the quorum was formed, or there are only two groups: then no group could be left out for it,
+  and another try is no better until others have come.
+* Ranks leave together: the verdict tells all ranks that one was asked to stop, so none begins a step alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ class RankVerdict(NamedTuple):
 
 
 class LossNotice(NamedTuple):
-    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up."""
+    """Effect: tell every rank that a member of the current quorum is gone or, alive, gave it up.
+
+    Attributes:
+        unknown: fields of the lighthouse's message that this version does not know.
+    """
 
     quorum_id: int
     replica_id: str

@@ -1,6 +1,8 @@
-"""The process group, and the protocol's state of it, changed together under one lock. The difficulty is the
-order of abort and configure. Invariants: * An abort is meant for one quorum. It is carried out only while no
-newer quorum is agreed.
+"""The process group, and the protocol's state of it, changed together under one lock.
+
+The difficulty is the order of abort and configure. Invariants:
+
+* An abort is meant for one quorum. It is carried out only while no newer quorum is agreed.
 * A group whose quorum is broken before or during its configuration ends that configuration: the signal that
   ends it is made here, before `configure` is called, so no abort can come too early for it.
 * A quorum counts as configured only after `configure` returned without error.

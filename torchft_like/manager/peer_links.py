@@ -52,10 +52,10 @@ class PeerLinks:
     unreachable: dict[str, str] = field(default_factory=dict)
     _members: Sequence[QuorumMemberLike] = ()  # the members of the last quorum
     _known: frozenset[str] = frozenset()  # the groups that were known to be unreachable when it was formed
-    # its members that were lost, which explains any failure in the last quorum
+    # Its members that were lost, which explains any failure in the last quorum.
     _lost: set[str] = field(default_factory=set)
     _probe: Probe | None = None  # the probe because of a step
-    # the groups that it asked, and that were not lost since
+    # The groups that it asked, and that were not lost since.
     _asked: dict[str, str] = field(default_factory=dict)
     _has_failed: bool = False  # whether a step in the last quorum failed
     _is_watching: bool = False

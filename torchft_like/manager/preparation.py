@@ -1,6 +1,7 @@
-"""The thread that configures the process group, after the quorum is known and before it is used. The training
-thread goes on with the forward pass meanwhile; the coordination loop stays free to receive the alarm that a
-member died, and to abort what this thread waits for.
+"""The thread that configures the process group, after the quorum is known and before it is used.
+
+The training thread goes on with the forward pass meanwhile; the coordination loop stays free to receive the
+alarm that a member died, and to abort what this thread waits for.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class QuorumWorker:
             try:
                 with devices.beside_captures(self.device):
                     job()
-            # it may be an error of a user's transport, and later jobs have to run nevertheless
+            # It may be an error of a user's transport, and later jobs have to run nevertheless.
             except Exception as error:
                 logger.exception("a job of the quorum worker failed")
                 on_error(error)

@@ -1,6 +1,7 @@
-"""From the join to a usable quorum, in the background of the training thread. The coordination loop calls the
-driver with the messages to this rank (`LocalListener`), and the quorum worker runs its jobs. It opens the
-gates of the current `Attempt`; the training thread waits at them.
+"""The background work from the join to a usable quorum.
+
+The coordination loop calls the driver with the messages to this rank (`LocalListener`), and the quorum worker
+runs its jobs. It opens the gates of the current `Attempt`; the training thread waits at them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class QuorumDriver:
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False
-        # the members to which links are broken, if this quorum leaves this group out for them
+        # The members to which links are broken, if this quorum leaves this group out for them.
         self._left_out_by: tuple[str, ...] = ()
 
     def begin(self, attempt: Attempt) -> Join:

@@ -1,6 +1,7 @@
-"""The gRPC interface of the ManagerServer: sessions of ranks, and torchft's unary calls. Each handler turns
-messages into calls of the server's methods and waits for the answers through a `RankListener`. Nothing is
-decided here.
+"""The gRPC interface of the ManagerServer: sessions of ranks, and torchft's unary calls.
+
+Each handler turns messages into calls of the server's methods and waits for the answers through a
+`RankListener`. Nothing is decided here.
 """
 
 from __future__ import annotations

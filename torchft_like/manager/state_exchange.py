@@ -1,10 +1,10 @@
 """The exchange of a rank's state with its peers, on the training thread, between two steps.
 
-INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by
-the first `start_quorum`, which looks at what they return, and then, in a step in which somebody heals, where
-the step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). There
-no module computes, so `state_dict` may take modules apart. Every rank of a replica group is at the same
-place, and all of them serve or none, so it may use collectives of the group.
+INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by the
+first `start_quorum`, which looks at what they return, and then, in a step in which a replica heals, where the
+step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). At these
+places no module computes, so `state_dict` may take modules apart. Every rank of a replica group is at the
+same place, and all of them serve or none, so it may use collectives of the group.
 
 A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
 its state. The source never waits: it takes a snapshot, or refuses, and goes on. It cannot wait for the
@@ -73,7 +73,7 @@ class StateExchange:
         self._is_serving = False
         self._fetching: tuple[str, str] | None = None  # the source of the fetch that runs, and this replica
         self._client: ManagerClient | None = None  # the client that asks the source
-        # lost members, with the quorum in which they were lost
+        # Lost members, with the quorum in which they were lost.
         self._lost: frozenset[tuple[int, str]] = frozenset()
 
     # -------------------------------------------------------------- on the training thread
@@ -170,7 +170,7 @@ class StateExchange:
             CheckpointError: the peer is gone or slow, or did not send the state of `max_step`.
         """
         timeout_s = self._config.timeout_s
-        # the source may wait for this rank, whose next join releases it
+        # The source may wait for this rank, whose next join releases it.
         if self._protocol.failure is not None:
             timeout_s *= PATIENCE_WHEN_FAILED
         metadata = attempt.source_metadata

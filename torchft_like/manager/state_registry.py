@@ -1,5 +1,6 @@
-"""The state of the training script: the functions that read it for a peer and load a peer's. All of them run
-on the training thread; other threads may only allow and disallow reading.
+"""The state of the training script: the functions that read it for a peer and load a peer's.
+
+All of them run on the training thread; other threads may only allow and disallow reading.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The step protocol of one rank, which decides whether a step may commit. Pure: no threads, clocks, sockets
-or torch.
+"""The step protocol of one rank, which decides whether a step may commit. It is pure: no threads, clocks,
+sockets or torch.
 
 One attempt at a step runs through
 
@@ -14,7 +14,7 @@ and anything may go wrong in between. Invariants:
 * A quorum is recorded as configured only after the process group was.
 * The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
-  id and with it a fresh store prefix, and that peers who wait for it in the old one are released.
+  id and with it a fresh store prefix, and that peers that wait for it in the old one are released.
 
 Callers serialize the calls; decisions are returned, and acting on them is the Manager's job.
 """

@@ -105,7 +105,7 @@ class Reader:
         self.data = data
         self.schema = schema
         self.values_left = limits.values
-        # for each leaf that was given away: the tensor, or None if it was none
+        # For each leaf that was given away: the tensor, or None if it was none.
         self.given: list[Tensor | None] = []
 
     def values(self, at: int, count: int, depth: int = 0) -> tuple[list[object], int]:

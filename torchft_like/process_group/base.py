@@ -39,10 +39,10 @@ class About(TypedDict, total=False):
     quorum_id: int | None  # the quorum because of which it configures
     group_rank: int | None  # the caller's rank in its replica group
     group_world_size: int | None  # the size of its replica group
-    # the members' ranks in the job, in the order of their ranks in this group
+    # The members' ranks in the job, in the order of their ranks in this group.
     global_ranks: Sequence[int] | None
     timeout: timedelta | None  # the limit of this `configure`; the group's own if it is left out
-    # the caller's signal: when it is set, before, during or after, this configuration ends
+    # The caller's signal: when it is set, before, during or after, this configuration ends.
     ends_with: AbortSignal | None
 
 
@@ -88,7 +88,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
             store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
             rank: the caller's rank among the new members, `0 <= rank < world_size`.
             world_size: how many members meet.
-            about: who configures, and why; all of it may be left out.
+            about: the caller's identity and reason, as `About` lists them; all of it may be left out.
 
         Raises:
             ValueError: an argument is out of range, or the address is malformed (AddressError).

@@ -44,7 +44,7 @@ class ProcessGroupDummy(ProcessGroup):
         self.get_future_count = 0
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        """Count the call: this group has one member, whoever the others are."""
+        """Count the call: this group always has one member."""
         self.configure_count += 1
         self._begin_configuration(about.get("ends_with"))
 

@@ -35,7 +35,7 @@ from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.work import NOTHING, ExplainedOperation, Operation, OperationWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
-# Seconds after its own limits at which a `configure` is given up, whatever it waits for.
+# Seconds after its own limits at which a `configure` is given up.
 CONFIGURE_GRACE_S = 5.0
 _NO_NAMES: Mapping[str, Any] = {}
 
@@ -190,7 +190,7 @@ class Generation:
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
         if self._failure is None:
-            # a copy, because the frames of the original would keep the backend
+            # A copy, because the frames of the original would keep the backend.
             self._failure = type(error)(*error.args)
         with self._lock:
             if self._backend is not None:

@@ -154,7 +154,7 @@ class GlooGaps:
         return _finished(output, *self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout))
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
-        # the form in which torch and this package call it
+        # The form in which torch and this package call it.
         if len(args) == 3 and type(args[2]) is ReduceScatterOptions:
             output, source, options = args
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
@@ -316,8 +316,8 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
 
         def simple(tensor: Tensor) -> Tensor:
             if tensor.layout is not torch.strided:
-                # it is not copied, because a result replaces the memory of a sparse tensor, and only the copy
-                # would get it
+                # It is not copied, because a result replaces the memory of a sparse tensor, and only the copy
+                # would get it.
                 return tensor
             if _is_plain(tensor):
                 return tensor.detach()

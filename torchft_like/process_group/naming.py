@@ -59,6 +59,7 @@ class Named:
 
     def unregister(self) -> None:
         """Undo `register`. Nothing happens if the group is not registered, or torch has dropped it since.
+
         Operations under way go on. A group that torch made is given up with `dist.destroy_process_group`.
         """
         with _tables:

@@ -1,9 +1,11 @@
 """A reconfigurable group over NCCL, in the trainer's own process.
 
-These are the waits, and what ends them: * a wait for a member that never comes: the rank waits in the store,
-which can be aborted, before NCCL gets to know the group; * NCCL connecting to members that are there: it runs
-on a thread of its own, with a communicator that does not block, and gives up after
-TORCH_NCCL_NONBLOCKING_TIMEOUT;
+These are the waits, and what ends them:
+
+* a wait for a member that never comes: the rank waits in the store, which can be aborted, before NCCL gets
+  to know the group;
+* NCCL connecting to members that are there: it runs on a thread of its own, with a communicator that does
+  not block, and gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT;
 * a kernel that waits for a peer: ncclCommAbort, from another thread.
 
 torch's own watchdog ends the process when an operation fails or takes too long: by default at once, else by
@@ -179,7 +181,7 @@ class _NcclBackend:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._questions = _Questions()
         self._is_in_reach = threading.Event()
-        # taken by the thread that ends the communicator, and never released
+        # Taken by the thread that ends the communicator, and never released.
         self._end_begins = threading.Lock()
         self._ended = threading.Event()
         self._probe: Work | None = None

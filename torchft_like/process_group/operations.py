@@ -138,7 +138,7 @@ class Operations:
     def _forget_those_done(self) -> None:
         with self._lock:
             issued = len(self._issued)
-            # entries that were added since are kept
+            # Entries that were added since are kept.
             self._issued[:issued] = filter(_is_open, self._issued[:issued])
             self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
 
@@ -178,10 +178,12 @@ class Operations:
 
 
 class GroupOperation(BackendOperation):
-    """An operation of a generation's backend, whose errors are in the group's words. The waiting thread
-    reports an error to the group, or the future does, if there is one. The operation is made before the
-    backend is called, and gets the backend's work afterwards: Python that runs after the call competes with
-    the backend's threads, and takes many times as long where cores are few.
+    """An operation of a generation's backend, whose errors are in the group's words.
+
+    The waiting thread reports an error to the group, or the future does, if there is one.
+
+    The operation is made before the backend is called, and gets the backend's work afterwards: Python that
+    runs after the call competes with the backend's threads, and takes many times as long where cores are few.
     """
 
     operations: Operations

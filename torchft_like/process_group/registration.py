@@ -6,10 +6,11 @@ configured with the address of a TCPStore. So rank 0 tells the others, through t
 where they meet: under a prefix never used before, in that same store if it is a TCPStore, else in one that
 rank 0 serves itself.
 
-INVARIANT: a store of our own is served until every member has met the others, and no longer. That they have
-is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier. Later
-configurations name a store of their owner's. torch gets the group itself, so `dist.group.WORLD` can be
-aborted and configured again.
+INVARIANT: a store of our own is served until every member has met the others, and no longer. That they
+have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
+Later configurations name a store of their owner's.
+
+torch gets the group itself, so `dist.group.WORLD` can be aborted and configured again.
 """
 
 from __future__ import annotations

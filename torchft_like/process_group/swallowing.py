@@ -93,7 +93,7 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
         self._failed: tuple[Configuration, Exception] | None = None  # the last configuration with an error
-        # the one that a present or former `configure` call replaces
+        # The one that a present or former `configure` call replaces.
         self._replaced: Configuration | None = None
         self._lock = threading.RLock()  # an abort may complete futures, whose errors come back here
 
@@ -181,9 +181,10 @@ def _fill_in(call: Call, place: _Place) -> None:
 
 
 class SwallowedOperation(Operation):
-    """An operation that always succeeds, with the outputs of its call; an error goes to `group`. The first
-    call of `wait`, `future`, `is_over` or `synchronize` notices it. The call's arguments are bound only when
-    a caller asks for its outputs, because binding takes longer than most operations.
+    """An operation that always succeeds, with the outputs of its call; an error goes to `group`.
+
+    The first call of `wait`, `future`, `is_over` or `synchronize` notices it. The call's arguments are bound
+    only when a caller asks for its outputs, because binding takes longer than most operations.
     """
 
     _has_failed = False

@@ -164,8 +164,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._store: Store | None = None  # the store that those share, once a caller has asked for it
 
     def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
-        """Make the backend. This may block, and ends early when `abort` is set. It runs on a thread of its
-        own. Whatever it has made is closed before it raises an error.
+        """Make the backend. This may block, and ends early when `abort` is set.
+
+        It runs on a thread of its own. Whatever it has made is closed before it raises an error.
         """
         raise NotImplementedError
 

@@ -1,9 +1,11 @@
-"""Adaptive spinning: how long to watch for an event of another process before going to sleep. Watching
-notices an event within a microsecond and burns a core; sleeping costs nothing and takes some tens of
+"""Adaptive spinning: how long to watch for an event of another process before going to sleep.
+
+Watching notices an event within a microsecond and burns a core; sleeping costs nothing and takes some tens of
 microseconds to end. An event that came soon the last times is worth watching for, any other is not: a thread
-that waits for a busy peer watches, an idle one sleeps. A watcher yields to other processes with every look.
-If they keep the core for long, they have work for it: then a sleeper, which the system prefers when it wakes,
-is served sooner than a watcher.
+that waits for a busy peer watches, an idle one sleeps.
+
+A watcher yields to other processes with every look. If they keep the core for long, they have work for it:
+then a sleeper, which the system prefers when it wakes, is served sooner than a watcher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Faults at an exact place of a step, which the process itself injects. A fault is written `act@place`, or
-`act@place@path` for one that waits for a trigger: it strikes the first process that comes to the place and
-finds the file, which that process removes. The process then kills itself, stops itself as SIGSTOP does, hangs
-until SIGUSR1, or changes one bit of its state. The script calls `visit` in each place; the record of the
-fault is on disk before it strikes.
+"""Faults at an exact place of a step, which the process itself injects.
+
+A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the first
+process that comes to the place and finds the file, which that process removes. The process then kills itself,
+stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. The script calls `visit`
+in each place; the record of the fault is on disk before it strikes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The invariants of every run of a job, checked on its logs alone. The history of a run consists of the
-processes' records: one `Commit` per committed step of every rank, one `Refusal` per step that it was told not
-to commit, one `Heal` per state that it fetched, one `Sighting` per quorum that a process was told of. Nothing
-here knows how quorums are formed, which transport moved the bytes or which faults were injected; a checker
-that shares nothing with the code under test cannot share its mistakes.
+"""The invariants of every run of a job, checked on its logs alone.
+
+The history of a run consists of the processes' records: one `Commit` per committed step of every rank, one
+`Refusal` per step that it was told not to commit, one `Heal` per state that it fetched, one `Sighting` per
+quorum that a process was told of. Nothing here knows how quorums are formed, which transport moved the bytes
+or which faults were injected; a checker that shares nothing with the code under test cannot share its
+mistakes.
 
 Each invariant is a function from a history to its violations, one sentence each, under the name that the
 design gives it. `violations` applies all that need only the history; `progress` also needs the processes that
@@ -50,7 +52,7 @@ class Commit:
     began: float = 0.0  # when the attempt at this step began
     ledger_quorums: int | None = None  # these three are None if the worker does not record them
     average: float | None = None
-    # the digest of the parameters before the step: after a heal, of those taken over
+    # The digest of the parameters before the step: after a heal, of those taken over.
     before: str | None = None
 
     @property

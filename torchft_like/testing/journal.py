@@ -1,5 +1,7 @@
-"""The journal of a process of a test job, which is read while it grows. One record is one line of JSON,
-written at once to a descriptor opened for appending: a process that is killed leaves whole lines behind.
+"""The journal of a process of a test job, which is read while it grows.
+
+One record is one line of JSON, written at once to a descriptor opened for appending: a process that is killed
+leaves whole lines behind.
 """
 
 from __future__ import annotations

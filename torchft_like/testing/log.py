@@ -1,5 +1,6 @@
-"""The log of a run: all records of its processes, joined, and queries on them. Pure. A test may make a log by
-hand.
+"""The log of a run: all records of its processes, joined, and queries on them.
+
+It is pure: a test may make a log by hand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Ranks of a job: processes that run functions for a test and answer with the results. They are forks that
-have torch loaded, which takes milliseconds. A function has to be in an importable module. Its first argument
-is `here`, in which the rank keeps its objects: a namespace, or an object that the caller chose. So the
-methods of that object's class may be run, too: `rank.ask(Member.configure, address)`.
+"""Ranks of a job: processes that run functions for a test and answer with the results.
+
+They are forks that have torch loaded, which takes milliseconds. A function has to be in an importable module.
+Its first argument is `here`, in which the rank keeps its objects: a namespace, or an object that the caller
+chose. So the methods of that object's class may be run, too: `rank.ask(Member.configure, address)`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Rank:
         self.wait_stopped()
 
     def wait_stopped(self) -> None:
-        """Wait until the process is stopped, by whatever."""
+        """Wait until the process is stopped, by any signal."""
         deadline = time.monotonic() + STOPPED_S_MAX
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             if time.monotonic() > deadline:

@@ -3,7 +3,7 @@
 A segment is memory that the two processes share, named by a number. This module does not know which kind of
 memory it is.
 
-INVARIANT: a block is given back only when nobody can touch it any more.
+INVARIANT: a block is given back only when neither process can touch it any more.
 """
 
 from __future__ import annotations

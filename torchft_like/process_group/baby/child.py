@@ -137,7 +137,7 @@ class _Server:
         name, args, kwargs = decode_call(call)
         has_started = False
         try:
-            # entered first, because it may free events of the trainer's even if the call is refused
+            # Entered first, because it may free events of the trainer's even if the call is refused.
             with borrower.entered(context):
                 arguments = [decode(value, borrower.tensor) for value in args]
                 named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}

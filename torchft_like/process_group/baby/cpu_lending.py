@@ -184,7 +184,7 @@ class CpuBorrower:
 
     def __init__(self, _: None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # per storage, as a job uses its tensors again
+        # Per storage, as a job uses its tensors again.
         self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}
 
     def greeting(self) -> None:

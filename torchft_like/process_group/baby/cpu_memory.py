@@ -6,7 +6,7 @@ into a block of the group's and, if the operation writes it, copied back.
 
 INVARIANTS
 * A segment's number never stands for two storages.
-* Files in memory have no name: whoever is killed, nothing is left behind.
+* Files in memory have no name: whichever process is killed, nothing is left behind.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ EVENTS_PREPARED = 16
 ASK_S_MAX = 0.01
 TORCH_CUDA = TorchCuda()
 
-# number and device of an event, how many numbers follow; the event's handle comes last
+# Number and device of an event, how many numbers follow; the event's handle comes last.
 _NOTE = struct.Struct("<qqI")
 
 

@@ -1,11 +1,13 @@
 """A process that has torch loaded, and does nothing but fork.
 
-Loading torch takes a second and 200 MB; a fork of a process that has done so takes milliseconds and
-shares the memory. A trainer cannot be forked itself: its threads, and its CUDA context, would not
-survive. So each trainer has a server that it starts from this module, never from the trainer's own
-main module: a script without a main guard, a notebook and `python -c` are all the same to it.
+Loading torch takes a second and 200 MB; a fork of a process that has done so takes milliseconds and shares
+the memory. A trainer cannot be forked itself: its threads, and its CUDA context, would not survive. So each
+trainer has a server that it starts from this module, never from the trainer's own main module: a script
+without a main guard, a notebook and `python -c` are all the same to it.
 
-INVARIANTS * One thread: a fork of a process with several threads would copy locks that are never released.
+INVARIANTS
+
+* The server has one thread: a fork of a process with several threads copies locks that are never released.
 * The server ends, and its forks with it, when the trainer does: it watches the trainer's pidfd, the kernel
   kills each fork when the server dies, and each fork watches the trainer, too.
 """
@@ -94,7 +96,7 @@ class _ForkServer:
                     if descriptor == self._control.fileno():
                         if (channel := self._obey()) is not None:
                             return channel
-                    # a fork may have been reaped by `_tell_end` since the poll
+                    # A fork may have been reaped by `_tell_end` since the poll.
                     elif descriptor in self._forks:
                         self._reap(descriptor)
         except ChannelClosedError:

@@ -342,7 +342,7 @@ class _Server:
         child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:
-            # a fork that cannot be written to is found dead when it is taken
+            # A fork that cannot be written to is found dead when it is taken.
             with contextlib.suppress(OSError):
                 child.channel.send(self._letter)
 
@@ -358,7 +358,7 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
             # NCCL's messages go to stdout, which may be a pipe with another purpose
             stdout=_STDERR if _is_open(_STDERR) else subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            # signals to the trainer's group, from a terminal or a scheduler, must not reach the server
+            # Signals to the trainer's group, from a terminal or a scheduler, must not reach the server.
             process_group=0,
         )
     return process, Channel(ours)

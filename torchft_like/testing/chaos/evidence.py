@@ -1,7 +1,8 @@
-"""Whether a fault was felt, and how long the recovery took, from the log alone. Pure. A fault that no process
-felt proves nothing: its injector is broken. This module says for every kind what counts as felt; a recovery
-begins with the injection and ends with the last survivor's first committed step that was begun after the
-fault was felt, so a step in flight does not count.
+"""Whether a fault was felt, and how long the recovery took, from the log alone. This is pure.
+
+A fault that no process felt proves nothing: its injector is broken. This module says for every kind what
+counts as felt; a recovery begins with the injection and ends with the last survivor's first committed step
+that was begun after the fault was felt, so a step in flight does not count.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The injectors of each kind of fault. An injector is a context manager: it injects on entry, returns what it
-did, and takes it back on exit, also when the run is interrupted in between. None of them waits.
+"""The injectors of each kind of fault.
+
+An injector is a context manager: it injects on entry, returns what it did, and takes it back on exit, also
+when the run is interrupted in between. None of them waits.
 """
 
 from __future__ import annotations
@@ -128,8 +130,9 @@ def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Ask the workers to spoil the next state that one of them sends, and make one heal. The trigger stays
-    until a worker takes it, as a heal has no time limit; the next fault removes it.
+    """Ask the workers to spoil the next state that one of them sends, and make one heal.
+
+    The trigger stays until a worker takes it, as a heal has no time limit; the next fault removes it.
     """
     clear_triggers(target)
     (target.job.triggers / planned.kind).touch()
@@ -260,9 +263,10 @@ def clear_triggers(target: Target) -> None:
 
 
 class SmallDisk:
-    """A file system for checkpoints that is so small that it can be filled. It is mounted in a mount
-    namespace that a process holds, and reached through that process: when that ends, at the latest with this
-    one, nothing of the mount is left.
+    """A file system for checkpoints that is so small that it can be filled.
+
+    It is mounted in a mount namespace that a process holds, and reached through that process: when that ends,
+    at the latest with this one, nothing of the mount is left.
 
     Raises:
         OSError: the file system could not be mounted.

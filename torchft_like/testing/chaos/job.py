@@ -1,5 +1,6 @@
-"""The job into which faults are injected: a lighthouse and replica groups, as a launcher would run them. A
-replica group that ends is started again, all its ranks together. An injector sets `Replica.may_end`; any
+"""The job into which faults are injected: a lighthouse and replica groups, as a launcher would run them.
+
+A replica group that ends is started again, all its ranks together. An injector sets `Replica.may_end`; any
 other end is recorded as a crash. The job reads what its processes write, and judges nothing.
 """
 
@@ -331,7 +332,7 @@ class ChaosJob:
             ended = {"kind": "ended", "time": time.time(), "replica": replica.name, "code": code}
             self.log.notes.append(ended)
         for rank in replica.ranks:
-            # processes that an ended rank has left behind must be found, not killed
+            # Processes that an ended rank has left behind must be found, not killed.
             if rank.child.exit_code is None:
                 rank.child.kill()
             self._read(replica, rank)

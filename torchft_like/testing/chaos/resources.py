@@ -1,6 +1,7 @@
-"""The resources of a job's processes, sampled between faults, and those that grow. Each fault makes every
-survivor configure its process group anew; whatever that leaves behind adds up. A process is compared with
-itself: its first samples with its last ones.
+"""The resources of a job's processes, sampled between faults, and those that grow.
+
+Each fault makes every survivor configure its process group anew; whatever that leaves behind adds up. A
+process is compared with itself: its first samples with its last ones.
 """
 
 from __future__ import annotations
