@@ -20,6 +20,7 @@ from .scene import PLAIN, Kind
 from .subjects import BY_NAME, WORLD_MAX
 
 LIMIT_S = 60.0
+SYNC = ("sync",)
 
 
 class Fleet:
@@ -40,21 +41,31 @@ class Fleet:
             worker.tell(command, *own)
         return [worker.answer() for worker in workers]
 
-    def check(self, subject: str, world: int, case: str, kind: Kind = PLAIN, mode: str = "sync") -> bool:
+    def check(
+        self,
+        subject: str,
+        world: int,
+        case: str,
+        kinds: Sequence[Kind] = (PLAIN,),
+        modes: Sequence[str] = SYNC,
+    ) -> bool:
         """Run a case on all members; the test fails with what differs from torch's own group.
 
         Gives whether the group is of no use afterwards; then the next check configures it anew.
         """
+        forms, found, is_spoilt = list(itertools.product(kinds, modes)), set[str](), False
         with self._whole():
-            if self._worlds.get(subject) != world:
-                self.configure(subject, world)
-            answers = self.ask_all(Member.run, [(subject, case, kind, mode)] * world)
-            is_spoilt = any(spoilt for _, spoilt in answers)
-            if is_spoilt:
-                self._worlds.pop(subject)
-        found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+            while forms:
+                if self._worlds.get(subject) != world:
+                    self.configure(subject, world)
+                answers = self.ask_all(Member.run, [(subject, case, forms)] * world)
+                found |= {f"rank {r}: {text}" for r, (_, texts, _) in enumerate(answers) for text in texts}
+                done, _, is_spoilt = answers[0]
+                forms = forms[done:]
+                if is_spoilt:
+                    self._worlds.pop(subject)
         if found:
-            pytest.fail(f"{subject}, {world} ranks, {case}, {kind}, {mode}\n" + "\n".join(found))
+            pytest.fail(f"{subject}, {world} ranks, {case}\n" + "\n".join(sorted(found)))
         return is_spoilt
 
     def renew(self, subject: str, world: int) -> None:

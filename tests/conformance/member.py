@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from .scene import (
     FOR_OURS_ONLY,
     PLAIN,
     Case,
+    Form,
     Kind,
     Outcome,
     Scene,
@@ -43,6 +45,7 @@ class Member:
         self.seats: dict[str, Seat] = {}
         self.places: dict[str, tuple[int, int]] = {}
         self.references: dict[int, Any] = {}
+        self.expected: dict[tuple[Case, Kind, str, int], Outcome] = {}
         self.aside = ThreadPoolExecutor(1)
         self.begun: Future[Outcome] = Future()
 
@@ -68,19 +71,39 @@ class Member:
         if (seat := self.seats.pop(subject, None)) is not None:
             seat.close()
 
-    def run(self, subject: str, case: str, kind: Kind, mode: str) -> tuple[str | None, bool]:
-        """Run a case on both groups: the first difference, and whether the subject is spoilt by an error."""
+    def run(self, subject: str, case: str, forms: Sequence[Form]) -> tuple[int, list[str], bool]:
+        """Run a case on both groups in one form after the other, until an error spoils the subject on a rank.
+
+        Returns:
+            How many forms were run, the differences in words, and whether the subject is spoilt.
+        """
+        found: list[str] = []
+        for count, (kind, mode) in enumerate(forms, 1):
+            text = self._difference(subject, case, kind, mode)
+            found += [] if text is None else [f"{kind}, {mode}: {text}"]
+            if self._is_spoilt_for_any(subject):
+                return count, found, True
+        return len(forms), found, False
+
+    def _difference(self, subject: str, case: str, kind: Kind, mode: str) -> str | None:
         seat, function = self.seats[subject], registry.case(case)
         expected = self._expected(subject, registry.model(subject, case), kind, mode)
         found = outcome_of(function, self._scene(subject, seat.group, kind, mode), seat.error)
-        return self._compare(subject, case, found, expected), self._is_spoilt(subject)
+        return self._compare(subject, case, found, expected)
 
     def _expected(self, subject: str, case: Case, kind: Kind, mode: str) -> list[Outcome]:
         """What torch's own group gives; of layouts that it makes nonsense of, for plain tensors as well."""
         plain = replace(kind, layout="plain")
         kinds = [plain] if kind.layout in ("plain", *FOR_OURS_ONLY) else [plain, kind]
-        scenes = (self._scene(subject, self.reference(subject), each, mode) for each in kinds)
-        return [outcome_of(case, scene, lambda: None) for scene in scenes]
+        return [self._of_torch(subject, case, each, mode) for each in kinds]
+
+    def _of_torch(self, subject: str, case: Case, kind: Kind, mode: str) -> Outcome:
+        """What torch's own group gives, which is the same for every subject: it is asked once."""
+        key = case, kind, mode, self.places[subject][1]
+        if key not in self.expected:
+            scene = self._scene(subject, self.reference(subject), kind, mode)
+            self.expected[key] = outcome_of(case, scene, lambda: None).without_traceback()
+        return self.expected[key]
 
     def begin(self, subject: str, case: str) -> None:
         """Run a case on a subject alone, aside; `result` tells what became of it."""
@@ -121,6 +144,9 @@ class Member:
             return None
         return difference(found, expected[0])
 
-    def _is_spoilt(self, subject: str) -> bool:
+    def _is_spoilt_for_any(self, subject: str) -> bool:
+        """Whether an error has spoilt the subject on any rank: then none of them goes on with it."""
         seat = self.seats[subject]
-        return seat.error() is not None or seat.group.errored() is not None
+        spoilt = torch.tensor(int(seat.error() is not None or seat.group.errored() is not None))
+        dist.all_reduce(spoilt, dist.ReduceOp.MAX, group=self.reference(subject))
+        return bool(spoilt)

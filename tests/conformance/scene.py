@@ -181,6 +181,7 @@ class Call:
 
 
 MODES = ("sync", "wait", "future", "then")
+Form = tuple[Kind, str]  # the mode is one of those
 
 
 def finish(work: Any, mode: str) -> Any:
@@ -202,6 +203,12 @@ class Outcome:
 
     value: Any = None
     error: BaseException | None = None
+
+    def without_traceback(self) -> Outcome:
+        """The same, to be kept: its error holds no frames, and so no tensors and works, alive."""
+        if self.error is not None:
+            self.error = self.error.with_traceback(None)
+        return self
 
     def __str__(self) -> str:
         if self.error is not None:

@@ -37,6 +37,16 @@ NEEDY = (
     "barrier",
 )
 CASES = [pytest.param(name, marks=[NEEDS_ALLTOALL_OF_LISTS] * (name == "all_to_all")) for name in NEEDY]
+# The channel to Baby's backend ends for all operations alike, and each new victim has to load torch for one
+# of its own; so one operation of each shape of arguments stands for the others when a peer of Baby is killed.
+# The waits for a stopped peer are shown for each operation, of Baby too, and so are killed peers of Gloo.
+OF_EACH_SHAPE = ("all_reduce", "scatter", "all_to_all_single", "barrier")
+KILLED = [
+    pytest.param(subject, *case.values, id=f"{subject.name}-{case.values[0]}", marks=case.marks)
+    for subject in MEETING
+    for case in CASES
+    if "Baby" not in subject.name or case.values[0] in OF_EACH_SHAPE
+]
 FELT_S = 0.2  # who still waits after this time waits for the victim
 
 
@@ -54,8 +64,7 @@ def test_every_function_is_one_that_a_victim_can_stop() -> None:
     assert set(NEEDY) <= set(CALLS)
 
 
-@pytest.mark.parametrize("subject", MEETING, ids=attrgetter("name"))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("subject", "case"), KILLED)
 def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
     scene: Fleet, subject: Subject, case: str
 ) -> None:

@@ -33,8 +33,8 @@ def test_every_row_of_the_table_is_called() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_give_what_torchs_methods_give(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
-    for kind in subject.kinds([*(kind for kind in KINDS if kind.shape == PLAIN.shape), CONJUGATED]):
-        fleet.check(subject.name, world, f"method {name}", kind)
+    kinds = subject.kinds([*(kind for kind in KINDS if kind.shape == PLAIN.shape), CONJUGATED])
+    fleet.check(subject.name, world, f"method {name}", kinds)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -57,4 +57,4 @@ def test_members_can_become_fewer_more_and_others(fleet: Fleet, subject: Subject
     for members in (world, world - 1, WORLD_MAX, WORLD_MAX, 1, world):
         fleet.renew(subject.name, members)
         for case in SAMPLE:
-            fleet.check(subject.name, members, case, PLAIN)
+            fleet.check(subject.name, members, case)
