@@ -51,5 +51,6 @@ def test_whoever_asks_the_device_aside_spoils_no_capture(
     wait_until(device.communicators[-1].aborted)
     group.shutdown()
     aside = {name: is_beside for name, is_beside in asked_beside if name.startswith("torchft")}
-    assert {"torchft-device-watch", "torchft-nccl-abort", "torchft-process-group"} <= set(aside)
+    # The thread that closes the group asks only for operations that the watch has not dropped by then.
+    assert {"torchft-device-watch", "torchft-nccl-abort"} <= set(aside)
     assert all(is_beside for name, is_beside in asked_beside if name.startswith("torchft"))
