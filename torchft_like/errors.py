@@ -188,6 +188,10 @@ class TopologyError(FaultToleranceError, ValueError):
     """The size of a gang does not factor as a topology requires; the text says which sizes would do."""
 
 
+class OperationalError(FaultToleranceError):
+    """The job cannot go on, and its own code is not why; the cause says what has failed."""
+
+
 class InvalidOperationError(FaultToleranceError):
     """The operation was done already, or comes too late."""
 

@@ -91,6 +91,11 @@ class Gang(ABC):
             NotSupportedError: there is none behind a simulated gang.
         """
 
+    @property
+    def supports_process_group(self) -> bool:
+        """Whether `as_process_group` gives one."""
+        return True
+
     @abstractmethod
     def barrier(self) -> None:
         """Return when every member has called it.

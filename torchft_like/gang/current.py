@@ -10,13 +10,24 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from torchft_like.gang.gangs import Gangs
+
+META = torch.device("meta")
+
+
+class _Block(NamedTuple):
+    """One that the thread is in, and the devices for whose tensors it says which gangs to use."""
+
+    gangs: Gangs
+    devices: tuple[torch.device, ...]
 
 
 class _Stack(NamedTuple):
     thread: object
-    gangs: tuple[Gangs, ...]
+    blocks: tuple[_Block, ...]
 
 
 _stack: ContextVar[_Stack | None] = ContextVar("torchft_current_gangs", default=None)
@@ -31,24 +42,41 @@ def _calling_thread() -> object:
 
 def maybe_get_current_gangs() -> Gangs | None:
     """The gangs of the innermost `with gangs:` that the calling thread is in; None outside of any."""
-    gangs = _present()
-    return gangs[-1] if gangs else None
+    blocks = _present()
+    return blocks[-1].gangs if blocks else None
 
 
-def push(gangs: Gangs) -> None:
-    """`with gangs:` begins."""
-    _stack.set(_Stack(_calling_thread(), (*_present(), gangs)))
+def innermost(device: torch.device) -> Gangs | None:
+    """The gangs of the innermost block about a device; None outside of any."""
+    return next((block.gangs for block in reversed(_present()) if device in block.devices), None)
+
+
+def push(gangs: Gangs, *, meta: bool = False) -> None:
+    """`with gangs:` begins.
+
+    Args:
+        meta: whether they are those of the meta device, too.
+    """
+    devices = (with_index(gangs.device), *([META] if meta else []))
+    _stack.set(_Stack(_calling_thread(), (*_present(), _Block(gangs, devices))))
 
 
 def pop(gangs: Gangs) -> None:
     """`with gangs:` ends. Generators may end theirs out of order: the innermost of its own goes."""
     present = _present()
     for place in reversed(range(len(present))):
-        if present[place] is gangs:
+        if present[place].gangs is gangs:
             _stack.set(_Stack(_calling_thread(), present[:place] + present[place + 1 :]))
             return
 
 
-def _present() -> tuple[Gangs, ...]:
+def with_index(device: torch.device) -> torch.device:
+    """The device itself, where "cuda" means the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _present() -> tuple[_Block, ...]:
     stack = _stack.get()
-    return stack.gangs if stack is not None and stack.thread is _calling_thread() else ()
+    return stack.blocks if stack is not None and stack.thread is _calling_thread() else ()

@@ -37,13 +37,15 @@ class FakeGang(Gang):
         rank, size: what the gang says that it is.
 
     Raises:
-        ValueError: `rank` is not within `[0, size)`.
+        ValueError: `rank` is not within `[0, size)`, or the device is meta, whose tensors have no numbers.
     """
 
     def __init__(self, device: torch.device, *, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not within a gang of {size}")
         self._device = torch.device(device)
+        if self._device.type == "meta":
+            raise ValueError("a gang is of cpu or cuda devices, not meta: its tensors have no numbers")
         self._rank = rank
         self._size = size
 
@@ -61,6 +63,11 @@ class FakeGang(Gang):
     def device(self) -> torch.device:
         """See Gang.device."""
         return self._device
+
+    @property
+    def supports_process_group(self) -> bool:
+        """Whether `as_process_group` gives one, which it never does."""
+        return False
 
     def close(self) -> None:
         """There is nothing to give back."""

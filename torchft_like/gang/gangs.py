@@ -6,13 +6,14 @@ that is the whole is the whole gang itself, and a part of one is a FakeGang: nei
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from torchft_like.errors import GangError
 from torchft_like.gang import current, topology
 from torchft_like.gang.base import Gang
 from torchft_like.gang.fake import FakeGang
@@ -29,6 +30,10 @@ class Gangs:
         sdp: sharded data parallel, a part of `dp`: within a node in hybrid sharding; for FSDP.
         tp: tensor parallel.
         pp: pipeline parallel.
+
+    Raises:
+        ValueError: the caller is rank 0 of the root and not of all gangs: who does something for each gang
+            as its rank 0 would be another process than who does it for the job.
     """
 
     root: Gang
@@ -37,6 +42,20 @@ class Gangs:
     sdp: Gang
     tp: Gang
     pp: Gang
+
+    def __post_init__(self) -> None:
+        with suppress(GangError):  # one has no members yet: its first use will say so
+            if self.root.rank == 0:
+                parts = {name: getattr(self, name) for name in ("dp", "rdp", "sdp", "tp", "pp")}
+                if others := {name: gang.rank for name, gang in parts.items() if gang.rank}:
+                    raise ValueError(
+                        f"rank 0 of the root gang must be rank 0 of every gang, and has the ranks {others}"
+                    )
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are that the root makes itself."""
+        return self.root.device
 
     def close(self) -> None:
         """Close every gang, the root last. Safe to call again."""
@@ -89,7 +108,8 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
             the sharded gangs 0123, 4567 and the replicated gangs 04, 15, 26, 37.
 
     Raises:
-        TopologyError: `intra_node_size` does not divide the size of `gangs.dp`; it is a ValueError.
+        TopologyError: `intra_node_size` is less than 2, or does not divide the size of `gangs.dp`; it is a
+            ValueError.
         GangError: the members could not meet.
     """
     dp = gangs.dp

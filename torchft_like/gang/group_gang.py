@@ -34,6 +34,7 @@ from torchft_like.errors import (
 )
 from torchft_like.gang.arguments import check_gather, check_gather_list, check_reduction, check_source
 from torchft_like.gang.base import Gang, ReduceOperation
+from torchft_like.gang.current import with_index
 from torchft_like.gang.tensors import as_moved, check_dense, dense, effective, reducible
 from torchft_like.plain_data.schema import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup
@@ -67,7 +68,7 @@ class GroupGang(Gang):
     _quick: Communicator | None = None  # those of whom nothing has to be asked before a call
 
     def __init__(self, device: torch.device) -> None:
-        self._device = _with_index(torch.device(device))
+        self._device = with_index(torch.device(device))
 
     @property
     def device(self) -> torch.device:
@@ -286,9 +287,3 @@ def _is_plain(tensor: object) -> bool:
         and not (tensor.is_nested or tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
         and tensor.is_contiguous()
     )
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchft_like.errors import GangError, OperationalError
 from torchft_like.gang.arguments import check_source
 from torchft_like.gang.base import Gang, ReduceOperation
 
@@ -25,20 +29,37 @@ def broadcast_flag(gang: Gang, flag: bool, source_rank: int = 0) -> bool:
     return bool(tensor.item())
 
 
-def all_sum(gang: Gang, value: float | int) -> Tensor:
-    """The sum of all members' values, a tensor without dimensions on the gang's device.
-
-    int64 and exact if all values are integers; else of torch's default dtype, added up in float64. Some
-    members may pass an int and some a float.
+def raise_operational_gang_error(cause: GangError) -> NoReturn:
+    """Raise for a gang that has failed where a job has no way to go on.
 
     Raises:
-        TypeError: `value` is no number.
+        OperationalError: from `cause`.
+    """
+    raise OperationalError(f"the members of a gang could not communicate: {cause}") from cause
+
+
+def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
+    """The sum of all members' values, a tensor without dimensions on the gang's device.
+
+    int64 and exact if all values are integers; else added up in float64, and of the dtype of the caller's
+    tensor, if that is a floating point one, or torch's default dtype. Some members may pass an int and some
+    a float.
+
+    Args:
+        value: a number of Python or numpy, or a tensor with one element.
+
+    Raises:
+        TypeError: `value` is no real number.
         ValueError: an integer, or the sum of them, does not fit into 64 bits.
         GangError: the members could not communicate.
     """
+    dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
     is_whole = isinstance(value, int)
-    if not is_whole and not isinstance(value, float):
-        raise TypeError(f"all_sum adds up numbers, not {type(value).__name__}")
+    if not isinstance(value, int | float):
+        what = f"tensors of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"all_sum adds up numbers, not {what}: use all_reduce for tensors")
     if is_whole and value not in _INT64:
         raise ValueError(f"{value} does not fit into 64 bits")
     # Halves of an integer add up exactly in float64, whatever the members' order.
@@ -49,7 +70,7 @@ def all_sum(gang: Gang, value: float | int) -> Tensor:
     floats, high, low, fraction = parts.tolist()
     whole = int(high) * _HALF + int(low)
     if floats:
-        return torch.tensor(whole + fraction, device=gang.device)
+        return torch.tensor(whole + fraction, dtype=dtype, device=gang.device)
     if whole not in _INT64:
         raise ValueError(f"the sum {whole} does not fit into 64 bits")
     return torch.tensor(whole, dtype=torch.int64, device=gang.device)

@@ -31,9 +31,9 @@ def sharded_ranks(size: int, intra_node_size: int) -> Partition:
     """Of a data parallel gang, those of one node: 8 by 4 is 0123 4567.
 
     Raises:
-        TopologyError: `intra_node_size` does not divide `size`.
+        TopologyError: `intra_node_size` is less than 2, or does not divide `size`.
     """
-    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang")
+    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang", least=2)
     return _neighbours(size, intra_node_size)
 
 
@@ -41,9 +41,9 @@ def replicated_ranks(size: int, intra_node_size: int) -> Partition:
     """Of a data parallel gang, those that have the same place in their nodes: 8 by 4 is 04 15 26 37.
 
     Raises:
-        TopologyError: `intra_node_size` does not divide `size`.
+        TopologyError: `intra_node_size` is less than 2, or does not divide `size`.
     """
-    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang")
+    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang", least=2)
     return _counterparts(size, intra_node_size)
 
 
@@ -55,9 +55,10 @@ def _counterparts(size: int, width: int) -> Partition:
     return [list(range(start, size, width)) for start in range(width)]
 
 
-def _check_divides(name: str, part: int, size: int, whole: str) -> None:
-    if part < 1 or size % part:
-        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        raise TopologyError(
-            f"{name} {part} does not divide {whole}, whose size is {size}: take one of {divisors}"
-        )
+def _check_divides(name: str, part: int, size: int, whole: str, least: int = 1) -> None:
+    if part >= least and size % part == 0:
+        return
+    sizes = [str(number) for number in range(least, size + 1) if size % number == 0]
+    cure = f"take one of {', '.join(sizes)}" if sizes else f"it needs {least} processes or more"
+    problem = f"must be {least} or more" if part < least else f"does not divide {whole}, whose size is {size}"
+    raise TopologyError(f"{name} {part} {problem}: {cure}")

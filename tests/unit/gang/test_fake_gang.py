@@ -140,6 +140,11 @@ def test_there_is_no_process_group(gang: FakeGang) -> None:
         gang.as_process_group()
 
 
+def test_a_gang_of_tensors_without_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="not meta"):
+        FakeGang(torch.device("meta"))
+
+
 def test_a_rank_outside_of_the_gang_is_refused() -> None:
     with pytest.raises(ValueError, match="gang of 2"):
         FakeGang(CPU, rank=2, size=2)

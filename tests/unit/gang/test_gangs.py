@@ -11,19 +11,29 @@ from contextvars import Context, copy_context
 import pytest
 import torch
 
-from torchft_like.errors import TopologyError
+from torchft_like.errors import GangError, OperationalError, TopologyError
 from torchft_like.gang import (
     FakeGang,
     Gang,
+    GangContext,
     Gangs,
+    ManagedGang,
+    ProcessGroupGang,
     ReduceOperation,
+    context,
     create_fake_gangs,
     create_fsdp_gangs,
     create_parallel_gangs,
+    get_current_gangs,
+    get_default_gangs,
     maybe_get_current_gangs,
+    raise_operational_gang_error,
+    set_default_gangs,
+    set_gangs,
 )
+from torchft_like.process_group import ProcessGroupGloo
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def fake_root(rank: int = 0, size: int = 8) -> FakeGang:
@@ -75,7 +85,6 @@ def test_a_part_that_is_the_whole_is_the_whole_gang() -> None:
     assert create_parallel_gangs(root, tp_size=8).tp is root
     gangs = create_parallel_gangs(root)
     assert create_fsdp_gangs(gangs, 8).sdp is gangs.dp
-    assert create_fsdp_gangs(gangs, 1).rdp is gangs.dp
 
 
 def test_sizes_that_do_not_factor_are_refused() -> None:
@@ -83,6 +92,41 @@ def test_sizes_that_do_not_factor_are_refused() -> None:
         create_parallel_gangs(fake_root(), tp_size=3)
     with pytest.raises(ValueError, match="intra_node_size 3"):
         create_fsdp_gangs(create_parallel_gangs(fake_root()), 3)
+    with pytest.raises(TopologyError, match="intra_node_size 1 must be 2 or more: take one of 2, 4, 8"):
+        create_fsdp_gangs(create_parallel_gangs(fake_root()), 1)
+    with pytest.raises(TopologyError, match="it needs 2 processes or more"):
+        create_fsdp_gangs(create_fake_gangs(CPU), 1)
+
+
+@pytest.mark.parametrize("name", ["dp", "rdp", "sdp", "tp", "pp"])
+def test_rank_0_of_the_root_is_rank_0_of_every_gang(name: str) -> None:
+    alone = FakeGang(CPU)
+    gangs = dict.fromkeys(("root", "dp", "rdp", "sdp", "tp", "pp"), alone)
+    with pytest.raises(ValueError, match=f"'{name}': 1"):
+        Gangs(**{**gangs, name: FakeGang(CPU, rank=1, size=2)})
+    others = {"root": fake_root(3), name: FakeGang(CPU, rank=1, size=2)}
+    assert Gangs(**{**gangs, **others}).device == CPU
+
+
+def test_gangs_without_members_yet_may_be_put_together() -> None:
+    unconfigured = ProcessGroupGang(ProcessGroupGloo(), CPU)
+    alone = FakeGang(CPU)
+    gangs = Gangs(root=unconfigured, dp=alone, rdp=alone, sdp=alone, tp=alone, pp=alone)
+    with pytest.raises(GangError, match="no members yet"):
+        _ = gangs.root.rank
+
+
+def test_gangs_that_have_a_process_group_say_so() -> None:
+    assert not FakeGang(CPU).supports_process_group
+    assert ProcessGroupGang(ProcessGroupGloo(), CPU).supports_process_group
+    assert ManagedGang.supports_process_group is Gang.supports_process_group
+
+
+def test_a_failure_that_ends_a_job_keeps_its_cause() -> None:
+    cause = GangError("rank 3 is gone")
+    with pytest.raises(OperationalError, match="rank 3 is gone") as found:
+        raise_operational_gang_error(cause)
+    assert found.value.__cause__ is cause
 
 
 def test_fake_gangs_are_of_one_process() -> None:
@@ -95,6 +139,8 @@ def test_fake_gangs_are_of_one_process() -> None:
 
 class Recording:
     """Stands for a gang; notes when it is closed."""
+
+    rank = 0
 
     def __init__(self, name: str, closed: list[str]) -> None:
         self._name, self._closed = name, closed
@@ -185,3 +231,45 @@ def test_blocks_in_generators_may_end_out_of_order() -> None:
     assert maybe_get_current_gangs() is second
     assert list(uses[1]) == []
     assert maybe_get_current_gangs() is None
+
+
+@pytest.fixture
+def defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has set no default gangs."""
+    monkeypatch.setattr(context, "_defaults", {})
+
+
+@pytest.mark.usefixtures("defaults")
+def test_without_a_block_the_current_gangs_are_the_default_ones() -> None:
+    fake = get_current_gangs()
+    assert (fake.root.rank, fake.root.size, fake.device) == (0, 1, CPU)
+    assert get_current_gangs(CPU) is get_default_gangs(META) is fake  # which has no gangs of its own
+    ours, inner = create_fake_gangs(CPU), create_fake_gangs(CPU)
+    set_default_gangs(ours)
+    assert (get_current_gangs(), get_default_gangs(META)) == (ours, fake)
+    with inner:
+        assert (get_current_gangs(), get_default_gangs()) == (inner, ours)
+    set_default_gangs(inner, meta=True)
+    assert get_default_gangs(META) is get_current_gangs() is inner
+
+
+@pytest.mark.usefixtures("defaults")
+def test_the_current_gangs_are_those_for_the_device_that_is_asked_about() -> None:
+    outer, inner = create_fake_gangs(CPU), create_fake_gangs(CPU)
+    elsewhere = create_fake_gangs(torch.device("cuda", 1))
+    with set_gangs(outer, meta=True), inner, elsewhere:
+        assert maybe_get_current_gangs() is elsewhere
+        assert (get_current_gangs(), get_current_gangs(META)) == (inner, outer)
+        with META:  # where tensors are made, and so torch's default device
+            assert get_current_gangs() is outer
+    assert maybe_get_current_gangs() is None
+
+
+@pytest.mark.usefixtures("defaults")
+def test_current_gangs_may_be_handed_over_as_an_object() -> None:
+    handed, gangs = GangContext(), create_fake_gangs(CPU)
+    with handed.set_gangs(gangs):
+        assert handed.get_current_gangs() is get_current_gangs() is gangs
+    with pytest.raises(KeyError), handed.set_gangs(gangs):
+        raise KeyError
+    assert handed.get_current_gangs(CPU) is not gangs

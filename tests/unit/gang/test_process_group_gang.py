@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,6 +248,9 @@ def test_a_flag_is_that_of_the_source(crew: MakeCrew) -> None:
         ([2**53 + 1, 2**53 + 1, -1], torch.tensor(2**54 + 1)),
         ([-(2**62), -(2**62), 5], torch.tensor(-(2**63) + 5)),
         ([float("inf"), 1, 2], torch.tensor(float("inf"))),
+        ([np.float32(1.5), np.int64(2), True], torch.tensor(4.5)),
+        ([np.uint8(200), np.uint8(200), torch.tensor([7])], torch.tensor(407)),
+        ([torch.tensor(0.25, dtype=torch.float64)] * 3, torch.tensor(0.75, dtype=torch.float64)),
     ],
 )
 def test_values_are_added_up_whatever_numbers_the_members_have(
@@ -261,6 +265,8 @@ def test_sums_of_what_is_no_number_or_too_large_are_refused(crew: MakeCrew) -> N
     gangs = crew(2)
     with pytest.raises(TypeError, match="not str"):
         all_sum(gangs.gangs[0], "1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tensors of 2 elements: use all_reduce"):
+        all_sum(gangs.gangs[0], torch.ones(2))
     with pytest.raises(ValueError, match="64 bits"):
         all_sum(gangs.gangs[0], 2**63)
     assert all(isinstance(error, ValueError) for error in gangs.outcomes(lambda gang: all_sum(gang, 2**62)))
