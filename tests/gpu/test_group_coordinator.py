@@ -80,15 +80,15 @@ def test_messages_keep_the_kind_of_device(party: Party, pair: list[Any]) -> None
     def talk(rank: int, c: GroupCoordinator) -> None:
         check(c.broadcast_tensor_dict(value if rank == 0 else None))
         check(c.ibroadcast_tensor_dict(value if rank == 0 else None).wait(LIMIT_S))
-        coming = c.irecv_tensor_dict()
-        going = c.isend_tensor_dict(value)
+        _, [coming], _ = c.irecv_tensor_dict()
+        [going] = c.isend_tensor_dict(value)
         check(coming.wait(LIMIT_S))
         going.wait(LIMIT_S)
         if rank == 0:
             c.send(ones(3))
         else:
             same(c.recv((3,), torch.float32), ones(3))
-        hidden, logits = c.dispatch(ones(rank, 4), ones(rank, 2))  # type: ignore[misc]
+        hidden, logits = c.dispatch(ones(rank, 4), ones(rank, 2))
         same(logits, ones(1, 2))
         same(c.combine(hidden), ones(rank, 4, times=2))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchft_like.errors import CollectiveTimeoutError
 from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.message_queue import MessageQueue
 
 Case = Callable[[GroupCoordinator], None]
 CASES: dict[str, Case] = {}
@@ -284,7 +285,7 @@ def tensor_dicts_are_broadcast(c: GroupCoordinator) -> None:
         same(c.broadcast_tensor_dict(mine, src), many_tensors(src))
         handle = c.ibroadcast_tensor_dict(mine, src, c.device_group, c.cpu_group)
         same(handle.wait(60), many_tensors(src))
-        assert handle.is_done()
+        assert handle.is_completed()
 
 
 def many_tensors(rank: int) -> dict[str, Any]:
@@ -298,17 +299,23 @@ def many_tensors(rank: int) -> dict[str, Any]:
 def tensor_dicts_are_sent(c: GroupCoordinator) -> None:
     if c.world_size == 1:
         c.send_tensor_dict({"a": torch.ones(1)})
-        c.isend_tensor_dict({"a": torch.ones(1)}).wait(60)
+        assert c.isend_tensor_dict({"a": torch.ones(1)}) == []
         assert c.recv_tensor_dict() is None
-        assert c.irecv_tensor_dict().wait(60) is None
+        assert c.irecv_tensor_dict() == (None, [], [])
         return
     previous = (c.rank_in_group - 1) % c.world_size
     coming = [c.irecv_tensor_dict() for _ in range(3)]  # before anybody has sent
     going = [c.isend_tensor_dict({"n": n, **many_tensors(c.rank_in_group)}) for n in range(3)]
     for n in (2, 0, 1):
-        same(coming[n].wait(60), {"n": n, **many_tensors(previous)})
-    for handle in going:
-        handle.wait(60)
+        found, handles, postprocess = coming[n]  # as vLLM's callers go on
+        for handle in handles:
+            handle.wait()
+        for finish in postprocess:
+            finish()
+        same(found, {"n": n, **many_tensors(previous)})
+    for sending in [handle for handles in going for handle in handles]:
+        sending.wait()
+        assert sending.is_completed()
     if c.is_first_rank:
         c.send_tensor_dict(many_tensors(7), c.world_size - 1)
     elif c.is_last_rank:
@@ -328,6 +335,13 @@ def tokens_come_home(c: GroupCoordinator) -> None:
     for flag in (False, True):
         same(c.dispatch(hidden[mine], logits[mine], flag), (torch.cat(hidden), torch.cat(logits)))
         same(c.combine(torch.cat(hidden), flag), c.world_size * hidden[mine])
+        routed = c.dispatch_router_logits(hidden[mine], logits[mine], flag)
+        same(routed, (torch.cat(hidden), torch.cat(logits)))
+        weights, experts, extra = scales[mine], logits[mine].long(), [scales[mine]]
+        gathered = torch.cat(hidden), torch.cat(scales), torch.cat(logits).long()
+        same(c.dispatch(hidden[mine], weights, experts, flag), gathered)
+        found = c.dispatch(hidden[mine], weights, topk_ids=experts, extra_tensors=extra)
+        same(found, (*gathered, [torch.cat(scales)]))
         found = c.dispatch(hidden[mine], logits[mine], flag, [scales[mine]])
         same(found, (torch.cat(hidden), torch.cat(logits), [torch.cat(scales)]))
         only_mine = torch.zeros(sum(tokens), 4)
@@ -367,12 +381,11 @@ def queues_carry_objects(c: GroupCoordinator) -> None:
     if c.world_size > 1:
         mine = {"x": 1} if c.rank_in_group == writer else None
         same(queue.broadcast_object(mine, 60), {"x": 1})
-    made, read = c.create_single_reader_mq_broadcasters(0, blocking=c.world_size > 1)
-    if c.is_first_rank:
-        assert made is None
-        same([end.dequeue(60) for end in read], list(range(1, c.world_size)))
-    elif made is not None:
-        made.enqueue(c.rank_in_group, 60)
+    made, handles = c.create_single_reader_mq_broadcasters(0)
+    ends = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+    made.wait_until_ready(60)
+    made.enqueue(c.rank_in_group, 60)
+    same([end.dequeue(60) for end in ends], list(range(c.world_size)) if c.is_first_rank else [])
     c.barrier()
 
 
@@ -394,3 +407,5 @@ def neighbours_are_known(c: GroupCoordinator) -> None:
     assert c.next_rank == c.ranks[(place + 1) % len(c.ranks)]
     assert c.prev_rank == c.ranks[place - 1]
     assert c.device == torch.device("cpu")
+    assert c.ranks in c.group_ranks
+    assert c.device_communicator is (c if c.world_size > 1 else None)

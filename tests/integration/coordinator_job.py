@@ -18,7 +18,7 @@ from tests.integration.coordinator_mistakes import CASES
 from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER
-from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue import MessageQueue, members
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
@@ -134,7 +134,7 @@ def slices_without_one(here: Here, rank: int, by_handle: bool) -> tuple[str, flo
 
     def receive() -> object:
         if by_handle:
-            return whole.irecv_tensor_dict(rank - 1, pairs).wait()
+            return whole.irecv_tensor_dict(rank - 1, pairs)[1][0].wait()
         return whole.recv_tensor_dict(rank - 1, pairs)
 
     def send() -> object:
@@ -184,10 +184,25 @@ def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
 
 
 def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> None:
-    """Rank 0 makes it by itself, for local readers that it names."""
+    """Rank 0 writes to the others, of which those that are named count as being on its machine."""
     sizes = dict(zip(("max_chunk_bytes", "max_chunks"), geometry, strict=False))
-    queue = MessageQueue(2, len(local), local, **sizes) if rank == 0 else None  # type: ignore[arg-type]
-    here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster(0, queue)
+    group, options = here.coordinator.cpu_group, CoordinatorOptions(**sizes)  # type: ignore[arg-type]
+    here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed", options=options)
+    find_places = members._places
+    members._places = lambda *_: [b"near" if place in (0, *local) else b"far" for place in range(3)]
+    try:
+        here.coordinator.mq_broadcaster = here.coordinator.create_mq_broadcaster()
+    finally:
+        members._places = find_places
+
+
+def read_another_writers_queue(here: Here, rank: int, readers: list[int]) -> str:
+    """What comes of a queue that the group does not write, and whose readers have these ranks."""
+    if rank > 0:
+        return outcome_of(here.coordinator.create_mq_broadcaster)
+    with MessageQueue(len(readers), len(readers), readers) as outside:
+        handle = outside.export_handle()
+        return outcome_of(lambda: here.coordinator.create_mq_broadcaster(0, handle))
 
 
 def make_a_queue_in_vain(here: Here, rank: int, local: list[int], fails: str) -> str:
@@ -299,10 +314,10 @@ CALLS: dict[str, Call] = {
     "recv": lambda c: c.recv((4,), torch.float32),
     "recv_object": lambda c: c.recv_object((c.rank - 1) % 3),
     "recv_tensor_dict": lambda c: c.recv_tensor_dict(),
-    "irecv_tensor_dict": lambda c: c.irecv_tensor_dict().wait(),
+    "irecv_tensor_dict": lambda c: c.irecv_tensor_dict()[1][0].wait(),
     "send": lambda c: c.send(big(c)["x"]),
     "send_tensor_dict": lambda c: c.send_tensor_dict(big(c)),
-    "isend_tensor_dict": lambda c: c.isend_tensor_dict(big(c)).wait(),
+    "isend_tensor_dict": lambda c: c.isend_tensor_dict(big(c))[0].wait(),
     "barrier": lambda c: c.barrier(),
     "dispatch": lambda c: c.dispatch(torch.ones(c.rank, 4), torch.ones(c.rank, 2)),
     "combine": lambda c: c.combine(torch.ones(6, 4)),

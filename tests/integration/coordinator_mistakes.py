@@ -68,11 +68,12 @@ def a_wrong_object_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None:
     refused(c, lambda wrong: c.broadcast_object(1, -1 if wrong else 0), ValueError)
     refused(c, lambda wrong: c.broadcast_object_list([1] * (2 + wrong)))
     refused(c, lambda wrong: c.broadcast_object_list((1,) if wrong else [1]), TypeError)  # type: ignore[arg-type]
-    refused(c, lambda wrong: c.broadcast_tensor_dict({1: 2} if wrong else None, source), TypeError)  # type: ignore[dict-item]
+    refused(c, lambda wrong: c.broadcast_tensor_dict([1] if wrong else None, source), TypeError)  # type: ignore[arg-type]
     refused(
         c, lambda wrong: c.broadcast_tensor_dict({"a": object()} if wrong else None, source), PlainDataError
     )
     refused(c, lambda wrong: c.create_mq_broadcaster(9 if wrong else 0), ValueError)
+    refused(c, lambda wrong: c.create_single_reader_mq_broadcasters(0, blocking=wrong), ValueError)
     refused(c, lambda wrong: c.broadcast_object(1) if wrong else c.all_gatherv(torch.ones(1)))
 
 

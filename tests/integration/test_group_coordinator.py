@@ -355,9 +355,9 @@ def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all_and_the_group_g
 ) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
-    writer, reader, stranger = members.ask(job.make_a_queue_in_vain, [1, 5], "dequeue")
+    first, second, stranger = members.ask(job.read_another_writers_queue, [0, 1, 5])
     assert stranger.startswith("ValueError")
-    for text in (writer, reader):
+    for text in (first, second):
         assert text.startswith("CollectiveMismatchError")
         assert "rank 2 is no local reader" in text
     assert members.ask(job.use_a_queue) == [["first"]] * 3

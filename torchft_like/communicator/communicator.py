@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -47,6 +48,7 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.runtime.long_waits import calls, watch_calls
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -157,6 +159,7 @@ class Communicator:
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
         self._ending: list[Ending] = []
+        watch_calls()
 
     @classmethod
     def over(
@@ -239,14 +242,20 @@ class Communicator:
     def guard(self, operation: str) -> Iterator[None]:
         """Run one call between `begin` and `end`, with the errors of `explained`.
 
+        A call that takes minutes says so in the log.
+
         Raises:
             GroupCoordinatorError: the members could not communicate; the cause says why.
         """
         self.begin(operation)
+        key = object()
+        calls[key] = time.monotonic(), operation, self
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - after Ctrl-C, too, the peers must not wait
             raise_as(self.explained(operation, error), error)
+        finally:
+            calls.pop(key, None)
         self.end(operation)
 
     def break_off(self, reason: str) -> None:
@@ -452,10 +461,14 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
             for ending in communicator.endings:
                 if ending.reason is not None:
                     communicator.begin(operation)
+            key = object()
+            calls[key] = time.monotonic(), operation, communicator
             try:
                 result = function(communicator, *args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - after any error the peers must not wait
                 raise_as(communicator.explained(operation, error), error)
+            finally:
+                calls.pop(key, None)
             if communicator.epoch is not None:
                 communicator.end(operation)
             return result

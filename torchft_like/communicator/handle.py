@@ -88,7 +88,7 @@ class Handle(Generic[T]):
             outcome = self._outcome.result()  # the operation's own error, or it is done by now
         return self._settled_once(outcome)
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether the operation is over: all was sent, or has come, or it has failed, or its epoch is
         over.
         """
@@ -99,7 +99,7 @@ class Handle(Generic[T]):
     def __repr__(self) -> str:
         if self._epoch is not None and self._epoch.ended is not None:
             return f"<stale, of epoch {self._epoch.number}>"
-        return f"<{self._text}: {'done' if self.is_done() else 'under way'}>"
+        return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
 
     def _settled_once(self, outcome: object) -> T:
         """Return the result, or raise the error of making it: the other ranks do not make it a second

@@ -21,12 +21,16 @@ class CoordinatorOptions:
             the other calls always compare. The environment variable TORCHFT_CHECK_COLLECTIVES=1 or =0
             overrides it.
         message_bytes_max: the limit of the bytes of one message's tensors; a larger message is refused before
-          it is allocated.
+            it is allocated.
+        max_chunk_bytes, max_chunks: the size of the message queues that the coordinator makes: the bytes of a
+            slot, and how many slots there are.
     """
 
     timeout: timedelta | float = DEFAULT_TIMEOUT
     check_collectives: bool | None = None
     message_bytes_max: int = 2**36
+    max_chunk_bytes: int = 1024 * 1024
+    max_chunks: int = 16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", as_timedelta(self.timeout))

@@ -26,7 +26,7 @@ from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_rank
 from torchft_like.communicator.tensors import checked_tensor, specifications
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator import compiled, queues
+from torchft_like.group_coordinator import compiled
 from torchft_like.group_coordinator import tensor_dict as dicts
 from torchft_like.group_coordinator.barrier import Barriers
 from torchft_like.group_coordinator.creation import (
@@ -38,9 +38,10 @@ from torchft_like.group_coordinator.creation import (
 )
 from torchft_like.group_coordinator.graph import GraphCaptureContext, capturing
 from torchft_like.group_coordinator.tensor_dict import TensorDict
-from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue import MessageQueue, members
 
 Tensors = Tensor | list[Tensor]
+DispatchedTensors = tuple[Any, ...]
 TENSOR = "tensor"
 _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 
@@ -144,6 +145,8 @@ class GroupCoordinator:
     _barriers: Barriers | None = None
     _store: Store | None = None
     _owns_groups = False
+    _has_device_communicator = True
+    _all_ranks: list[list[int]] | None = None
     _dispatched: Dispatched | None = None
 
     def __init__(
@@ -168,11 +171,13 @@ class GroupCoordinator:
         )
         made = make_groups(wish)
         self._owns_groups = True
+        self._has_device_communicator = bool(use_device_communicator)
         self.group_name = wish.group_name
         self.local_rank = local_rank
         rank = made.cpu_group.rank()
         place = Place(made.name, rank, made.ranks, made.device, made.cpu_group, made.device_group)
         self._adopt(place, wish.options)
+        self._all_ranks = [list(ranks) for ranks in group_ranks]
         if use_message_queue_broadcaster and self.world_size > 1:
             try:
                 self.mq_broadcaster = self.create_mq_broadcaster()
@@ -225,6 +230,16 @@ class GroupCoordinator:
         name = unique_name(made.group_name)
         made._adopt(Place(name, cpu_group.rank(), known, place, cpu_group, device_group), options)
         return made
+
+    @property
+    def group_ranks(self) -> list[list[int]]:
+        """The ranks in the whole job of each group that was made with this one."""
+        return self._all_ranks or [self.ranks]
+
+    @property
+    def device_communicator(self) -> Self | None:
+        """What moves tensors between the members: the coordinator itself; None where vLLM has none."""
+        return self if self._has_device_communicator and self.world_size > 1 else None
 
     @property
     def first_rank(self) -> int:
@@ -381,7 +396,7 @@ class GroupCoordinator:
         """
         communicator = self._current()  # first: it is what ends the epoch of an earlier queue
         if self.mq_broadcaster is not None and src == 0:
-            return queues.broadcast_object(communicator, self.mq_broadcaster, obj)
+            return members.broadcast_object(communicator, self.mq_broadcaster, obj)
         return messages.broadcast_object(communicator, obj, src)
 
     def broadcast_object_list(
@@ -413,34 +428,36 @@ class GroupCoordinator:
     def create_mq_broadcaster(
         self,
         writer_rank: int = 0,
-        external_writer_handle: MessageQueue | None = None,
+        external_writer_handle: object = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """The caller's end of a queue that one member writes and all others read.
+        """The caller's end of a queue that one member writes and all others read; it ends with the groups.
 
         Args:
-            external_writer_handle: on the writer, a queue that it has made already for these readers. It
-                stays the caller's: a refusal and `destroy` leave it alone. It ends with the groups, as who
-                reads it would wait in vain.
+            external_writer_handle: on that member, the handle of a queue whose writer is outside the group:
+                then all members read it, each as the reader of its rank in the group.
             blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
         """
-        queue = queues.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
-        if queue is not external_writer_handle:
-            self._keep(queue)
+        queue = members.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
+        self._keep(queue)
         return queue
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
-    ) -> tuple[MessageQueue | None, list[MessageQueue]]:
-        """A queue from each of the other members to one of them.
+    ) -> tuple[MessageQueue, list[object]]:
+        """A queue of the caller's to write, which ends with the groups; on one member the handles of all.
+
+        That member, or another process for it, opens each handle as its reader 0.
+
+        Args:
+            blocking: False: nobody can have opened the queues when the call returns.
 
         Returns:
-            The caller's queue to write, None on the reader; and on the reader those to read, in the order of
-            ranks, with nothing for itself.
+            The queue; and on the reader the handles in the order of ranks, its own among them.
         """
-        made, read = queues.create_single_reader(self._current(), reader_rank_in_group, blocking)
-        self._keep(*(read if made is None else [made]))
-        return made, read
+        queue, handles = members.create_single_reader(self._current(), reader_rank_in_group, blocking)
+        self._keep(queue)
+        return queue, handles
 
     # -------------------------------------------------------------------- tensor dicts
 
@@ -506,16 +523,20 @@ class GroupCoordinator:
         dst: int | None = None,
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Handle[None]:
-        """As `send_tensor_dict`, but returns at once; the tensors must stay as they are until it is done."""
+    ) -> list[Handle[None]]:
+        """As `send_tensor_dict`, but returns at once; the tensors must stay as they are until it is done.
+
+        Returns:
+            One handle; none in a group of one.
+        """
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
             messages.disassembled(communicator, dicts.checked_dict(tensor_dict))
-            return Handle("send_tensor_dict", lambda: None, lambda _: None, None, communicator.epoch)
+            return []
         sliced = _slicing(all_gather_group, all_gather_tensors)
         with communicator.guard("send_tensor_dict"):
             begun = dicts.start_sending_dict(communicator, tensor_dict, to, sliced)
-        return dicts.handle(communicator, "send_tensor_dict", begun)
+        return [dicts.handle(communicator, "send_tensor_dict", begun)]
 
     def recv_tensor_dict(
         self,
@@ -542,17 +563,22 @@ class GroupCoordinator:
         src: int | None = None,
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-    ) -> Handle[TensorDict | None]:
+    ) -> tuple[TensorDict | None, list[Handle[TensorDict]], list[Callable[[], None]]]:
         """As `recv_tensor_dict`, but returns at once; with a device group, when the sender has begun.
 
         Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it, and who
         has its slices waits there for the others until the timeout of that group, not that of the `wait`.
+
+        Returns:
+            A dict, which is empty until the handle's `wait` has put everything into it; the handle; and what
+            is to be called afterwards, which is nothing. In a group of one: None, and no handle.
         """
         communicator, source = self._with_peer(src, -1, "src")
         gathering = _communicator_of(all_gather_group)
         if source is None:
-            return Handle("recv_tensor_dict", lambda: None, lambda _: None, None, communicator.epoch)
-        return dicts.receiving(communicator, source, gathering)
+            return None, [], []
+        arriving: TensorDict = {}
+        return arriving, [dicts.receiving(communicator, source, gathering, arriving)], []
 
     # ------------------------------------------------------------------------ the rest
 
@@ -569,13 +595,13 @@ class GroupCoordinator:
         """
         self._all_barriers().wait(timeout)
 
-    def dispatch(
+    def dispatch_router_logits(
         self,
         hidden_states: Tensor,
         router_logits: Tensor,
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> DispatchedTensors:
         """Bring the tokens of all ranks to all ranks, in the order of ranks; no tokens are fine, too.
 
         Args:
@@ -587,19 +613,64 @@ class GroupCoordinator:
         Returns:
             Both tensors with the rows of all ranks, and the extra ones, if there are any, as a list.
         """
+        return self._dispatch([hidden_states, router_logits], is_sequence_parallel, extra_tensors)
+
+    @overload
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> DispatchedTensors: ...
+    @overload
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> DispatchedTensors: ...
+    def dispatch(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> DispatchedTensors:
+        """As `dispatch_router_logits`; or with what a router has chosen for each token.
+
+        Args:
+            topk_weights, topk_ids: a row for each token of this rank: the weights of its experts, and which.
+
+        Returns:
+            The tensors with the rows of all ranks, two or three, and the extra ones as a list.
+        """
+        if "topk_ids" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
+            return self._dispatch_chosen(hidden_states, *args, **kwargs)
+        return self.dispatch_router_logits(hidden_states, *args, **kwargs)
+
+    def _dispatch_chosen(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> DispatchedTensors:
+        return self._dispatch([hidden_states, topk_weights, topk_ids], is_sequence_parallel, extra_tensors)
+
+    def _dispatch(
+        self, named: list[Tensor], is_sequence_parallel: bool, extra_tensors: list[Tensor] | None
+    ) -> DispatchedTensors:
         communicator = self._current()
 
         def tensors() -> Sequence[Tensor]:
             if not (extra_tensors is None or isinstance(extra_tensors, list | tuple)):
                 raise TypeError(f"extra_tensors is a list of tensors, not a {type(extra_tensors).__name__}")
-            return [hidden_states, router_logits, *(extra_tensors or ())]
+            return [*named, *(extra_tensors or ())]
 
         gathered, sizes = collectives.all_gatherv(
             communicator, tensors, 0, None, "dispatch", lambda: _experts_terms(is_sequence_parallel)
         )
         self._dispatched = Dispatched(sizes, bool(is_sequence_parallel), communicator.epoch)
-        hidden, logits, *extra = gathered
-        return (hidden, logits) if extra_tensors is None else (hidden, logits, extra)
+        own, extra = gathered[: len(named)], gathered[len(named) :]
+        return tuple(own) if extra_tensors is None else (*own, extra)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
         """Add up what the ranks made of the tokens of the last `dispatch`; gives the rows of this rank's own.

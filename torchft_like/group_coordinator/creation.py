@@ -179,6 +179,8 @@ def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str
         "timeout": options.timeout,
         "check_collectives": is_wanted(options.check_collectives),
         "message_bytes_max": options.message_bytes_max,
+        "max_chunk_bytes": options.max_chunk_bytes,
+        "max_chunks": options.max_chunks,
     }
     return tuple((name, str(value)) for name, value in values.items())
 

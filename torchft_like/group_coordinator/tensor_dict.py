@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -54,13 +54,13 @@ def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] |
 
 
 def checked_dict(value: object) -> TensorDict:
-    """The value, if it is a dict with names as keys.
+    """The value, if it is a dict.
 
     Raises:
         TypeError: it is not.
     """
-    if type(value) is not dict or any(type(key) is not str for key in value):
-        raise TypeError(f"a dict whose keys are str was expected, not {type(value).__name__}")
+    if type(value) is not dict:
+        raise TypeError(f"a dict of tensors and plain data was expected, not a {type(value).__name__}")
     return value
 
 
@@ -95,12 +95,15 @@ def start_sending_dict(
     return start_sending(group, dst, TENSOR_DICT, prepare)
 
 
-def receiving(group: Communicator, src: int, gathered_by: Communicator | None) -> Handle[TensorDict | None]:
-    """Begin to receive. On a CPU nothing is waited for: the sender may begin when it likes."""
+def receiving(
+    group: Communicator, src: int, gathered_by: Communicator | None, arriving: TensorDict
+) -> Handle[TensorDict]:
+    """Begin to receive into a dict. On a CPU nothing is waited for: the sender may begin when it likes."""
     tag = group.tag("from", src)
 
-    def settle(received: Any) -> TensorDict | None:
-        return joined(received, gathered_by)
+    def settle(received: Any) -> TensorDict:
+        arriving.update(joined(received, gathered_by))
+        return arriving
 
     text = f"recv_tensor_dict over {group}"
     if not group.waits_on_streams:
@@ -183,14 +186,14 @@ def joined(received: Received, group: Communicator | None) -> TensorDict:
                     f"slice {part} of {parts} of {name!r} came to rank {group.rank} of "
                     f"{group.world_size} of the all_gather_group"
                 )
-        wholes = tuple((name, _whole_text(tensor_dict[name], slices[name])) for name in sorted(slices))
+        wholes = tuple((str(name), _whole_text(tensor_dict[name], slices[name])) for name in _ordered(slices))
         return Statement("recv_tensor_dict", terms=wholes), 0, b"", (tensor_dict, slices)
 
     with group.guard("recv_tensor_dict"):
         _, (tensor_dict, slices) = group.agree("recv_tensor_dict", prepare)
         joining = {
             name: start_joining(group, tensor_dict[name], 0, _part_sizes(slices[name][2], group))
-            for name in sorted(slices)
+            for name in _ordered(slices)
         }
         for name, finish in joining.items():
             tensor_dict[name] = finish().view(slices[name][2])
@@ -207,13 +210,18 @@ def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
     """The dict with slices for the tensors that are declared, and what the receiver must know of them."""
     part, parts = sliced.group.rank, sliced.group.world_size
     cut, slices = dict(tensor_dict), Slices()
-    for name in sorted(sliced.declared):
+    for name in _ordered(sliced.declared):
         if name not in tensor_dict:
             raise ValueError(f"all_gather_tensors names {name!r}, and the dict has no such tensor")
         whole = checked_tensor(tensor_dict[name]).detach().resolve_conj().resolve_neg().contiguous()
         cut[name] = torch.split(whole.view(-1), list(even_sizes(whole.numel(), parts)))[part]
         slices[name] = part, parts, list(whole.shape), int(word_sum(as_bytes(whole)))
     return cut, slices
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """The same order on all ranks; whoever uses numbers as keys may use names beside them."""
+    return sorted(names, key=lambda name: (type(name).__name__, name))
 
 
 def _whole_text(part: Tensor, known: tuple[int, int, list[int], int]) -> str:

@@ -7,20 +7,14 @@ it. `shutdown` first ends the call that has the lock: whoever waits, waits for `
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from torchft_like.errors import NotSupportedError, QueueClosedError
 
 RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
 LINGER_S = 5.0
-LONG_WAIT_S = 60.0
-
-_log = logging.getLogger(__name__)
 
 
 class End(ABC):
@@ -45,8 +39,8 @@ class End(ABC):
         """Write a message."""
         raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
 
-    def dequeue(self, deadline: float, seconds: float) -> object:
-        """The next message."""
+    def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
+        """The next message; nothing is logged about a long wait that is expected."""
         raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
     @property
@@ -98,31 +92,6 @@ class End(ABC):
 
     def _make_locks(self) -> None:
         self._lock, self._ending = threading.Lock(), threading.Lock()
-
-
-class Wait:
-    """One wait: says, in every LONG_WAIT_S of it, what it waits for."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._next = self._began + LONG_WAIT_S
-
-    def sleep_s(self, now: float, deadline: float, what: Callable[[], str]) -> float:
-        """For how many seconds to sleep before the next look, at most.
-
-        Args:
-            deadline: of the wait.
-            what: what it waits for, which a log line says if that has taken long.
-        """
-        if now >= self._next:
-            _log.info("a message queue has waited for %.0f s: %s", now - self._began, what())
-            self._next = now + LONG_WAIT_S
-        return max(min(deadline, self._next) - now, 0.0)
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
-        return time.monotonic() - self._began
 
 
 class ReadingEnd(End):

@@ -60,7 +60,10 @@ class QueueHandle:
             ValueError: this is not one.
         """
         if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise ValueError("this is no handle of a message queue, or one of another version")
+            raise ValueError(
+                f"this is no handle of a message queue, or one of another version, but a "
+                f"{type(value).__name__}: pass what the writer's export_handle() returns"
+            )
         geometry = Geometry(
             _int(value, "slots", 1, SLOTS_MAX), _int(value, "slot_bytes", SLOT_BYTES_MIN, SLOT_BYTES_MAX)
         )

@@ -25,7 +25,7 @@ from torchft_like.errors import (
     QueueWriterLostError,
 )
 from torchft_like.message_queue.audience import FILE, FILE_TAG, LEAVE, WAKE
-from torchft_like.message_queue.end import RECHECK_S, ReadingEnd, Wait
+from torchft_like.message_queue.end import RECHECK_S, ReadingEnd
 from torchft_like.message_queue.fence import before_publishing, full_fence
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.handshake import call, hear_welcome
@@ -48,6 +48,7 @@ from torchft_like.message_queue.ring import (
     RingReader,
 )
 from torchft_like.runtime.descriptors import despite_reset, receive_descriptors
+from torchft_like.runtime.long_waits import LongWait
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 
@@ -87,14 +88,14 @@ class LocalReader(ReadingEnd):
             self._require_open()
             self._joined(deadline, seconds)
 
-    def dequeue(self, deadline: float, seconds: float) -> object:
+    def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
         """The next message."""
         with self._lock:
             if self._is_closing:
                 raise self._too_late()
             ring = self._ring or self._joined(deadline, seconds)
             if ring.words[PUBLISHED] <= ring.consumed:
-                self._wait(ring, deadline, seconds)
+                self._wait(ring, deadline, seconds, is_expected)
             try:
                 value, slots = self._read(ring)
             except (PlainDataError, QueueCorruptError, QueueDescriptorsError) as error:
@@ -167,13 +168,13 @@ class LocalReader(ReadingEnd):
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
         """Until the connection has something to say; looks once, however little time there is."""
-        wait = Wait()
+        wait = LongWait()
         while True:
             self._require_open()
             now = time.monotonic()
-            ready = {
-                descriptor for descriptor, _ in self._events.poll(wait.sleep_s(now, deadline, lambda: what))
-            }
+            wait.look(now, lambda: f"a message queue: {what}")
+            sleep_s = max(min(deadline, wait.next_line) - now, 0.0)
+            ready = {descriptor for descriptor, _ in self._events.poll(sleep_s)}
             if self._connection.fileno() in ready:
                 return
             if now >= deadline:
@@ -240,9 +241,9 @@ class LocalReader(ReadingEnd):
 
     # ------------------------------------------------------------------------------- waiting
 
-    def _wait(self, ring: RingReader, deadline: float, seconds: float) -> None:
+    def _wait(self, ring: RingReader, deadline: float, seconds: float, is_expected: bool) -> None:
         """Until there is a message."""
-        words, consumed, wait = ring.words, ring.consumed, Wait()
+        words, consumed, wait = ring.words, ring.consumed, LongWait(is_expected=is_expected)
         nothing = "the writer wrote nothing"
 
         def reached() -> bool:
@@ -256,7 +257,8 @@ class LocalReader(ReadingEnd):
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, nothing)
-                self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: nothing), RECHECK_S))
+                wait.look(now, lambda: f"a message queue: {nothing}")
+                self._sleep(reached, min(deadline - now, RECHECK_S))
         self._spin.learn(wait.seconds)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:

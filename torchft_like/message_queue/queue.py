@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import NotSupportedError
@@ -122,6 +122,64 @@ class MessageQueue:
         queue._become(reader, known, rank)
         return queue
 
+    @staticmethod
+    def create_from_process_group(
+        pg: Any,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        writer_rank: int = 0,
+        external_writer_handle: object = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """The caller's end of a queue that one member of a process group writes and all others read.
+
+        All members call it, and agree on their arguments. Readers on the writer's machine read shared memory.
+
+        Args:
+            pg: torch's own group or any of ours.
+            writer_rank: in the group.
+            external_writer_handle: on that member, the handle of a queue whose writer is outside the group:
+                then all members read it, each as the reader of its rank in the group.
+            blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
+
+        Raises:
+            ValueError: the caller's arguments make no sense; CollectiveMismatchError on the other members.
+            GroupCoordinatorError: a member is gone.
+        """
+        from torchft_like.message_queue import members  # noqa: PLC0415 - a queue alone needs no groups
+
+        group = members.members_of(pg, max_chunk_bytes, max_chunks)
+        return members.create_broadcaster(group, writer_rank, external_writer_handle, blocking)
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        reader_rank: int = 0,
+        blocking: bool = False,
+    ) -> tuple[MessageQueue, list[object]]:
+        """A queue of the caller's to write; and on one member the handles of the queues of all.
+
+        All members call it, and agree on their arguments. Who reads opens each handle as its reader 0.
+
+        Args:
+            pg: torch's own group or any of ours.
+            reader_rank: in the whole job, as in vLLM.
+            blocking: False: nobody can have opened the queues when the call returns.
+
+        Returns:
+            The queue; and on the reader the handles in the order of ranks, its own among them.
+
+        Raises:
+            ValueError: the caller's arguments make no sense; CollectiveMismatchError on the other members.
+            GroupCoordinatorError: a member is gone.
+        """
+        from torchft_like.message_queue import members  # noqa: PLC0415
+
+        group = members.members_of(pg, max_chunk_bytes, max_chunks)
+        return members.create_single_reader(group, members.rank_in(pg, reader_rank), blocking)
+
     def _become(self, end: Writer | ReadingEnd, handle: QueueHandle, rank: int | None) -> None:
         self._end = end
         self._handle = handle
@@ -179,11 +237,12 @@ class MessageQueue:
         deadline, seconds = _deadline(timeout)
         self._end.enqueue(obj, deadline, seconds)
 
-    def dequeue(self, timeout: float | None = None) -> object:
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> object:
         """Read the next message; the object shares no memory with the queue.
 
         Args:
             timeout: seconds to wait for it; None waits for ever.
+            indefinite: it may be long in coming: the log does not say every minute that it has not.
 
         Raises:
             QueueTimeoutError: nothing was written in time.
@@ -196,7 +255,7 @@ class MessageQueue:
             QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
         deadline, seconds = _deadline(timeout)
-        return self._end.dequeue(deadline, seconds)
+        return self._end.dequeue(deadline, seconds, indefinite)
 
     def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
         """Called by everybody: the writer writes `obj`, everybody returns it."""

@@ -23,7 +23,7 @@ from torchft_like.errors import (
     QueueTimeoutError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.end import ReadingEnd, Wait
+from torchft_like.message_queue.end import ReadingEnd
 from torchft_like.message_queue.handle import QueueHandle, RemoteHandle
 from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.remote_audience import (
@@ -40,6 +40,7 @@ from torchft_like.message_queue.remote_audience import (
     configure,
     has_event,
 )
+from torchft_like.runtime.long_waits import LongWait
 
 PART_BYTES_MAX = 2**34  # a frame that claims more ends the connection
 _LEAVE_MS_MAX = 1000
@@ -84,13 +85,14 @@ class RemoteReader(ReadingEnd):
             self._require_open()
             self._join(deadline, seconds)
 
-    def dequeue(self, deadline: float, seconds: float) -> object:
+    def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
         """The next message."""
         with self._lock:
             self._require_open()
             if self._number is None:
                 self._join(deadline, seconds)
-            self._came = self._came or self._receive(deadline, seconds, "the writer wrote nothing")
+            if not self._came:
+                self._came = self._receive(deadline, seconds, "the writer wrote nothing", is_expected)
             try:
                 return self._read(self._came)
             except (PlainDataError, QueueCorruptError) as error:
@@ -126,8 +128,10 @@ class RemoteReader(ReadingEnd):
             raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
         self._number = NUMBERED.unpack(answer)[1]
 
-    def _receive(self, deadline: float, seconds: float, what: str) -> list[zmq.Frame]:
-        wait = Wait()
+    def _receive(
+        self, deadline: float, seconds: float, what: str, is_expected: bool = False
+    ) -> list[zmq.Frame]:
+        wait = LongWait(is_expected=is_expected)
         while True:
             try:  # a copy of the parts might find no memory when some of them were taken
                 parts = self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -143,7 +147,8 @@ class RemoteReader(ReadingEnd):
                 continue
             if (now := time.monotonic()) >= deadline:
                 raise QueueTimeoutError(seconds, what)
-            self._events.poll(int(wait.sleep_s(now, deadline, lambda: what) * 1000) + 1)
+            wait.look(now, lambda: f"a message queue: {what}")
+            self._events.poll(int((min(deadline, wait.next_line) - now) * 1000) + 1)
             self._require_open()
 
     def _read(self, parts: list[zmq.Frame]) -> object:

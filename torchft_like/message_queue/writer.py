@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchft_like.errors import QueueReadersLostError, QueueTimeoutError
 from torchft_like.message_queue.audience import Audience
-from torchft_like.message_queue.end import RECHECK_S, End, Wait
+from torchft_like.message_queue.end import RECHECK_S, End
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, file_of
 from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
@@ -31,6 +31,7 @@ from torchft_like.message_queue.ring import (
     RingWriter,
 )
 from torchft_like.plain_data import bytes_of, dissect
+from torchft_like.runtime.long_waits import LongWait
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
@@ -210,13 +211,14 @@ class Writer(End):
         describe: Callable[[], tuple[str, Sequence[int]]],
     ) -> None:
         self._attend()
-        wait = Wait()
+        wait = LongWait()
         if not self._spin.watch(reached, deadline):
             while not reached():
                 self._require_door()
                 if (now := time.monotonic()) >= deadline:
                     raise QueueTimeoutError(seconds, *describe())
-                self._sleep(reached, min(wait.sleep_s(now, deadline, lambda: describe()[0]), RECHECK_S))
+                wait.look(now, lambda: f"a message queue: {describe()[0]}")
+                self._sleep(reached, min(deadline - now, RECHECK_S))
                 self._attend()
                 self._require_open()
         self._spin.learn(wait.seconds)

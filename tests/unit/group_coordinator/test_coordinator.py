@@ -83,9 +83,11 @@ def test_any_group_of_ours_carries_a_coordinator(party: Party, kind: str) -> Non
     def talk(rank: int, c: GroupCoordinator) -> object:
         c.barrier()
         sizes = [len(c.all_gatherv(torch.ones(rank))), len(c.reduce_scatterv(torch.ones(3), 0))]
-        handle = c.irecv_tensor_dict()
+        found, [handle], _ = c.irecv_tensor_dict()
         c.send_tensor_dict({"rank": rank})
-        return [*sizes, c.broadcast_object({"from": rank}, 1), handle.wait(LIMIT_S)]
+        told = c.broadcast_object({"from": rank}, 1)
+        assert handle.wait(LIMIT_S) is found
+        return [*sizes, told, found]
 
     assert party.together(coordinators, talk) == [  # type: ignore[arg-type]
         [1, 2, {"from": 1}, {"rank": 1}],
@@ -131,7 +133,7 @@ def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
 
 def test_any_true_value_says_that_the_ranks_hold_chunks_of_the_same_sequences() -> None:
     alone, tokens = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1)), torch.ones(2, 3)
-    alone.dispatch(tokens, tokens, np.bool_(True))  # type: ignore[arg-type]
+    alone.dispatch(tokens, tokens, np.bool_(True))  # type: ignore[call-overload]
     assert torch.equal(alone.combine(tokens, True), tokens)
     with pytest.raises(ValueError, match="it was True in dispatch"):
         alone.combine(tokens)
@@ -318,13 +320,13 @@ def test_a_handle_that_is_waited_for_too_briefly_goes_on(gate: threading.Event) 
     handle = Handle("reading", lambda: gate.wait(LIMIT_S) and 7, lambda found: [found])
     with pytest.raises(StillUnderWayError, match="reading is not done after"):
         handle.wait(0.01)
-    assert not handle.is_done()
+    assert not handle.is_completed()
     assert "under way" in repr(handle)
     gate.set()
     first = handle.wait(LIMIT_S)
     assert first == [7]
     assert handle.wait() is first  # the result is made once
-    assert handle.is_done()
+    assert handle.is_completed()
 
 
 def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
@@ -335,7 +337,7 @@ def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
     for _ in range(2):
         with pytest.raises(TimeoutError, match="its own"):
             handle.wait(LIMIT_S)
-    assert handle.is_done()
+    assert handle.is_completed()
 
 
 def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_failed() -> None:
@@ -372,7 +374,7 @@ def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
     waited: list[int] = []
     over_yet = [False]
     handle = Handle("moving", lambda: waited.append(1), lambda _: "there", lambda: over_yet[0])
-    assert not handle.is_done()
+    assert not handle.is_completed()
     assert waited == []
     assert handle.wait() == handle.wait() == "there"
     assert waited == [1]
@@ -380,14 +382,14 @@ def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
 
 def test_tensors_are_not_there_before_the_handle_is_done(party: Party) -> None:
     coordinators = over(party.meet(2, gloo))
-    receiving = coordinators[1].irecv_tensor_dict(0)
+    found, [receiving], _ = coordinators[1].irecv_tensor_dict(0)
     with pytest.raises(StillUnderWayError):
         receiving.wait(0.05)
-    assert not receiving.is_done()
-    sending = coordinators[0].isend_tensor_dict({"x": torch.arange(3)}, 1)
-    found = receiving.wait(LIMIT_S)
+    assert not receiving.is_completed()
+    [sending] = coordinators[0].isend_tensor_dict({"x": torch.arange(3), 7: "a number as a key"}, 1)  # type: ignore[dict-item]
+    assert receiving.wait(LIMIT_S) is found
     assert found is not None
-    assert found["x"].tolist() == [0, 1, 2]
+    assert (found["x"].tolist(), found[7]) == ([0, 1, 2], "a number as a key")  # type: ignore[index]
     sending.wait(LIMIT_S)
 
 
@@ -407,7 +409,7 @@ def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goe
 
 def test_a_handle_ends_with_its_group(party: Party) -> None:
     groups = party.meet(2, gloo)
-    receiving = over(groups)[1].irecv_tensor_dict(0)
+    _, [receiving], _ = over(groups)[1].irecv_tensor_dict(0)
     groups[1].abort("enough")
     with pytest.raises(GroupCoordinatorError, match="enough"):
         receiving.wait(LIMIT_S)

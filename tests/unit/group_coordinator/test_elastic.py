@@ -117,9 +117,9 @@ def test_handles_of_an_old_epoch_raise_done_or_not(crew: Crew) -> None:
     sent = {"x": torch.ones(2)}
     done, _ = crew.together("ab", lambda c: c.ibroadcast_tensor_dict(sent if c.name == "a" else None))
     assert done.wait(LIMIT_S)["x"].tolist() == [1, 1]
-    pending = crew["b"].irecv_tensor_dict()
+    _, [pending], _ = crew["b"].irecv_tensor_dict()
     crew.change("ab")
-    assert (done.is_done(), pending.is_done()) == (True, True)
+    assert (done.is_completed(), pending.is_completed()) == (True, True)
     with pytest.raises(StaleEpochError, match="epoch 1, which is over"):
         done.wait(LIMIT_S)
     with pytest.raises(StaleEpochError, match="epoch 1, which is over"):
@@ -128,7 +128,7 @@ def test_handles_of_an_old_epoch_raise_done_or_not(crew: Crew) -> None:
 
 def test_who_waits_for_a_handle_during_the_switch_is_told(crew: Crew) -> None:
     crew.change("ab")
-    handle = crew["b"].irecv_tensor_dict()
+    _, [handle], _ = crew["b"].irecv_tensor_dict()
     waiting = crew.aside(handle.wait)
     crew.change("ab")
     with pytest.raises(StaleEpochError):
@@ -139,7 +139,7 @@ def test_a_message_of_an_old_epoch_never_arrives_in_a_new_one(crew: Crew) -> Non
     crew.change("ab")
     crew["a"].isend_tensor_dict({"epoch": 1, "x": torch.ones(3)})  # nobody receives it
     crew.change("ab")
-    handle = crew["a"].isend_tensor_dict({"epoch": 2, "x": torch.zeros(3)})
+    [handle] = crew["a"].isend_tensor_dict({"epoch": 2, "x": torch.zeros(3)})
     assert crew.aside(crew["b"].recv_tensor_dict).result(LIMIT_S)["epoch"] == 2  # type: ignore[index]
     handle.wait(LIMIT_S)
 
@@ -176,7 +176,7 @@ def test_a_barrier_names_who_is_missing_in_every_epoch(crew: Crew) -> None:
 
 def test_a_change_that_one_gives_up_is_rolled_back_on_all(crew: Crew) -> None:
     crew.change("ab")
-    pending = crew["b"].irecv_tensor_dict()
+    _, [pending], _ = crew["b"].irecv_tensor_dict()
     changes = crew.begin("abc", crew.board.announce("abc"))
     changes["c"].roll_back("it has changed its mind")
     with pytest.raises(ChangeRolledBackError, match="c: it has changed its mind"):

@@ -58,7 +58,7 @@ def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: l
     coordinators = over(groups)
 
     def hand_on(rank: int, coordinator: ManagedCoordinator) -> object:
-        sending = coordinator.isend_tensor_dict({"from": rank})
+        [sending] = coordinator.isend_tensor_dict({"from": rank})
         received = coordinator.recv_tensor_dict()
         sending.wait(LIMIT_S)
         return received and received["from"]
@@ -129,7 +129,7 @@ def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for
 def test_a_wait_whose_time_is_up_does_not_lose_the_step(party: Party, groups: list[ProcessGroup]) -> None:
     party.configure(groups[:2])
     sender, receiver = coordinators = over(groups[:2])
-    handle = receiver.irecv_tensor_dict(0)
+    _, [handle], _ = receiver.irecv_tensor_dict(0)
     with pytest.raises(StillUnderWayError):
         handle.wait(0.05)
     sender.send_tensor_dict({"a": torch.ones(1)}, 1)

@@ -22,9 +22,10 @@ from torchft_like.errors import (
     QueueClosedError,
     QueueMemoryError,
 )
-from torchft_like.group_coordinator import GroupCoordinator, queues
-from torchft_like.message_queue import MessageQueue
+from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
+from torchft_like.message_queue import MessageQueue, members
 from torchft_like.message_queue.remote_audience import RemoteAudience
+from torchft_like.runtime.hosts import own_host
 
 __all__ = ["party", "store"]
 
@@ -32,12 +33,12 @@ __all__ = ["party", "store"]
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every member on a machine of its own, as far as the coordinators know."""
-    places = queues._places
+    places = members._places
 
     def apart(*arguments: object) -> list[bytes]:
         return [b"%d" % rank for rank, _ in enumerate(places(*arguments))]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(queues, "_places", apart)
+    monkeypatch.setattr(members, "_places", apart)
 
 
 def together(
@@ -70,49 +71,105 @@ def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch
         coordinator.destroy()
 
 
-def test_a_queue_that_was_handed_over_outlives_a_refusal(party: Party) -> None:
-    given = MessageQueue(1, 1, local_reader_ranks=[7])
-    coordinators = over(party.meet(2, gloo))
-    found = errors(party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, None if rank else given))
-    assert [type(error) for error in found] == [CollectiveMismatchError, ValueError]
-    with MessageQueue.create_from_handle(given.export_handle(), 7) as reader:
-        given.wait_until_ready(LIMIT_S)
-        given.enqueue("still the caller's", LIMIT_S)
-        assert reader.dequeue(LIMIT_S) == "still the caller's"
-    given.shutdown()
-
-
-def _hand_over(given: dict[int, Any], rank: int, coordinator: GroupCoordinator) -> object:
-    return coordinator.create_mq_broadcaster(0, given.get(rank))
-
-
-def test_only_the_writers_end_of_a_queue_can_be_handed_over(party: Party) -> None:
-    with MessageQueue(1, 1) as writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+def test_all_members_read_a_queue_whose_writer_is_outside_the_group(party: Party) -> None:
+    with MessageQueue(2, 2) as outside:
+        handles = [outside.export_handle(), None]  # one member has it
         coordinators = over(party.meet(2, gloo))
-        for given in ({0: reader}, {0: "a queue"}):
+        read = together(
+            party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, handles[rank], blocking=False)
+        )
+        outside.wait_until_ready(LIMIT_S)
+        assert outside.readers == [0, 1]
+        outside.enqueue("to all members", LIMIT_S)
+        assert [end.dequeue(LIMIT_S) for end in read] == ["to all members"] * 2
+        coordinators[1]._current().break_off("a test")
+        with pytest.raises(QueueClosedError):
+            read[1].dequeue(LIMIT_S)
+        outside.enqueue("to the one whose groups have not ended", LIMIT_S)
+        assert outside.left_readers == [1]
+
+
+def test_a_queue_whose_writer_is_outside_outlives_a_refusal(party: Party) -> None:
+    with MessageQueue(1, 1, local_reader_ranks=[7]) as outside:
+        handle = outside.export_handle()
+        coordinators = over(party.meet(2, gloo))
+        found = errors(party, coordinators, lambda _, c: c.create_mq_broadcaster(0, handle))
+        assert [type(error) for error in found] == [ValueError] * 2
+        with MessageQueue.create_from_handle(handle, 7) as reader:
+            outside.wait_until_ready(LIMIT_S)
+            outside.enqueue("still there", LIMIT_S)
+            assert reader.dequeue(LIMIT_S) == "still there"
+
+
+def _hand_over(given: object, rank: int, coordinator: GroupCoordinator) -> object:
+    return coordinator.create_mq_broadcaster(0, None if rank else given)
+
+
+def test_only_the_handle_of_a_queue_can_be_handed_over_and_no_error_tells_its_secrets(party: Party) -> None:
+    with MessageQueue(1, 1) as queue:
+        handle = queue.export_handle()
+        token = repr(handle["token"])[2:14]
+        coordinators = over(party.meet(2, gloo))
+        for given in (queue, "a queue", [handle], handle["token"], {**handle, "version": handle["token"]}):
             found = errors(party, coordinators, partial(_hand_over, given))
-            assert [type(error) for error in found] == [TypeError, CollectiveMismatchError]
+            assert [type(error) for error in found] == [ValueError, CollectiveMismatchError]
+            assert not [error for error in found if token in f"{error!r} {error.__cause__!r}"]
         party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
 
 
-def test_a_queue_that_was_handed_over_ends_with_the_groups(party: Party) -> None:
-    given = MessageQueue(1, 1, local_reader_ranks=[1])
-    coordinators = over(party.meet(2, gloo))
-    _, read = together(
-        party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, None if rank else given)
-    )
-    given.enqueue("written before", LIMIT_S)
-    coordinators[0]._current().break_off("a test")
-    assert read.dequeue(LIMIT_S) == "written before"
+def test_one_member_gets_the_handles_of_the_queues_of_all(party: Party) -> None:
+    coordinators = over(party.meet(3, gloo))
+
+    def talk(rank: int, c: GroupCoordinator) -> list[MessageQueue]:
+        queue, handles = c.create_single_reader_mq_broadcasters(1)
+        assert len(handles) == (3 if rank == 1 else 0)
+        read = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+        queue.wait_until_ready(LIMIT_S)
+        queue.enqueue(f"from {rank}", LIMIT_S)
+        return read
+
+    read = party.together(coordinators, talk)[1]  # type: ignore[arg-type]
+    assert [end.dequeue(LIMIT_S) for end in read] == ["from 0", "from 1", "from 2"]
+    coordinators[2]._current().break_off("a test")
     with pytest.raises(QueueClosedError):
-        read.dequeue(LIMIT_S)
+        read[2].dequeue(LIMIT_S)
+    wrong = errors(party, coordinators[:1], lambda _, c: c.create_single_reader_mq_broadcasters(0, True))
+    assert isinstance(wrong[0], (ValueError, GroupCoordinatorError))
 
 
-def test_who_wants_to_join_a_queue_that_was_handed_over_hears_that_the_groups_are_gone(
+def test_the_size_of_a_coordinators_queues_is_one_of_its_options(party: Party) -> None:
+    options = CoordinatorOptions(max_chunk_bytes=4096, max_chunks=3)
+    coordinators = [GroupCoordinator.from_groups(pg, options=options) for pg in party.meet(2, gloo)]
+    for end in together(party, coordinators, lambda _, c: c.create_mq_broadcaster()):
+        assert "3 x 4096 bytes" in repr(end)
+
+
+def test_a_process_group_alone_is_enough_for_queues(party: Party, store: TCPStore) -> None:
+    groups: list[Any] = party.meet(2, gloo)
+    for pair in (groups, [c.cpu_group for c in over_torchs_own(party, store)]):
+
+        def make(rank: int, pg: Any) -> tuple[MessageQueue, MessageQueue, list[object]]:
+            one = MessageQueue.create_from_process_group(pg, 4096, 3, 1)
+            return one, *MessageQueue.create_from_process_group_single_reader(pg, 4096, 3, 1)
+
+        (reader, own, _), (writer, _, handles) = party.together(pair, make)
+        writer.broadcast_object({"from": 1})
+        assert reader.broadcast_object() == {"from": 1}
+        with MessageQueue.create_from_handle(handles[0], 0) as end:
+            own.wait_until_ready(LIMIT_S)
+            own.enqueue("back", LIMIT_S)
+            assert end.dequeue(LIMIT_S) == "back"
+        assert "3 x 4096 bytes" in repr(own)
+    with pytest.raises(TypeError, match="a process group of torch's or of ours was expected, not a str"):
+        MessageQueue.create_from_process_group("world")
+    with pytest.raises(ValueError, match="rank 5 of the job is not in the group"):
+        MessageQueue.create_from_process_group_single_reader(groups[0], reader_rank=5)
+
+
+def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second reader knocks when the first, and so the writer's call, has failed."""
-    given = MessageQueue(2, 2, local_reader_ranks=[1, 2])
     coordinators = over(party.meet(3, gloo))
     writer_has_failed = threading.Event()
     join = MessageQueue.create_from_handle
@@ -126,15 +183,13 @@ def test_who_wants_to_join_a_queue_that_was_handed_over_hears_that_the_groups_ar
 
     def create(rank: int, coordinator: GroupCoordinator) -> None:
         try:
-            coordinator.create_mq_broadcaster(0, None if rank else given)
+            coordinator.create_mq_broadcaster()
         finally:
             if rank == 0:
                 writer_has_failed.set()
 
     monkeypatch.setattr(MessageQueue, "create_from_handle", knock)
     assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
-    wait_for(lambda: given.left_readers == [2])
-    given.shutdown()
 
 
 def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next_one(
@@ -144,7 +199,7 @@ def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next
     ends = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
 
     def broadcast(rank: int, coordinator: GroupCoordinator) -> object:
-        return queues.broadcast_object(coordinator._current(), ends[rank], "large")
+        return members.broadcast_object(coordinator._current(), ends[rank], "large")
 
     def fail(*_: object) -> object:
         raise QueueMemoryError("a copy of the message", 2, 1)
@@ -172,27 +227,24 @@ def over_torchs_own(party: Party, store: TCPStore) -> list[GroupCoordinator]:
     return party.together([None, None], make)  # type: ignore[list-item]
 
 
-def test_a_group_that_does_not_tell_where_it_met_carries_no_queue_to_another_machine(
+def test_a_group_that_does_not_tell_where_it_met_carries_a_queue_to_another_machine(
     party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "_places", lambda *_: [b"here/net/0", b"there/net/0"])
+    """By the address of this host's name, which is all that is known."""
+    monkeypatch.setattr(members, "_places", lambda *_: [b"here/net/0", b"there/net/0"])
     coordinators = over_torchs_own(party, store)
-    for create in (
-        GroupCoordinator.create_mq_broadcaster,
-        GroupCoordinator.create_single_reader_mq_broadcasters,
-    ):
-        found = errors(party, coordinators, lambda _, c, create=create: create(c))  # type: ignore[misc]
-        assert sorted(type(error).__name__ for error in found) == [
-            "CollectiveMismatchError",
-            "NotSupportedError",
-        ]
-        assert all("other machines" in str(error) for error in found)
+    writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    assert own_host() in str(writer.export_handle()["address"])
+    writer.enqueue("through the network", LIMIT_S)
+    assert reader.dequeue(LIMIT_S) == "through the network"
+    for coordinator in coordinators:
+        coordinator.destroy()
 
 
 def test_a_group_that_does_not_tell_where_it_met_carries_a_queue_to_another_user(
     party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queues, "_places", lambda *_: [b"here/net/0", b"here/net/1"])
+    monkeypatch.setattr(members, "_places", lambda *_: [b"here/net/0", b"here/net/1"])
     coordinators = over_torchs_own(party, store)
     writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
     writer.enqueue("through the loopback interface", LIMIT_S)

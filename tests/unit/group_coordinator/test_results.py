@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import torch
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
+from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party, party, store
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.runtime import long_waits
 
 __all__ = ["party", "store"]
 
@@ -45,10 +50,10 @@ def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_dev
     def tell(rank: int, c: GroupCoordinator) -> list[object]:
         row = torch.full((1, 2), float(rank))
         with torch.device("meta"):
-            handle = c.irecv_tensor_dict()
+            _, [handle], _ = c.irecv_tensor_dict()
             c.send_tensor_dict({"a": row, "b": b"", "c": [0] * 2000})
             told = [c.broadcast_object("a"), c.broadcast_object([0] * 2000)]
-            return [c.all_gatherv(row).tolist(), *told, handle.wait(LIMIT_S)["a"].tolist()]  # type: ignore[index]
+            return [c.all_gatherv(row).tolist(), *told, handle.wait(LIMIT_S)["a"].tolist()]
 
     for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):  # type: ignore[arg-type]
         assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
@@ -81,3 +86,22 @@ def test_a_reduce_scatter_of_several_tensors_gives_each_rank_its_rows(party: Par
     sums = (2 * torch.arange(8.0) + 1).tolist()
     found = party.together(over(party.meet(2, gloo)), share_out)  # type: ignore[arg-type]
     assert found == [[sums[:1], [10 * n for n in sums[:1]]], [sums[1:], [10 * n for n in sums[1:]]]]
+
+
+def test_a_call_that_takes_long_says_so_in_the_log_and_one_that_has_returned_does_not(
+    party: Party, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(long_waits, "LONG_WAIT_S", 0.04)
+    monkeypatch.setattr(long_waits._watch, "_has_begun", False)
+    coordinators = [GroupCoordinator.from_groups(pg, group_name="slow") for pg in party.meet(2, gloo)]
+    with caplog.at_level(logging.INFO, long_waits.__name__):
+        waiting = party.aside(coordinators[1].recv_object, 0)
+        wait_for(
+            lambda: len([text for text in caplog.messages if "s: recv_object over group slow" in text]) > 1
+        )
+        tensor = party.aside(coordinators[0].recv, 1, torch.int64, 1)
+        wait_for(lambda: any("s: recv over group slow" in text for text in caplog.messages))
+        coordinators[0].send_object("at last", 1)
+        coordinators[1].send(torch.tensor([7]), 0)
+        assert (waiting.result(LIMIT_S), tensor.result(LIMIT_S).tolist()) == ("at last", [7])
+    assert not [over for _, _, over in list(long_waits.calls.values()) if "group slow" in str(over)]

@@ -21,7 +21,7 @@ WHOLE = torch.arange(6.0)
 Receive = Callable[[GroupCoordinator, GroupCoordinator], object]
 RECEIVE: dict[str, Receive] = {
     "recv": lambda pair, gathering: pair.recv_tensor_dict(0, gathering),
-    "irecv": lambda pair, gathering: pair.irecv_tensor_dict(0, gathering).wait(LIMIT_S),
+    "irecv": lambda pair, gathering: pair.irecv_tensor_dict(0, gathering)[1][0].wait(LIMIT_S),
 }
 
 
@@ -56,9 +56,9 @@ def test_a_dict_that_nobody_waits_for_costs_the_counterparts_nothing(party: Part
     """Its group comes to an end, and who gathers the slices goes on, until somebody wants the dict."""
     ending, gathering = (party.meet(2, patient) for _ in range(2))
     second_stage = over(gathering)
-    handle = over(ending)[1].irecv_tensor_dict(0, second_stage[0])
+    _, [handle], _ = over(ending)[1].irecv_tensor_dict(0, second_stage[0])
     ending[1].shutdown()
-    while not handle.is_done():
+    while not handle.is_completed():
         threading.Event().wait(0.005)
     party.together(second_stage, lambda _, c: c.barrier())  # type: ignore[arg-type]
     with pytest.raises(GroupCoordinatorError):
@@ -74,7 +74,7 @@ def test_zeros_of_another_dtype_are_another_tensor(party: Party, dtype: torch.dt
 
     def act(place: int, _: object) -> str:
         whole = torch.zeros(6, dtype=dtype if place else torch.float32)
-        sending = pairs[place][0].isend_tensor_dict({"w": whole}, 1, stages[0][place], {"w": True})
+        [sending] = pairs[place][0].isend_tensor_dict({"w": whole}, 1, stages[0][place], {"w": True})
         with pytest.raises(CollectiveMismatchError) as caught:
             pairs[place][1].recv_tensor_dict(0, stages[1][place])
         sending.wait(LIMIT_S)

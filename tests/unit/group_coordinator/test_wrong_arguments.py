@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.group_coordinator.test_coordinator import errors, gloo, over
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import CollectiveMismatchError, GroupCoordinatorError
+from torchft_like.errors import CollectiveMismatchError
 from torchft_like.group_coordinator import GroupCoordinator
 
 __all__ = ["party", "store"]
@@ -27,7 +27,7 @@ def works(party: Party, coordinators: list[GroupCoordinator]) -> bool:
     [
         (lambda c, wrong: c.dispatch(ROWS, ROWS, extra_tensors=ROWS if wrong else [ROWS]), TypeError),
         (lambda c, wrong: c.dispatch(ROWS, ROWS, extra_tensors=3 if wrong else None), TypeError),
-        (lambda c, wrong: c.dispatch(ROWS, ROWS, ROWS if wrong else False), GroupCoordinatorError),
+        (lambda c, wrong: c.dispatch(ROWS, ROWS, ROWS if wrong else False), CollectiveMismatchError),
         (lambda c, wrong: c.all_gatherv([ROWS, "rows"] if wrong else [ROWS, ROWS]), TypeError),
     ],
     ids=["a tensor for a list", "a number for a list", "rows for a bool", "a text for a tensor"],

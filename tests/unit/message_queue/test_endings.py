@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueTimeoutError
-from torchft_like.message_queue import MessageQueue, end
+from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.audience import WAKE
+from torchft_like.runtime import long_waits
 
 LONGER_THAN_THE_RING = b"x" * 100_000
 
@@ -75,11 +76,14 @@ def test_a_long_wait_is_logged_again_and_again_with_its_reason(
     queues: Queues, remote: Sequence[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, (reader,) = queues.make(remote=remote)
-    monkeypatch.setattr(end, "LONG_WAIT_S", 0.01)
+    monkeypatch.setattr(long_waits, "LONG_WAIT_S", 0.01)
     with caplog.at_level(logging.INFO), pytest.raises(QueueTimeoutError):
         reader.dequeue(0.5)
-    assert sum("waited for" in text and "the writer wrote nothing" in text for text in caplog.messages) > 1
+    assert sum("waiting for" in text and "the writer wrote nothing" in text for text in caplog.messages) > 1
     caplog.clear()
+    with caplog.at_level(logging.INFO), pytest.raises(QueueTimeoutError):
+        reader.dequeue(0.5, indefinite=True)
+    assert caplog.messages == []
     with caplog.at_level(logging.INFO):
         assert isinstance(_error_of_filling(writer), QueueTimeoutError)
     assert any("no room: readers [0] have not read" in text for text in caplog.messages)

@@ -3,8 +3,8 @@
 Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
 others get a socket. Nobody has to say so: the members tell each other where they are.
 
-INVARIANT: a queue that all have joined ends with its groups, one that was handed over, too. Who waits in one
-hears of a member's death from whoever breaks off.
+INVARIANT: an end that a member has been given ends with the group. Who waits in one hears of a member's death
+from whoever breaks off.
 """
 
 from __future__ import annotations
@@ -13,24 +13,31 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
 from lighthouse.address import LOOPBACK
 from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
+from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.communicator import HARMLESS, Communicator
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.messages import start_broadcast
+from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_rank
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
-    NotSupportedError,
     QueueDescriptorsError,
     QueueError,
     QueueTimeoutError,
 )
-from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.queue import MessageQueue
 from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.hosts import local_host_towards
@@ -38,73 +45,111 @@ from torchft_like.runtime.hosts import local_host_towards
 _LOOK_S = 0.01
 
 
+def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator:
+    """The members of a process group, to make queues of that size.
+
+    Raises:
+        TypeError: it is no process group.
+    """
+    if not isinstance(pg, dist.ProcessGroup | Backend):
+        raise TypeError(f"a process group of torch's or of ours was expected, not a {type(pg).__name__}")
+    options = CoordinatorOptions(max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
+    return Communicator.over("of a message queue", torch.device("cpu"), (pg, None), options)
+
+
+def rank_in(pg: Group, rank: int) -> int:
+    """Of a member with that rank in the whole job.
+
+    Raises:
+        ValueError: there is none.
+    """
+    ranks = ranks_in_job(pg)
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} of the job is not in the group, which has the ranks {ranks[:16]}")
+    return ranks.index(rank)
+
+
 def create_broadcaster(
-    group: Communicator, writer_rank: int, external: MessageQueue | None, blocking: bool
+    group: Communicator, writer_rank: int, external: object, blocking: bool
 ) -> MessageQueue:
-    """The caller's end of a queue that one member writes and all others read."""
+    """The caller's end of a queue that one member writes and all others read.
+
+    Args:
+        external: on that member, the handle of a queue with another writer: then all members read.
+    """
     operation = "create_mq_broadcaster"
-    queue: MessageQueue | None = None
+    made: MessageQueue | None = None
 
     def handle() -> object:
-        nonlocal queue
-        readers = [rank for rank in range(group.world_size) if rank != writer_rank]
-        made = _queue_for(group, readers, writer_rank, places) if external is None else external
-        queue = _written_end(made)
-        return queue.export_handle()
+        nonlocal made
+        if external is not None:
+            return QueueHandle.from_plain(external).to_plain()
+        readers = {rank: rank for rank in range(group.world_size) if rank != writer_rank}
+        made = _queue_for(group, readers, places)
+        return made.export_handle()
 
     with group.guard(operation):
         places = _places(group, operation, "writer", writer_rank)
         known = start_broadcast(group, operation, None, writer_rank, make=handle).wait()
-        handles = [known] if queue is None else []
-        read = _met(group, operation, queue, handles, blocking, is_own=external is None)
-    return read[0] if queue is None else queue
+        if group.rank == writer_rank:
+            known = external
+        return _met(group, operation, made, known, blocking)
 
 
 def create_single_reader(
     group: Communicator, reader_rank: int, blocking: bool
-) -> tuple[MessageQueue | None, list[MessageQueue]]:
-    """A queue from each other member to one: the caller's to write, and those to read."""
+) -> tuple[MessageQueue, list[object]]:
+    """A queue of each member's to write, and on the one that reads the handles of all, in the order of ranks.
+
+    Who reads them is their reader 0.
+    """
     operation = "create_single_reader_mq_broadcasters"
     made: MessageQueue | None = None
 
-    def prepare() -> tuple[Statement, int, bytes, None]:
+    def prepare() -> tuple[Statement, int, bytes, MessageQueue]:
         nonlocal made
-        handle = b""
-        if group.rank != reader_rank:
-            made = _queue_for(group, [reader_rank], group.rank, places)
-            handle = disassemble(made.export_handle()).structure
-            if len(handle) > PAYLOAD_BYTES_MAX:
-                raise ValueError(f"the handle of a queue has {len(handle)} bytes")
-        return Statement(operation), 0, handle, None
+        if blocking:
+            raise ValueError(
+                "blocking: the queues can be opened only once this call has returned their handles; call "
+                "wait_until_ready on each of their ends"
+            )
+        made = _queue_for(group, {reader_rank: 0}, places)
+        handle = disassemble(made.export_handle()).structure
+        if len(handle) > PAYLOAD_BYTES_MAX:
+            raise ValueError(f"the handle of a queue has {len(handle)} bytes")
+        return Statement(operation), 0, handle, made
 
     with group.guard(operation):
         places = _places(group, operation, "reader", reader_rank)
-        said, _ = group.agree(operation, prepare)
-        writers = [rank for rank in range(group.world_size) if rank != reader_rank]
-        handles = [assemble(said[rank].payload, []) for rank in writers] if made is None else []
-        return made, _met(group, operation, made, handles, blocking)
+        try:
+            said, queue = group.agree(operation, prepare)
+        except BaseException:
+            if made is not None:
+                made.shutdown(timeout=0)
+            raise
+        group.when_broken_off(queue)
+        return queue, [assemble(each.payload, []) for each in said] if group.rank == reader_rank else []
 
 
 def _met(
-    group: Communicator,
-    operation: str,
-    written: MessageQueue | None,
-    handles: list[object],
-    blocking: bool,
-    *,
-    is_own: bool = True,
-) -> list[MessageQueue]:
-    """The ends to read, once every member has opened its own; if `blocking`, once the writers have let it in.
+    group: Communicator, operation: str, written: MessageQueue | None, handle: object, blocking: bool
+) -> MessageQueue:
+    """The caller's end, once every member has its own; if `blocking`, once the writer has let all in.
 
-    A writer lets its readers in aside, and waits in the group, where it hears of one that will not come.
+    A writer lets its readers in aside, and waits in the group, where it hears of one that will not come. No
+    reader waits before all have opened their ends: a writer outside the group may let them in much later.
     """
-    read: list[MessageQueue] = []
+    end = written
     nobody_knocks = threading.Event()
 
-    def prepare() -> tuple[Statement, int, bytes, None]:
-        read.extend(MessageQueue.create_from_handle(handle, group.rank) for handle in handles)
-        for end in read if blocking else ():
-            end.wait_until_ready(_patience_s(group))
+    def opened() -> tuple[Statement, int, bytes, MessageQueue]:
+        nonlocal end
+        end = end or MessageQueue.create_from_handle(handle, group.rank)
+        return Statement(operation), 0, b"", end
+
+    def joined() -> tuple[Statement, int, bytes, None]:
+        if blocking and written is None:
+            own.wait_until_ready(_patience_s(group))
         return Statement(operation), 0, b"", None
 
     def let_in() -> None:
@@ -113,17 +158,17 @@ def _met(
 
     try:
         letting_in = Handle(operation, let_in, lambda _: None)
-        group.agree(operation, prepare)
+        _, own = group.agree(operation, opened)
+        group.agree(operation, joined)
         letting_in.wait()
     except BaseException as error:
         if isinstance(error, HARMLESS):  # all have said their part
             nobody_knocks.set()
-        for end in [*read, written] if written is not None and is_own else read:
+        if end is not None:
             end.shutdown(timeout=0)
         raise
-    for end in read if written is None else [*read, written]:
-        group.when_broken_off(end)
-    return read
+    group.when_broken_off(own)
+    return own
 
 
 def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event) -> None:
@@ -191,22 +236,18 @@ def _refuse(group: Communicator, queue: MessageQueue, error: Exception) -> None:
         raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
 
 
-def _queue_for(group: Communicator, readers: list[int], writer: int, places: list[bytes]) -> MessageQueue:
-    near = [rank for rank in readers if places[rank] == places[writer]]
-    elsewhere = [rank for rank in readers if _machine(places[rank]) != _machine(places[writer])]
-    host = _host_towards(elsewhere, group)
-    return MessageQueue(len(readers), len(near), local_reader_ranks=near, connect_ip=host)
+def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[bytes]) -> MessageQueue:
+    """A queue from the caller to other members, of the size that the group's options say.
 
-
-def _written_end(value: object) -> MessageQueue:
-    """The value, if it can be handed over.
-
-    Raises:
-        TypeError: it is no writer's end of a queue.
+    Args:
+        readers: the members that read, and what the queue calls each of them.
     """
-    if not isinstance(value, MessageQueue) or not value.is_writer:
-        raise TypeError(f"external_writer_handle is the writer's end of a MessageQueue, not {value!r:.100}")
-    return value
+    here = places[group.rank]
+    near = [called for rank, called in readers.items() if places[rank] == here]
+    are_elsewhere = any(_machine(places[rank]) != _machine(here) for rank in readers)
+    options = group.options
+    host = _host_towards(group, are_elsewhere)
+    return MessageQueue(len(readers), len(near), near, options.max_chunk_bytes, options.max_chunks, host)
 
 
 def _places(group: Communicator, operation: str, end: str, rank: int) -> list[bytes]:
@@ -232,21 +273,14 @@ def _machine(place: bytes) -> bytes:
     return place.rpartition(b"/")[0]
 
 
-def _host_towards(elsewhere: list[int], group: Communicator) -> str:
+def _host_towards(group: Communicator, are_elsewhere: bool) -> str | None:
     """The address of this machine at which the others reach it: that from which it reaches their store.
 
-    Raises:
-        NotSupportedError: some are elsewhere, and the group has no store that says how they are reached.
+    None, which means that of this host's name, where some are elsewhere and the group has no such store.
     """
     if (store := group.control.store_address()) is not None:
         return local_host_towards(store.server.host, store.server.port)
-    if elsewhere:
-        raise NotSupportedError(
-            f"ranks {elsewhere} are on other machines, or in other network namespaces, and a group of "
-            "torch's own does not tell how they reach this one: pass a group of ours, or a MessageQueue "
-            "with a connect_ip"
-        )
-    return LOOPBACK
+    return None if are_elsewhere else LOOPBACK
 
 
 def _patience_s(group: Communicator) -> float:

@@ -1,0 +1,88 @@
+"""Waits that take minutes say so in the log: once a minute, each with what it waits for.
+
+A message queue wakes often and looks by itself. A call of a coordinator sleeps in its backend: while it is
+under way it stands in `calls`, and the timer thread looks on its behalf.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from lighthouse.forks import Turn, in_each_fork
+from torchft_like.futures import call_later
+
+LONG_WAIT_S = 60.0
+_LOOKS = 4  # of the timer thread in that time
+
+# The calls that are under way: when each began, on the monotonic clock, its name, and over what. A call
+# enters and deletes its entry itself, without a function: most calls take microseconds.
+calls: dict[object, tuple[float, str, object]] = {}
+
+_log = logging.getLogger(__name__)
+
+
+class LongWait:
+    """One wait, which logs what it waits for.
+
+    Args:
+        began: when, on the monotonic clock; now if left out.
+        is_expected: it may take as long as it likes: nothing is logged.
+    """
+
+    __slots__ = ("_began", "_is_expected", "next_line")
+
+    def __init__(self, began: float | None = None, *, is_expected: bool = False) -> None:
+        self._began = time.monotonic() if began is None else began
+        self._is_expected = is_expected
+        self.next_line = self._began + LONG_WAIT_S
+
+    def look(self, now: float, what: Callable[[], str]) -> None:
+        """Log a line, if one is due.
+
+        Args:
+            now: of the monotonic clock.
+            what: names who waits, and for what.
+        """
+        if now >= self.next_line:
+            self.next_line = now + LONG_WAIT_S
+            if not self._is_expected:
+                _log.info("waiting for %.0f s: %s", now - self._began, what())
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self._began
+
+
+class _Watch:
+    """The timer thread's looks at `calls`, which begin with the first communicator of a process."""
+
+    def __init__(self) -> None:
+        self._waits: dict[object, LongWait] = {}
+        self._has_begun = False
+        in_each_fork(Turn.OBJECTS, self._forget)
+
+    def begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            call_later(LONG_WAIT_S / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        present = list(calls.items())
+        self._waits = {call: self._waits.get(call) or LongWait(began) for call, (began, _, _) in present}
+        for call, (_, name, over) in present:
+            self._waits[call].look(now, lambda name=name, over=over: f"{name} over {over}")  # type: ignore[misc]
+        call_later(LONG_WAIT_S / _LOOKS, self._look)
+
+    def _forget(self) -> None:
+        """In a fork: the calls, and the thread, are the parent's."""
+        calls.clear()
+        self._waits.clear()
+        self._has_begun = False
+
+
+_watch = _Watch()
+watch_calls = _watch.begin
