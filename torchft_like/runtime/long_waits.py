@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 from lighthouse.forks import Turn, in_each_fork
-from torchft_like.futures import call_later
 
 LONG_WAIT_S = 60.0
 _LOOKS = 4  # of the timer thread in that time
@@ -19,6 +18,8 @@ _LOOKS = 4  # of the timer thread in that time
 # The calls that are under way: when each began, on the monotonic clock, its name, and over what. A call
 # enters and deletes its entry itself, without a function: most calls take microseconds.
 calls: dict[object, tuple[float, str, object]] = {}
+
+CallLater = Callable[[float, Callable[[], None]], object]
 
 _log = logging.getLogger(__name__)
 
@@ -64,18 +65,23 @@ class _Watch:
         self._has_begun = False
         in_each_fork(Turn.OBJECTS, self._forget)
 
-    def begin(self) -> None:
+    def begin(self, call_later: CallLater) -> None:
+        """Look from now on, a few times in LONG_WAIT_S, on the thread that `call_later` has.
+
+        Args:
+            call_later: takes seconds, and what to call then.
+        """
         if not self._has_begun:
             self._has_begun = True
-            call_later(LONG_WAIT_S / _LOOKS, self._look)
+            call_later(LONG_WAIT_S / _LOOKS, lambda: self._look(call_later))
 
-    def _look(self) -> None:
+    def _look(self, call_later: CallLater) -> None:
         now = time.monotonic()
         present = list(calls.items())
         self._waits = {call: self._waits.get(call) or LongWait(began) for call, (began, _, _) in present}
         for call, (_, name, over) in present:
             self._waits[call].look(now, lambda name=name, over=over: f"{name} over {over}")  # type: ignore[misc]
-        call_later(LONG_WAIT_S / _LOOKS, self._look)
+        call_later(LONG_WAIT_S / _LOOKS, lambda: self._look(call_later))
 
     def _forget(self) -> None:
         """In a fork: the calls, and the thread, are the parent's."""
