@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -74,6 +75,15 @@ IMPURE = (
     "time",
 )
 
+# A function's docstring that begins with one of these words has neither a subject nor a verb that commands.
+# A property's may: it names a value, as in "Whether the group is configured.".
+NO_SENTENCE = re.compile(
+    r"(also|as|at|because|by|for|from|how|in|into|like|neither|nobody|nor|of|on|only|or|so|such|than|that"
+    r"|those|to|until|what|where|whether|which|who|whoever|whom|whose|why|with|without)\b",
+    re.IGNORECASE,
+)
+REWORDED_LATER = ("gang", "group_coordinator", "message_queue")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -142,6 +152,24 @@ def test_every_module_says_what_it_is() -> None:
         for path in FILES
         if not ast.get_docstring(parse(path)) and path.read_text().strip()
     )
+
+
+def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
+    """A docstring says something itself: no "See X", no single word, and a function's begins a sentence."""
+    forbid(
+        f"{name_of(path)}:{node.body[0].lineno} the docstring is no sentence: {text.splitlines()[0]}"
+        for path in LIBRARY
+        if not set(REWORDED_LATER) & set(path.parts)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node))
+        if is_fragment(node, text)
+    )
+
+
+def is_fragment(node: ast.AST, text: str) -> bool:
+    is_property = any("property" in ast.unparse(mark) for mark in getattr(node, "decorator_list", ()))
+    is_action = isinstance(node, Function) and not is_property
+    return text.startswith("See ") or len(text.split()) == 1 or bool(is_action and NO_SENTENCE.match(text))
 
 
 def test_libraries_import_only_what_their_place_allows() -> None:

@@ -216,7 +216,7 @@ class GroupOperation(BackendOperation):
             raise
 
     def is_over(self) -> bool:
-        """Whether the backend is done with it, or it was given up."""
+        """Return whether the backend is done with the operation, or it was given up."""
         return self.work.is_completed() or self.operations.given_up is not None
 
     def error(self) -> Any:

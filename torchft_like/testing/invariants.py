@@ -181,7 +181,7 @@ def no_regress(history: History) -> Violations:
 
 
 def heal_is_clean(history: History) -> Violations:
-    """Whoever skips steps has healed, equals the others from then on and added nothing before."""
+    """A replica that skips steps has healed, equals the others from then on and added nothing before."""
     by_place = history.by_place()
     for before, commit, has_healed in _passages(history):
         if has_healed:
