@@ -56,7 +56,7 @@ async def resolve(address: Address, timeout_s: float) -> tuple[Address, ...]:
     try:
         async with asyncio.timeout(timeout_s):
             found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError:  # of which a TimeoutError is one
+    except OSError:  # a TimeoutError is an OSError
         return ()
     return tuple(Address(host, address.port) for host in sorted({str(target[0]) for *_, target in found}))
 

@@ -1,4 +1,4 @@
-"""Which address of this machine other hosts reach."""
+"""The address of this machine that other hosts reach."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Waits that take minutes say so in the log: once a minute, each with what it waits for.
+"""The log line of a wait that takes minutes: once a minute it says what the process waits for.
 
-A message queue wakes often and looks by itself. A call of a coordinator sleeps in its backend: while it is
-under way it stands in `calls`, and the timer thread looks on its behalf.
+A message queue wakes often and looks by itself. A coordinator's call sleeps in its backend: while the call is
+under way it has an entry in `calls`, and the timer thread looks on its behalf.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from lighthouse.forks import Turn, in_each_fork
 
 LONG_WAIT_S = 60.0
-_LOOKS = 4  # of the timer thread in that time
+_LOOKS = 4  # looks of the timer thread in that time
 
-# The calls that are under way: when each began, on the monotonic clock, its name, and over what. A call
-# enters and deletes its entry itself, without a function: most calls take microseconds.
+# The calls that are under way, each with the monotonic time of its beginning, its name, and the group it is
+# over. A call enters and deletes its entry itself, without a function: most calls take microseconds.
 calls: dict[object, tuple[float, str, object]] = {}
 
 CallLater = Callable[[float, Callable[[], None]], object]
@@ -28,8 +28,8 @@ class LongWait:
     """One wait, which logs what it waits for.
 
     Args:
-        began: when, on the monotonic clock; now if left out.
-        is_expected: it may take as long as it likes: nothing is logged.
+        began: the monotonic time of its beginning, in seconds; None for now.
+        is_expected: the wait may take as long as it likes: nothing is logged.
     """
 
     __slots__ = ("_began", "_is_expected", "next_line")
@@ -43,8 +43,8 @@ class LongWait:
         """Log a line, if one is due.
 
         Args:
-            now: of the monotonic clock.
-            what: names who waits, and for what.
+            now: the monotonic time in seconds.
+            what: returns words for the waiting part and for what it waits for.
         """
         if now >= self.next_line:
             self.next_line = now + LONG_WAIT_S
@@ -53,7 +53,7 @@ class LongWait:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """The seconds since the wait began."""
         return time.monotonic() - self._began
 
 
@@ -66,10 +66,10 @@ class _Watch:
         in_each_fork(Turn.OBJECTS, self._forget)
 
     def begin(self, call_later: CallLater) -> None:
-        """Look from now on, a few times in LONG_WAIT_S, on the thread that `call_later` has.
+        """Look at `calls` from now on, several times in LONG_WAIT_S, on the thread of `call_later`.
 
         Args:
-            call_later: takes seconds, and what to call then.
+            call_later: takes a number of seconds and a function, which it calls after them.
         """
         if not self._has_begun:
             self._has_begun = True
@@ -84,7 +84,7 @@ class _Watch:
         call_later(LONG_WAIT_S / _LOOKS, lambda: self._look(call_later))
 
     def _forget(self) -> None:
-        """In a fork: the calls, and the thread, are the parent's."""
+        """Forget all calls: in a fork they, and the timer thread, are the parent's."""
         calls.clear()
         self._waits.clear()
         self._has_begun = False
