@@ -1,4 +1,5 @@
-"""Fixtures for everybody. Above all `processes`: whatever a test starts through it ends with it.
+"""Fixtures for all tests. Above all `processes`: every process that a test starts through it ends with the
+test.
 
 Process groups check their collectives (docs/checking-collectives.md), here and in every process that a
 test starts, as their operator says. A test that is about groups with another choice, such as
@@ -23,13 +24,14 @@ WAIT_LIMIT_S = 60.0
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 os.environ.setdefault(CHECK_ENV, "1")
 forks.preload("tests.integration.worker", "tests.integration.torch_job", "tests.conformance.member")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell makes its background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_square_root() -> None:
-    """Of a process: were two threads to take it at once, one of them could get it wrong by 1 in 14,000.
+    """Take the process's first square root: if two threads take it at once, one can get it wrong by 1 in
+    14,000.
 
     Torch does that by itself, in 1 or 2 of 4,000 fresh processes with two threads on two busy cores (2.13,
     x86). Threads that stand for replicas would diverge in their first step with Adam.
@@ -39,20 +41,20 @@ def _first_square_root() -> None:
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    """A starter of processes that are killed, with their descendants, when the test ends."""
+    """Yield a starter of processes that are killed, with their descendants, when the test ends."""
     with Processes(ROOT, {"PYTHONPATH": str(ROOT)}) as starter:
         yield starter
 
 
 @pytest.fixture
 def no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups check their collectives where their argument says so."""
+    """Let groups check their collectives only where their argument says so."""
     monkeypatch.delenv(CHECK_ENV, raising=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
-    """A failed test shows what its processes wrote."""
+    """Show what the processes of a failed test wrote."""
     report: pytest.TestReport = yield  # type: ignore[misc, assignment]
     starter = getattr(item, "funcargs", {}).get("processes")
     if report.failed and isinstance(starter, Processes):

@@ -1,1 +1,1 @@
-"""Faults into real jobs, and the tools that inject and judge them."""
+"""Tests of the chaos engine: it injects faults into real jobs, and judges what they do."""

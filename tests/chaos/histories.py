@@ -1,4 +1,4 @@
-"""Runs that nobody ran: logs made by hand, in which exactly one thing is wrong, or nothing."""
+"""Logs of runs that never took place: made by hand, each with exactly one thing wrong, or none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = Job(NAMES)
 
 
 class Story:
-    """Writes a log step by step: everybody commits, until somebody is said to be away."""
+    """Writes a log step by step: every replica commits that is not away."""
 
     def __init__(self) -> None:
         self.log = Log()
@@ -28,7 +28,7 @@ class Story:
         self.away: set[str] = set()
 
     def steps(self, count: int, *, took_s: float = STEP_S) -> Story:
-        """Everybody who is there commits."""
+        """Let every replica that is present commit `count` steps, each in `took_s` seconds."""
         present = [name for name in NAMES if name not in self.away]
         members = frozenset(f"{name}:1" for name in present)
         for _ in range(count):
@@ -37,7 +37,7 @@ class Story:
         return self
 
     def event(self, kind: str, name: str = "", **fields: Any) -> Story:
-        """Somebody writes an event."""
+        """Add one event of the replica `name`, or of the lighthouse if it is ""."""
         self.now += 0.001
         replica_id = f"{name}:1" if name else ""
         record = {"kind": kind, "time": self.now, "replica_id": replica_id, "group_rank": 0, **fields}
@@ -45,13 +45,13 @@ class Story:
         return self
 
     def note(self, kind: str, name: str, **fields: Any) -> Story:
-        """A worker writes into its journal."""
+        """Add a line to the journal of the worker `name`."""
         self.now += 0.001
         self.log.notes.append({"kind": kind, "time": self.now, "replica": name, **fields})
         return self
 
     def new_quorum(self, *away: str) -> Story:
-        """From now on these are away, and nobody else."""
+        """Begin a new quorum: these replicas are away from now on, and no others."""
         self.away = set(away)
         self.quorum_id += 1
         return self
@@ -76,7 +76,7 @@ class Story:
 
 
 def killed_and_back() -> tuple[Story, Injection]:
-    """r2 dies after ten steps; the others lose it, go on, and it heals and is back."""
+    """Let r2 die after ten steps: the others lose it and go on, it heals and is back."""
     story = Story().steps(10)
     injection = Injection(0, "kill", story.now + 0.01, story.now + 0.01, ("r2",))
     story.now += 0.05
@@ -88,7 +88,7 @@ def killed_and_back() -> tuple[Story, Injection]:
 
 
 def run_of(story: Story, *injections: Injection) -> Run:
-    """A run with this log and these faults, judged."""
+    """Return a run with this log and these faults, judged."""
     run = Run(JobSettings(replicas=len(NAMES)), length_s=3600.0, planned=len(injections))
     run.log, run.began, run.ended = story.log, 1000.0 - 0.001, story.now
     run.outcomes = [judge(injection, story.log, JOB, story.now) for injection in injections]
@@ -96,6 +96,6 @@ def run_of(story: Story, *injections: Injection) -> Run:
 
 
 def diverged(story: Story, at: int) -> Story:
-    """One replica has another digest after the commit with this number."""
+    """Give one replica another digest after the commit with this number."""
     story.log.commits[at] = replace(story.log.commits[at], digest="another")
     return story

@@ -13,7 +13,7 @@ from .scene import Call, Scene, Size
 
 Build = Callable[[Scene], Call]
 
-# Functions of torch that all do the same under names of different ages.
+# Functions of torch that do the same under names of different ages.
 ALL_GATHER = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base")
 GATHER = ("gather_single",)  # from torch 2.14 on
 REDUCE_SCATTER = ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
@@ -41,7 +41,7 @@ def broadcast_group_src(s: Scene) -> Call:
 
 def reduce(s: Scene) -> Call:
     tensor = s.tensor()
-    # Elsewhere the content is whatever the algorithm left there.
+    # On other ranks the content is whatever the algorithm left there.
     return Call(dist.reduce, (tensor, s.root), tensor if s.is_root else None)
 
 
@@ -85,7 +85,7 @@ def gather_stacked(function: Any) -> Build:
 
 
 def _gather_into_one(s: Scene, function: Any, shape: Size) -> Call:
-    """torch's Gloo has no such gather: it is given a list of the parts."""
+    """Gather into one tensor; torch's own Gloo, which cannot, is given a list of its parts."""
     easy = s.easy()
     output = easy.blank(shape) if s.is_root else None
     if not s.is_reference:
@@ -141,7 +141,7 @@ def all_to_all_single(s: Scene) -> Call:
 
 
 def all_to_all_single_uneven(s: Scene) -> Call:
-    """Rank a sends a + b + 1 rows to rank b; in the second half of the ranks nobody gets anything from 0."""
+    """Let rank a send a + b + 1 rows to rank b, but rank 0 none to rank 2."""
     inputs = [_rows(s.rank, other) for other in s.ranks]
     outputs = [_rows(other, s.rank) for other in s.ranks]
     rest: Size = s.kind.shape[1:]
@@ -201,7 +201,7 @@ REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "r
 
 
 def call(name: str, reduction: str | None = None) -> Callable[[Scene], Any]:
-    """The case of one entry of `CALLS`."""
+    """Return the case of one entry of `CALLS`."""
 
     def case(s: Scene) -> Any:
         built = CALLS[name](s)

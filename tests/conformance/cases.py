@@ -1,4 +1,4 @@
-"""Calls of those functions of `torch.distributed` that have no `async_op`: each gives what it saw."""
+"""Calls of those functions of `torch.distributed` that have no `async_op`; each case returns what it saw."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scatter_object_list(s: Scene) -> Any:
 
 
 def objects_in_a_ring(s: Scene) -> Any:
-    """Rank 0 begins, so that nobody waits for somebody who waits."""
+    """Pass objects around the ring; rank 0 sends first, so that the ranks do not all wait to receive."""
     found: list[Any] = [None, None]
     if s.world == 1:
         return found
@@ -62,7 +62,7 @@ def objects_in_a_ring(s: Scene) -> Any:
 
 
 def isend_irecv(s: Scene) -> Any:
-    """Around the ring; works are waited for, since those of Gloo have no future."""
+    """Exchange tensors around the ring, and wait for the works: those of Gloo have no future."""
     received = s.blank()
     if s.world > 1:
         works = [dist.isend(s.tensor(), s.following, s.group), dist.irecv(received, s.preceding, s.group)]
@@ -82,7 +82,7 @@ def send_recv(s: Scene) -> Any:
 
 
 def send_recv_with_tags(s: Scene) -> Any:
-    """What was sent first is received last."""
+    """Receive in the reverse order of sending, told apart by tags."""
     first, second = s.blank(), s.blank()
     if s.world > 1:
         works = [dist.isend(s.tensor(tag), s.following, s.group, tag=tag) for tag in (1, 2)]
@@ -95,14 +95,14 @@ def send_recv_with_tags(s: Scene) -> Any:
 
 
 def recv_from_anybody(s: Scene) -> Any:
-    """Rank 0 takes what comes, in any order; what it has then is sorted by who sent it."""
+    """Let rank 0 receive from any rank, in any order; it returns what it got, by sender."""
     found: dict[int, Tensor] = {}
     for _ in range(s.world - 1 if s.rank == 0 else 0):
         received = s.blank()
         found[dist.recv(received, group=s.group)] = received
     if s.rank != 0:
         dist.send(s.tensor(), 0, s.group)
-    dist.barrier(s.group)  # or what is sent next could come before what was sent now
+    dist.barrier(s.group)  # Without this barrier, what is sent next could come before what was sent now.
     return found
 
 
@@ -133,7 +133,9 @@ def batch_isend_irecv_by_group_peer(s: Scene) -> Any:
 
 
 def coalesced(name: str) -> Case:
-    """Two calls in `_coalescing_manager`, which makes one of them, in all its modes."""
+    """Return a case of two calls in `_coalescing_manager`, which makes one call of them, in each of its
+    modes.
+    """
 
     def case(s: Scene) -> Any:
         calls: list[tuple[Any, ...]] = []
@@ -157,7 +159,7 @@ def coalesced(name: str) -> Case:
 
 
 def coalesced_on_a_device(s: Scene) -> Any:
-    """Different operations as one: torch's own Gloo cannot, so its group runs them one by one."""
+    """Coalesce different operations: torch's own Gloo cannot, so the reference runs them one by one."""
     tensor, received = s.tensor(), s.blank()
     operations: tuple[Callable[[], Any], ...] = (
         lambda: s.group.allreduce([tensor]),
@@ -202,7 +204,7 @@ def monitored_barrier(s: Scene) -> Any:
 
 
 def who_is_who(s: Scene) -> Any:
-    """Everything that is asked of a group and moves nothing."""
+    """Ask a group everything that moves no data."""
     group = s.group
     return {
         "rank": dist.get_rank(group),

@@ -13,7 +13,7 @@ from .subjects import PRESENT, Subject
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """Processes with every group under test; started on first use, ended with the session."""
+    """Start processes with every group under test on first use, and end them with the session."""
     made = Fleet()
     try:
         yield made
@@ -23,12 +23,12 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(params=PRESENT, ids=attrgetter("name"))
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """One class after the other, of those that this machine has."""
+    """Return one class after the other, of those that this machine has."""
     chosen: Subject = request.param
     return chosen
 
 
 @pytest.fixture
 def world(subject: Subject) -> int:
-    """The usual number of ranks, for the classes that can have it."""
+    """Return the usual number of ranks, or the most that the class can have."""
     return 3 if subject.worlds is None else max(subject.worlds)

@@ -32,10 +32,10 @@ class Fleet:
         self._prefixes = itertools.count()
         self._lighthouses: list[LighthouseServer] = []
         self._workers: list[Rank] = []
-        self._worlds: dict[str, int] = {}  # of the subjects that are usable now
+        self._worlds: dict[str, int] = {}  # by subject, for those that are usable now
 
     def ask_all(self, command: Act, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Give a command to the first processes, each with its own arguments; their answers."""
+        """Give a command to the first processes, each with its own arguments, and return their answers."""
         workers = self._workers[: len(arguments)]
         for worker, own in zip(workers, arguments, strict=True):
             worker.tell(command, *own)
@@ -49,9 +49,9 @@ class Fleet:
         kinds: Sequence[Kind] = (PLAIN,),
         modes: Sequence[str] = SYNC,
     ) -> bool:
-        """Run a case on all members; the test fails with what differs from torch's own group.
+        """Run a case on all members, and fail the test with what differs from torch's own group.
 
-        Gives whether the group is of no use afterwards; then the next check configures it anew.
+        It returns whether the group is of no use afterwards; the next check then configures it anew.
         """
         forms, found, is_spoilt = list(itertools.product(kinds, modes)), set[str](), False
         with self._whole():
@@ -69,7 +69,7 @@ class Fleet:
         return is_spoilt
 
     def renew(self, subject: str, world: int) -> None:
-        """Give a subject members anew, though they be the same."""
+        """Give a subject its members anew, even if they are the same."""
         with self._whole():
             self.configure(subject, world)
 
@@ -84,18 +84,18 @@ class Fleet:
         self._worlds[subject] = world
 
     def open(self, subject: str, world: int) -> None:
-        """Give a subject members, none of which has torch's groups; processes that are gone are replaced."""
+        """Give a subject members without torch's own groups, and replace processes that are gone."""
         alive = [worker for worker in self._workers if worker.is_alive()]
         self._workers = alive + [Rank(Member) for _ in range(self.size - len(alive))]
         self.configure(subject, world)
 
     @property
     def workers(self) -> list[Rank]:
-        """In the order of their ranks."""
+        """The processes in the order of their ranks."""
         return self._workers
 
     def fresh_prefix(self) -> str:
-        """An address in the store that was never used."""
+        """Return an address in the store that was never used."""
         return f"127.0.0.1:{self._store.port}/{next(self._prefixes)}"
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class Fleet:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """All processes are there; they are thrown away if one of them does not answer or fails."""
+        """Start the processes if there are none, and end them all if one of them does not answer or fails."""
         try:
             if not self._workers:
                 self._start()
@@ -136,7 +136,7 @@ class Fleet:
 
 
 def wait_until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Until something that nobody announces is so."""
+    """Poll until `is_true()`; fail the test after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not is_true():
         assert time.monotonic() < deadline

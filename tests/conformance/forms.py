@@ -1,8 +1,8 @@
 """Every form that the tensors of one call can have, where torch's signatures take a list of them.
 
-Several tensors, the same memory twice, views that overlap, outputs that are inputs, dtypes and shapes that
-do not fit each other, none at all, sparse ones. What torch makes of them is not always sensible, and is
-always what ours have to do: the same numbers, or an error where torch has one.
+Several tensors, the same memory twice, views that overlap, outputs that are inputs, dtypes and shapes that do
+not fit each other, no tensors, sparse ones. What torch makes of them is not always sensible; our groups have
+to do the same: return the same numbers, or raise an error where torch does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def overlapping(s: Scene) -> Tensors:
 
 
 def side_by_side(s: Scene) -> Tensors:
-    """Views of one memory that share no element."""
+    """Return two views of one memory that share no element."""
     whole = s.tensor(shape=(8,))
     return [whole[:4], whole[4:]]
 
@@ -87,7 +87,7 @@ def same_sparse_twice(s: Scene) -> Tensors:
 
 
 def sparse_of_few(s: Scene) -> Tensors:
-    """Each rank has other places, and as many as its number."""
+    """Return a sparse tensor whose places differ between the ranks, as many as the rank's number."""
     places = torch.arange(s.rank).reshape(1, -1)
     return [torch.sparse_coo_tensor(places, torch.ones(s.rank), (4,), check_invariants=False)]
 
@@ -119,7 +119,7 @@ LISTS: dict[str, Take] = {
 
 
 def reducing(name: str, take: Take, operation: Any) -> Case:
-    """`allreduce` or `allreduce_coalesced` of a list."""
+    """Return a case of `allreduce` or `allreduce_coalesced` of a list."""
     kind = AllreduceOptions if name == "allreduce" else AllreduceCoalescedOptions
 
     def case(s: Scene) -> Any:
@@ -131,7 +131,10 @@ def reducing(name: str, take: Take, operation: Any) -> Case:
 
 
 def averaging(take: Take) -> Case:
-    """What an average is: the sum, divided. torch divides the first of several, and no sparse one."""
+    """Return a case that averages by hand, as a sum that is divided.
+
+    torch's own AVG divides the first of several tensors only, and no sparse one.
+    """
 
     def case(s: Scene) -> Any:
         seen, tensors = reducing("allreduce", take, ReduceOp.SUM)(s)
@@ -154,7 +157,7 @@ def broadcasting(take: Take, root_tensor: int = 0) -> Case:
 
 
 def of_many(name: str, arguments: Callable[[Scene], tuple[Any, ...]], output: int = 0) -> Case:
-    """A method, and the argument of it that is seen afterwards."""
+    """Return a case that calls a method, and afterwards looks at one of its arguments."""
 
     def case(s: Scene) -> Any:
         given = arguments(s)
@@ -174,7 +177,7 @@ def parts(tensor: Tensor, count: int) -> Tensors:
 
 
 def own_place(s: Scene, places: Tensors) -> Tensors:
-    """The places of all ranks, with the caller's tensor in its own."""
+    """Write the caller's tensor into its own place, and return the places of all ranks."""
     with writing_to(places[s.rank]):
         places[s.rank].copy_(s.tensor(shape=tuple(places[s.rank].shape)))
     return places
@@ -196,7 +199,7 @@ def scattered_in_place(s: Scene) -> tuple[Any, ...]:
 
 
 def scattered_parts_in_place(s: Scene) -> tuple[Any, ...]:
-    """The caller's own part is its output."""
+    """Return arguments in which the caller's own part is its output."""
     places = parts(s.tensor(shape=(s.world * 2,)), s.world)
     return [places[s.rank]], [places]
 
@@ -216,7 +219,7 @@ def same_output_everywhere(s: Scene) -> tuple[Any, ...]:
 
 
 def with_first_repeated(s: Scene, which: str) -> tuple[Any, ...]:
-    """Two outputs and inputs of a coalesced call, of which two are the same."""
+    """Return outputs and inputs of a coalesced call, in one of which a tensor comes twice."""
     outputs, inputs = (
         [s.blank((s.world * 2,)), s.blank((s.world * 2,))],
         [s.tensor(0, (2,)), s.tensor(1, (2,))],
@@ -230,7 +233,7 @@ def sparse_parts(s: Scene) -> Tensors:
     return [s.tensor(rank).to_sparse() for rank in s.ranks]
 
 
-# What torch's Gloo makes of them is an error, on every rank.
+# With each of them torch's Gloo raises an error, on every rank.
 SPARSE: dict[str, Case] = {
     "reduce of sparse": of_many("reduce", lambda s: (sparse(s),)),
     "allgather_coalesced of sparse": of_many(
@@ -343,7 +346,7 @@ OTHERS: dict[str, Case] = {
 
 
 def _coalesced(calls: Sequence[Callable[[Scene], tuple[Any, ...]]]) -> Case:
-    """Functions in `_coalescing_manager`; it makes one call of those that are the same function."""
+    """Return a case of functions in `_coalescing_manager`, which makes one call of equal functions."""
 
     def case(s: Scene) -> Any:
         with c10d._coalescing_manager(s.group) as manager:

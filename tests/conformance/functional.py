@@ -17,7 +17,7 @@ from .scene import Case, Scene
 
 Collective = Callable[[Tensor, Scene], Any]
 
-# The tensor is one for each rank, `joined` long, so that it can be scattered.
+# The tensor's first dimension is that of `joined`, so that it can be scattered.
 _ALL: dict[str, Collective] = {
     "all_reduce": lambda t, s: functional.all_reduce(t, "sum", s.group),
     "broadcast": lambda t, s: functional.broadcast(t, s.root, s.group),
@@ -44,7 +44,7 @@ FUNCTIONAL = {name: collective for name, collective in _ALL.items() if hasattr(f
 
 
 def functional_call(name: str) -> Case:
-    """Call one, use its result, and go backward through those that know how."""
+    """Return a case that calls a collective, uses its result, and goes backward through it where it can."""
 
     def case(s: Scene) -> Any:
         tensor = s.tensor(shape=s.joined())
@@ -59,7 +59,7 @@ def functional_call(name: str) -> Case:
 
 
 def compiled(name: str) -> Case:
-    """The same from code that `torch.compile` has traced in one piece, twice."""
+    """Return the same case for code that `torch.compile` has traced in one piece, twice."""
 
     def case(s: Scene) -> Any:
         def compute(tensor: Tensor) -> Any:
@@ -74,5 +74,5 @@ def compiled(name: str) -> Case:
 
 
 def plain(given: Any) -> Any:
-    """The tensors themselves, once they are there."""
+    """Return the tensors themselves, once they are there."""
     return [plain(t) for t in given] if isinstance(given, list) else functional.wait_tensor(given) + 0  # type: ignore[no-untyped-call]

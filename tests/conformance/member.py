@@ -1,4 +1,4 @@
-"""A process of the fleet: it runs cases on groups of ours and on torch's own, and tells the differences.
+"""A process of the fleet: it runs cases on our groups and on torch's own, and tells the differences.
 
 It lives as long as the test session and does one thing after the other.
 """
@@ -36,10 +36,10 @@ STORE_TIMEOUT_S = 60.0
 
 
 class Member:
-    """What a rank of the fleet is asked for."""
+    """The commands that a process of the fleet carries out."""
 
     def __init__(self) -> None:
-        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # each subject says whether it checks
+        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # each subject says itself whether it checks
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # deprecated names are called on purpose
         self.seats: dict[str, Seat] = {}
@@ -50,7 +50,9 @@ class Member:
         self.begun: Future[Outcome] = Future()
 
     def meet(self, host: str, port: int, index: int, world_max: int) -> None:
-        """Make torch's own groups: the default one, and one of the first members for each smaller size."""
+        """Make torch's own groups: the default one, and a group of the first members for each smaller
+        size.
+        """
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=PrefixStore("plain", store), rank=index, world_size=world_max)
         for world in range(1, world_max):
@@ -58,7 +60,7 @@ class Member:
         self.references[world_max] = dist.group.WORLD
 
     def configure(self, subject: str, address: str, rank: int, world: int) -> None:
-        """Give a subject its members, and make it on the first time."""
+        """Give a subject its members, and make the subject the first time."""
         seat = self.seats.get(subject) or BY_NAME[subject].sit()
         seat.configure(address, rank, world)
         if subject not in self.seats:
@@ -92,13 +94,15 @@ class Member:
         return self._compare(subject, case, found, expected)
 
     def _expected(self, subject: str, case: Case, kind: Kind, mode: str) -> list[Outcome]:
-        """What torch's own group gives; of layouts that it makes nonsense of, for plain tensors as well."""
+        """Return the outcome of torch's own group; for layouts that it cannot handle, that of plain tensors,
+        too.
+        """
         plain = replace(kind, layout="plain")
         kinds = [plain] if kind.layout in ("plain", *FOR_OURS_ONLY) else [plain, kind]
         return [self._of_torch(subject, case, each, mode) for each in kinds]
 
     def _of_torch(self, subject: str, case: Case, kind: Kind, mode: str) -> Outcome:
-        """What torch's own group gives, which is the same for every subject: it is asked once."""
+        """Return the outcome of torch's own group; it is asked once, as it is the same for every subject."""
         key = case, kind, mode, self.places[subject][1]
         if key not in self.expected:
             scene = self._scene(subject, self.reference(subject), kind, mode)
@@ -106,25 +110,27 @@ class Member:
         return self.expected[key]
 
     def begin(self, subject: str, case: str) -> None:
-        """Run a case on a subject alone, aside; `result` tells what became of it."""
+        """Run a case on a subject alone, on another thread; `result` tells how it ended."""
         seat, scene = self.seats[subject], self._scene(subject, self.seats[subject].group, PLAIN, "wait")
         self.begun = self.aside.submit(outcome_of, registry.case(case), scene, seat.error)
 
     def is_over(self) -> bool:
-        """Whether what was begun has ended."""
+        """Return whether the case that was begun has ended."""
         return self.begun.done()
 
     def result(self) -> str | None:
-        """The class of the error that what was begun ended with."""
+        """Return the class of the error with which the case that was begun has ended; None without an
+        error.
+        """
         error = self.begun.result(STORE_TIMEOUT_S).error
         return None if error is None else type(error).__name__
 
     def abort(self, subject: str) -> None:
-        """As whoever owns the group does when a member is lost."""
+        """Abort the group, as its owner does when a member is lost."""
         self.seats[subject].abort()
 
     def reference(self, subject: str) -> Any:
-        """torch's own group of the subject's present members."""
+        """Return torch's own group of the subject's present members."""
         return self.references.get(self.places[subject][1])
 
     def _scene(self, subject: str, group: Any, kind: Kind, mode: str) -> Scene:

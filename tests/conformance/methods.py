@@ -20,7 +20,7 @@ LIMIT_S = 20.0
 THREADS = 4
 ROUNDS = 8
 
-# The arguments of each row, without options; torch reduces, gathers and scatters at rank 0 then.
+# The arguments of each row, without options; without them torch reduces, gathers and scatters at rank 0.
 ARGUMENTS: dict[str, Callable[[Scene], tuple[Any, ...]]] = {
     "allreduce": lambda s: ([s.tensor()],),
     "allreduce_coalesced": lambda s: ([s.tensor(), s.tensor(1)],),
@@ -46,12 +46,12 @@ ARGUMENTS: dict[str, Callable[[Scene], tuple[Any, ...]]] = {
     "barrier": lambda s: (),
     "monitored_barrier": lambda s: (timedelta(seconds=LIMIT_S),),
 }
-_NAMES = [name for name in BY_NAME if hasattr(dist.ProcessGroup, name)]  # what this torch has
+_NAMES = [name for name in BY_NAME if hasattr(dist.ProcessGroup, name)]  # the names that this torch has
 METHODS = [name for name in _NAMES if BY_NAME[name].name in ARGUMENTS]
 
 
 def method(name: str) -> Case:
-    """Call one; the outputs, of which a reduction has one at rank 0 only."""
+    """Return a case that calls a method and returns its outputs; a reduction has one at rank 0 only."""
 
     def case(s: Scene) -> Any:
         row, arguments = BY_NAME[name], ARGUMENTS[BY_NAME[name].name](s)
@@ -66,7 +66,7 @@ def method(name: str) -> Case:
 
 
 def taking_turns(s: Scene) -> Any:
-    """Threads begin collectives in an order that is the same on all ranks, and wait for them at once."""
+    """Let threads begin collectives in the same order on all ranks, and wait for them at the same time."""
     turn, changed = [0], threading.Condition()
     tensors = [s.tensor(salt) for salt in range(THREADS * ROUNDS)]
 
@@ -89,7 +89,7 @@ def _is(turn: list[int], number: int) -> bool:
 
 
 def tagged(s: Scene) -> Any:
-    """Each thread has a tag of its own, and no order among them."""
+    """Let threads send and receive in no order, each with a tag of its own."""
     received = [[s.blank() for _ in range(ROUNDS)] for _ in range(THREADS)]
 
     def run(thread: int) -> None:
@@ -113,7 +113,7 @@ def _together(run: Callable[[int], None]) -> None:
 
 THREADED: dict[str, Case] = {"threads taking turns": taking_turns, "threads with tags": tagged}
 
-# What every rank does wrong in the same way.
+# Mistakes that every rank makes in the same way.
 WRONG: dict[str, Case] = {
     "all_reduce of a list": lambda s: dist.all_reduce([s.tensor()], group=s.group),
     "all_reduce with no such reduction": lambda s: dist.all_reduce(s.tensor(), "sum", s.group),

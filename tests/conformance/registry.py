@@ -13,7 +13,8 @@ from .functional import FUNCTIONAL, compiled, functional_call
 from .methods import METHODS, THREADED, WRONG, method
 from .scene import Case
 
-# What a class refuses, and torch's own Gloo takes: subjects and cases, as patterns; which error; and why.
+# Cases that a class refuses and torch's own Gloo takes: patterns of subjects and of cases, the error, and the
+# reason.
 REFUSED = (
     (
         "",
@@ -25,8 +26,8 @@ REFUSED = (
     ("Baby", r".*(sparse|in rows)", NotSupportedError, "only dense tensors can be lent to a subprocess"),
 )
 
-# What ours do and torch's own Gloo does not. Where a case of the suite shows it, torch's group is given
-# what it can take instead, and has to come to the same result.
+# What our groups do and torch's own Gloo does not. Where a case shows such a difference, torch's group is
+# given what it can take instead, and must come to the same result.
 BETTER = {
     "reduce_scatter, reduce_scatter_tensor": "works have a future and say when they are completed",
     "all_gather_into_tensor, reduce_scatter_tensor": "take the stacked shape and scalars, too",
@@ -55,18 +56,18 @@ CASES: dict[str, Case] = {
 
 
 def case(name: str) -> Case:
-    """The function of a case."""
+    """Return the function of a case."""
     return CASES[name]
 
 
 def model(subject: str, name: str) -> Case:
-    """What torch's own group has to do to show what is right."""
+    """Return the case that torch's own group runs to show the right result."""
     if found := re.fullmatch(r"allreduce of (.*), AVG", name):
         return CASES[f"average of {found[1]}"]
     return CASES[name]
 
 
 def refusal(subject: str, name: str) -> type[Exception] | None:
-    """The error with which a class refuses a case that torch's group may take."""
+    """Return the error with which a class refuses a case that torch's group may take; None if it does not."""
     fitting = (row for row in REFUSED if re.search(row[0], subject) and re.match(row[1], name))
     return next((error for _, _, error, _ in fitting), None)

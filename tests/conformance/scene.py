@@ -1,8 +1,7 @@
-"""What a case sees, and what it leaves behind.
+"""The tensors and the group that a case sees, and the outcome that it leaves behind.
 
-A case is a function of a `Scene`: a group, and tensors that are the same in every run. It runs once
-on the group under test and once on torch's own; the two outcomes, values or errors, are compared
-bit for bit.
+A case is a function of a `Scene`: a group, and tensors that are the same in every run. It runs once on the
+group under test and once on torch's own; the two outcomes, values or errors, are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """What the tensors of a case are like."""
+    """The dtype, the shape and the layout of a case's tensors."""
 
     dtype: torch.dtype = torch.float32
     shape: Size = (2, 3)
@@ -47,9 +46,11 @@ DTYPES = (
     torch.complex128,
 )
 SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
-IN_INFERENCE_MODE = "plain, in inference mode"  # the call, and not the tensors alone
+# the whole call is in inference mode, and not the tensors alone
+IN_INFERENCE_MODE = "plain, in inference mode"
 LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", IN_INFERENCE_MODE, "shared")
-# Of which torch's own fails on some ranks, while the others wait: it shows what is right with plain ones.
+# Layouts with which torch's own group fails on some ranks while the others wait: plain tensors show the right
+# result.
 FOR_OURS_ONLY = ("negated", "conjugated", "leaf", "inference", IN_INFERENCE_MODE)
 
 PLAIN = Kind()
@@ -76,7 +77,7 @@ class Scene:
 
     @property
     def root(self) -> int:
-        """A rank that is not the first one, where there is another."""
+        """The rank that is not the first one, where there is another."""
         return min(1, self.world - 1)
 
     @property
@@ -96,7 +97,7 @@ class Scene:
         return (self.rank - 1) % self.world
 
     def tensor(self, salt: int = 0, shape: Size | None = None) -> Tensor:
-        """A tensor of the case's kind, another one for each rank and salt; small whole numbers."""
+        """Return a tensor of the case's kind with small whole numbers that differ by rank and salt."""
         shape = self.kind.shape if shape is None else shape
         count = int(torch.Size(shape).numel())
         values = (torch.arange(count) * 7 + self.rank * 3 + salt * 5) % 6 + 1
@@ -105,23 +106,23 @@ class Scene:
         return self._laid_out(values.to(self.kind.dtype).reshape(shape))
 
     def blank(self, shape: Size | None = None) -> Tensor:
-        """A tensor to be overwritten."""
+        """Return a tensor to be overwritten."""
         shape = self.kind.shape if shape is None else shape
         return self._laid_out(
             torch.full(shape, 1 if self.kind.dtype == torch.bool else 99).to(self.kind.dtype)
         )
 
     def blanks(self) -> list[Tensor]:
-        """One for each rank."""
+        """Return one tensor to be overwritten for each rank."""
         return [self.blank() for _ in self.ranks]
 
     def joined(self, shape: Size | None = None) -> Size:
-        """The shape of all ranks' tensors, one after the other."""
+        """Return the shape of all ranks' tensors, one after the other."""
         shape = self.kind.shape if shape is None else shape
         return (self.world * shape[0], *shape[1:]) if shape else (self.world,)
 
     def easy(self) -> Scene:
-        """For torch's own group, where only plain tensors are right: the same values as such."""
+        """Return a scene with the same values in plain tensors, if this one is for torch's own group."""
         if not self.is_reference:
             return self
         return replace(self, kind=Kind(self.kind.dtype, self.kind.shape or (1,)))
@@ -141,7 +142,9 @@ class Scene:
         return self._made_specially(tensor)
 
     def _made_specially(self, tensor: Tensor) -> Tensor:
-        """One that autograd watches, that was made in inference mode, or that other processes see."""
+        """Return a tensor that autograd watches, that was made in inference mode, or that is in shared
+        memory.
+        """
         if self.kind.layout == "leaf" and tensor.is_floating_point():
             return tensor.requires_grad_()
         if self.kind.layout == "inference":
@@ -154,7 +157,7 @@ class Scene:
 
 @dataclass
 class Call:
-    """A call of a function that can be asynchronous, and what it fills.
+    """A call of a function that can be asynchronous, and its outputs.
 
     Attributes:
         future: what the future carries, where torch's own work has none and is never completed.
@@ -168,7 +171,7 @@ class Call:
     contents_only: bool = False  # torch's own group was given the same values in another shape
 
     def run(self, scene: Scene) -> Any:
-        """Carry it out in the mode of the scene."""
+        """Carry the call out in the mode of the scene, and return what was seen."""
         work = self.function(*self.args, group=scene.group, async_op=scene.mode != "sync", **self.kwargs)
         if scene.is_reference and self.future is not None and scene.mode != "sync":
             work.wait()
@@ -185,7 +188,7 @@ Form = tuple[Kind, str]  # the mode is one of those
 
 
 def finish(work: Any, mode: str) -> Any:
-    """Wait for a work in one of the ways; what can be seen of it afterwards."""
+    """Wait for a work in one of the ways, and return what can be seen of it afterwards."""
     if mode == "sync" or work is None:
         return work
     future = work if isinstance(work, Future) else None
@@ -199,7 +202,7 @@ def finish(work: Any, mode: str) -> Any:
 
 @dataclass
 class Outcome:
-    """How a case ended."""
+    """The value or the error with which a case ended."""
 
     value: Any = None
     error: BaseException | None = None
@@ -231,7 +234,7 @@ def outcome_of(case: Case, scene: Scene, swallowed: Callable[[], Exception | Non
 
 
 def detached(value: Any) -> Any:
-    """A copy that later cases cannot change."""
+    """Return a copy that later cases cannot change."""
     if isinstance(value, Tensor):
         return value.detach().to_dense().cpu().clone()
     if isinstance(value, list | tuple):
@@ -242,7 +245,7 @@ def detached(value: Any) -> Any:
 
 
 def difference(subject: Outcome, reference: Outcome) -> str | None:
-    """The first difference in words; an error of a class derived from torch's own is none."""
+    """Return the first difference in words, or None; a subclass of torch's error is no difference."""
     if reference.error is not None or subject.error is not None:
         if is_like(subject.error, reference.error):
             return None
@@ -251,13 +254,13 @@ def difference(subject: Outcome, reference: Outcome) -> str | None:
 
 
 def is_only_clearer(subject: Outcome, reference: Outcome) -> bool:
-    """Whether ours says what is wrong where torch found no function for the call."""
+    """Return whether our group raises a clear error where torch found no function for the call."""
     is_missing = isinstance(reference.error, NotImplementedError)
     return is_missing and (subject.error is None or isinstance(subject.error, RuntimeError))
 
 
 def is_like(error: BaseException | None, model: BaseException | None) -> bool:
-    """Whether who catches the one catches the other."""
+    """Return whether code that catches `model` catches `error`."""
     return error is not None and model is not None and isinstance(error, type(model))
 
 

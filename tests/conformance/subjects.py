@@ -1,7 +1,7 @@
-"""The classes that the suite is run on: one line each in `SUBJECTS`.
+"""The classes that the suite runs on: one line each in `SUBJECTS`.
 
-A subject is built in every process of the fleet and sits on a `Seat`, which says how that class is
-given its members and where its errors are found. Nothing else in the suite knows a class.
+A subject is built in every process of the fleet and sits on a `Seat`, which says how that class is given its
+members and where its errors are found. No other module of the suite knows a class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORLD_MAX = 4
 
 
 class Seat:
-    """A group whose owner is whoever calls `configure`."""
+    """A group that the suite itself configures."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -41,11 +41,11 @@ class Seat:
         self.group.configure(address, rank, world_size)
 
     def error(self) -> Exception | None:
-        """What was swallowed since `configure`."""
+        """Return the error that was swallowed since `configure`."""
         return None
 
     def abort(self) -> None:
-        """As whoever owns the group does when a member is lost."""
+        """Abort the group, as its owner does when a member is lost."""
         self.group.abort("the suite says so")
 
     def close(self) -> None:
@@ -54,17 +54,17 @@ class Seat:
 
 
 class SwallowingSeat(Seat):
-    """Errors are found at the group."""
+    """A seat of a group that keeps its errors."""
 
     group: ErrorSwallowingProcessGroupWrapper
 
     def error(self) -> Exception | None:
-        """See Seat.error."""
+        """Return the error that the group has kept."""
         return self.group.error()
 
 
 class ManagedSeat(Seat):
-    """A real Manager configures the group; the address is that of a real lighthouse.
+    """A group that a real Manager configures; the address is that of a real lighthouse.
 
     A step is open from one `configure` to the next.
     """
@@ -85,11 +85,11 @@ class ManagedSeat(Seat):
             self._manager.start_quorum()
 
     def error(self) -> Exception | None:
-        """See Seat.error."""
+        """Return the error that the Manager has."""
         return self._manager.errored() if self._manager is not None else None
 
     def abort(self) -> None:
-        """See Seat.abort."""
+        """Report an error to the Manager, which aborts the group."""
         assert self._manager is not None
         self._manager.report_error(RuntimeError("the suite says so"))
 
@@ -143,16 +143,16 @@ class Subject:
 
     @property
     def exists(self) -> bool:
-        """Whether this machine and this version have it."""
+        """Whether this machine and this version have the class."""
         return self.device == "cpu" or torch.cuda.is_available()
 
     def kinds(self, kinds: Sequence[Kind]) -> Sequence[Kind]:
-        """Those of the kinds of tensors that can make a difference."""
+        """Return those kinds of tensors that can make a difference."""
         return kinds if self.looks else [PLAIN]
 
 
 def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject, ...]:
-    """A class that some versions do not have."""
+    """Return the subject of a class that some versions do not have; none if it is missing."""
     make = getattr(ours, name, None)
     if make is None:
         return ()
@@ -194,4 +194,4 @@ SUBJECTS: tuple[Subject, ...] = (
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 PRESENT = [subject for subject in SUBJECTS if subject.exists]
 DOING = [subject for subject in PRESENT if not subject.forwards]
-MEETING = [subject for subject in DOING if subject.worlds is None]  # those that can have peers
+MEETING = [subject for subject in DOING if subject.worlds is None]  # the subjects that can have peers

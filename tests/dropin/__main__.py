@@ -1,4 +1,4 @@
-"""`make dropin`: every upstream script, one after the other, and a table at the end."""
+"""`make dropin` runs every upstream script, one after the other, and prints a table at the end."""
 
 from __future__ import annotations
 

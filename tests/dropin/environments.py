@@ -1,4 +1,4 @@
-"""What the scripts run in: an environment for each, its sources, and the data that comes from no hub."""
+"""The scripts' environments, their sources, and the data that they would load from a hub."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.dropin.scripts import NIGHTLY, OURS, RELEASE, Script
 from tools.environments import Environment, make_once, run_installer
 
-# A source distribution is taken with `pip download`, which asks its build tool for the name and the
-# version first. torchft's is a compiler; this answers instead of it.
+# A source distribution is taken with `pip download`, which asks its build tool for the name and the version
+# first. torchft's build tool is a compiler; this one answers in its place.
 _BUILD_TOOL = """
 import pathlib
 def prepare_metadata_for_build_wheel(folder, config_settings=None):
@@ -26,7 +26,7 @@ _SOURCE = "torchft==0.2.0 --hash=sha256:542e17910039735d6686517f98ed49686ba23fc4
 
 
 def python_for(script: Script) -> Path:
-    """The interpreter of the script's environment, made where it is missing.
+    """Return the interpreter of the script's environment, and make the environment where it is missing.
 
     Raises:
         UnavailableError: it cannot be installed here; the message says why.
@@ -37,7 +37,7 @@ def python_for(script: Script) -> Path:
 
 
 def sources() -> Path:
-    """A folder with torchft's source distribution, and a nightly wheel of its, unpacked.
+    """Return a folder with torchft's source distribution, and one of its nightly wheels, unpacked.
 
     They are not installed: no torchft but ours can be imported beside the scripts.
 
@@ -61,7 +61,7 @@ def _take_sources(folder: Path) -> None:
 
 
 def make_data(folder: Path, python: Path) -> Path:
-    """A tokenizer and a text data set of made words, in the files that Hugging Face's loaders read.
+    """Write a tokenizer and a text data set of made-up words, in the files that Hugging Face's loaders read.
 
     Args:
         folder: where to write them.

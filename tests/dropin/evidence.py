@@ -1,4 +1,4 @@
-"""What the observer wrote, and what follows from it. Nothing here starts or reads a process."""
+"""The observer's records, and what follows from them. Nothing here starts or reads a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Record:
-    """One rank after one committed step.
+    """The state of one rank after one committed step.
 
     Attributes:
         time: seconds since the epoch.
@@ -27,22 +27,22 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Of the replica group, whichever start this is."""
+        """The name of the replica group, whichever start of it this is."""
         return self.replica.rpartition(":")[0]
 
 
 def names(records: Iterable[Record]) -> list[str]:
-    """The replica groups, in order."""
+    """Return the names of the replica groups, sorted."""
     return sorted({record.name for record in records})
 
 
 def incarnation(records: Iterable[Record], name: str) -> str | None:
-    """The replica id under which a group wrote last; None where it has written nothing."""
+    """Return the replica id under which a group wrote last; None if it has written nothing."""
     return max(((r.time, r.replica) for r in records if r.name == name), default=(0.0, None))[1]
 
 
 def common_steps(records: Iterable[Record], replicas: Sequence[str], ranks: int) -> list[int]:
-    """The steps of which every rank of all these incarnations has a record, ascending."""
+    """Return the steps, ascending, of which every rank of all these incarnations has a record."""
     seen: defaultdict[int, set[tuple[str, int]]] = defaultdict(set)
     for record in records:
         seen[record.step].add((record.replica, record.rank))
@@ -51,7 +51,7 @@ def common_steps(records: Iterable[Record], replicas: Sequence[str], ranks: int)
 
 
 def differences(records: Iterable[Record]) -> list[str]:
-    """Each step after which ranks of the same number, in different replica groups, differ.
+    """Return each step after which ranks of the same number, in different replica groups, differ.
 
     Several records of a rank in one step are of several optimizers: the last has seen all of them.
     """

@@ -40,7 +40,7 @@ TAIL_LINES = 400
 
 
 class DropinError(AssertionError):
-    """What the script did not do; with the last that its processes wrote."""
+    """The script did not do what it must; the message ends with what its processes wrote last."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def run_script(script: Script, seconds_left: float) -> Outcome:
-    """What became of the script, whatever that is."""
+    """Run the script, and return how it ended."""
     outcome = Outcome(script.name, script.source, script.supplies, not_run=script.not_run)
     if script.not_run:
         return outcome
@@ -151,7 +151,7 @@ class Job:
         self._end()
 
     def records(self) -> list[Record]:
-        """What the observer has written in all processes so far, in the order of time."""
+        """Return what the observer has written in all processes so far, in the order of time."""
         lines = [line for path in self.folder.glob("*.jsonl") for line in path.read_text().splitlines()]
         records = []
         for line in lines:
@@ -162,18 +162,18 @@ class Job:
         return sorted(records, key=lambda record: record.time)
 
     def events(self, kind: str) -> list[dict[str, object]]:
-        """The Managers' event records."""
+        """Return the Managers' event records of one kind."""
         path = self.folder / "events"
         return [event for event in read_events(path) if event["kind"] == kind] if path.exists() else []
 
     def kill_rank_of(self, replica: str) -> float:
-        """SIGKILL to one rank of the incarnation; returns when."""
+        """Send SIGKILL to one rank of the incarnation; return the time at which it was sent."""
         pid = next(record.pid for record in reversed(self.records()) if record.replica == replica)
         os.kill(pid, signal.SIGKILL)
         return time.time()
 
     def wait_for(self, probe: Callable[[], T | None], what: str, deadline: float) -> T:
-        """The first answer of `probe` that is not None.
+        """Return the first answer of `probe` that is not None.
 
         Raises:
             DropinError: there was none before the deadline, or a launcher has ended.
@@ -188,7 +188,7 @@ class Job:
         return answer
 
     def last_words(self) -> str:
-        """The end of what each process wrote."""
+        """Return the end of what each process wrote."""
         tails = (launcher.output.splitlines()[-TAIL_LINES:] for launcher in self.launchers)
         return "\n".join("\n".join(["-" * 80, *tail]) for tail in tails)
 
@@ -226,7 +226,9 @@ class Job:
         self.launchers.append(RunningProcess(command, None, {**common, **variables}, folder=place))
 
     def _end(self) -> None:
-        """Ray's daemons and torchrun's workers have sessions of their own; all have our variable."""
+        """End all processes of the script; Ray's daemons and torchrun's workers have sessions of their own,
+        but all have the variable.
+        """
         for launcher in self.launchers:
             launcher.kill()
         deadline = time.monotonic() + ENDING_S

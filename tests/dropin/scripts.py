@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import peer
 
-# What torchft_like needs, in the versions that constraints.txt pins.
+# The packages that torchft_like needs, in the versions that constraints.txt pins.
 OURS = ("torch", "numpy", "grpcio", "protobuf", "psutil", "pyzmq")
 
 RELEASE, NIGHTLY = str(peer.RELEASE), str(peer.NIGHTLY)
@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=3")
 
 @dataclass(frozen=True)
 class Script:
-    """One script of somebody else's.
+    """One script of another project.
 
     Attributes:
         name: of the row.
@@ -58,9 +58,9 @@ class Script:
 
 _TRAIN_DDP = ("torchdata==0.11.0", "pillow==13.0.0")
 _TITAN = {
-    "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU takes longer than the rest of the run
+    "TORCHDYNAMO_DISABLE": "1",  # to compile for a CPU takes longer than the rest of the run
     "HF_HUB_OFFLINE": "1",
-    # Else torchrun's restarted workers find Gloo's addresses of those before them, and call these.
+    # Otherwise torchrun's restarted workers find Gloo's addresses of those before them, and call these.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -69,7 +69,7 @@ SCRIPTS = (
         name="torchft: train_ddp.py",
         source=RELEASE,
         requirements=_TRAIN_DDP,
-        without_dependencies=("torchvision==0.28.0",),  # a torch for CUDA: gigabytes
+        without_dependencies=("torchvision==0.28.0",),  # brings a torch for CUDA: gigabytes
         command=(*TORCHRUN, "-m", ALIAS, "{sources}/torchft-0.2.0/train_ddp.py"),
         steps=2,
         variables={"REPLICA_GROUP_ID": "{replica}", "NUM_REPLICA_GROUPS": "2"},

@@ -21,7 +21,7 @@ HEAD = ("script", "of", "killed at step", "back after", "healed", "equal after",
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table with a row for each script."""
+    """Return a Markdown table with a row for each script."""
     rows = [HEAD, tuple("---" for _ in HEAD), *map(_cells, outcomes)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -38,7 +38,7 @@ def save(outcomes: Sequence[Outcome]) -> None:
 
 
 def page() -> str:
-    """docs/dropin.md as the saved JSON says."""
+    """Return docs/dropin.md as the saved JSON says."""
     document = json.loads(RESULTS.read_text())
     outcomes = [Outcome(**script) for script in document["scripts"]]
     passed = sum(not outcome.failed and not outcome.not_run for outcome in outcomes)

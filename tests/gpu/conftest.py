@@ -1,4 +1,4 @@
-"""Tests on a GPU: each is marked `gpu`, and skipped with the reason where there is none.
+"""Tests on a GPU: each is marked `gpu`, and skipped with the reason where there is no GPU.
 
 Those with a `backend` run over Gloo, too, where no GPU is needed.
 """
@@ -22,7 +22,8 @@ __all__ = ["party", "store"]
 
 HERE = Path(__file__).parent
 TEST_LIMIT_S = 110.0  # below pytest-timeout's, which ends the whole run
-# torch reads it once in a process: how long NCCL may connect to peers that are there and do not answer.
+# torch reads the variable once in a process: how long NCCL may connect to peers that are there and do not
+# answer.
 os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "5")
 
 
@@ -35,14 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)  # it does here what gloo does, in more time
         if _needs_a_gpu(item):
             item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.filterwarnings("default"))  # of versions that nobody here can choose
+            # warnings of versions that the tests cannot choose
+            item.add_marker(pytest.mark.filterwarnings("default"))
             if why_not is not None:
                 item.add_marker(pytest.mark.skip(reason=why_not))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """A hang of the device ends one test: those that use it run in processes of their own."""
+    """Run each test that uses the device in a process of its own: a hang of the device ends that test
+    alone.
+    """
     if not item.path.is_relative_to(HERE) or not _needs_a_gpu(item) or _why_not() is not None:
         return None
     run_isolated(item, TEST_LIMIT_S)
@@ -59,7 +63,10 @@ def _backend(item: pytest.Item) -> str:
 
 @functools.cache
 def _why_not() -> str | None:
-    """Found out in another process: to ask torch here would keep every fork of this one from the device."""
+    """Return why the tests are skipped; None if a GPU is there.
+
+    Another process asks torch: if this one did, none of its forks could use the device.
+    """
     if not torch.distributed.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL"
     asks = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]

@@ -1,4 +1,4 @@
-"""What the tests on a GPU have in common."""
+"""Helpers that the tests on a GPU have in common."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LONG_CYCLES = 5_000_000_000  # two to five seconds of a GPU
 
 
 def busy() -> None:
-    """The current stream has something to do for some seconds."""
+    """Give the current stream something to do for some seconds."""
     torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Fail rather than hang."""
+    """Poll until `condition()`; fail the test after LIMIT_S rather than hang."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What the tests with several ranks ask of them; over NCCL they share a GPU."""
+"""The functions that the tests with several ranks run on each rank; over NCCL the ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from torchft_like.testing.ranks import Ranks, running
 
 Here = SimpleNamespace
 LIMIT_S = 60.0
-OPERATION_S = 300.0  # above every limit of the tests: what recovers by it fails them
-FELT_S = 0.5  # what has not returned for so long is blocked
+OPERATION_S = 300.0  # above every limit of the tests, so that a test fails that recovers by it
+FELT_S = 0.5  # a call that has not returned for so long is blocked
 POLL_S = 0.01
 GROUPS: dict[str, Callable[[float], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
@@ -66,7 +66,7 @@ class Job(Ranks):
         return f"127.0.0.1:{self._store.port}/job/{self._epoch}"
 
     def meet(self, *members: int, group: str = "group") -> Ranks:
-        """Configure a group of these ranks, in this order; all of them if none are given."""
+        """Configure a group of these ranks, in this order; all ranks if none are given."""
         part = Ranks(self[member] for member in members or range(len(self)))
         part.ask(configure, self.prefix(), len(part), group)
         return part
@@ -74,12 +74,12 @@ class Job(Ranks):
 
 @contextmanager
 def job(backend: str, count: int) -> Iterator[Job]:
-    """Ranks that are killed at the end of the block."""
+    """Yield ranks that are killed at the end of the block."""
     with running(count) as ranks:
         yield Job(ranks, backend)
 
 
-# ------------------------------------------------------------------------ what is asked of a rank
+# ------------------------------------------------------------------------ run on a rank
 
 
 def join(here: Here, rank: int, backend: str) -> None:
@@ -96,7 +96,7 @@ def configure(here: Here, rank: int, prefix: str, world_size: int, group: str) -
 
 
 def summed(here: Here, rank: int, group: str = "group", count: int = 1000) -> float:
-    """Of rank + 1 over all ranks, in each of so many elements."""
+    """Return the sum of rank + 1 over all ranks, after checking that each of `count` elements has it."""
     tensor = torch.full((count,), rank + 1.0, device=here.device)
     getattr(here, group).allreduce([tensor]).wait()
     assert bool((tensor == tensor[0]).all())
@@ -104,7 +104,7 @@ def summed(here: Here, rank: int, group: str = "group", count: int = 1000) -> fl
 
 
 def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> None:
-    """Every collective, with the results that it must have."""
+    """Run every collective, and check its results."""
     group, size = here.group, here.world_size
 
     def full(*values: float) -> torch.Tensor:
@@ -142,7 +142,8 @@ def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> None:
 
 
 def reduce_until_lost(here: Here, rank: int, count: int, rounds: Path, told: Path) -> tuple[str, float]:
-    """All-reduce until one fails; the kind of its error, and when (of the machine's monotonic clock).
+    """Repeat an all-reduce until it fails; return the error's class, and the time (of the machine's monotonic
+    clock).
 
     Each round is noted in the file `rounds`. Once there is a file `told` the group is aborted, as a Manager
     does when it hears of a loss.
@@ -177,7 +178,9 @@ def _error_of(group: ProcessGroup, tensor: torch.Tensor) -> Exception | None:
 
 
 def abort_what_blocks(here: Here, rank: int, place: str, prefix: str) -> tuple[str, float]:
-    """Block in `place` for want of a peer, abort, and tell the kind of error and how long it took to come."""
+    """Block in `place` because a peer is missing, abort, and return the error's class and the seconds until
+    it came.
+    """
     acts = {"wait": _wait, "synchronize": _synchronize, "configure": _configure_for_nobody}
     with ThreadPoolExecutor(1) as threads:
         blocked: Future[Any] = threads.submit(acts[place], here, prefix)
@@ -208,7 +211,9 @@ def synchronize(here: Here) -> None:
 
 
 def capture_in_step(here: Here, rank: int, count: int) -> int:
-    """Capture graphs of this rank's own kernels while collectives are under way; how many were right."""
+    """Capture graphs of this rank's own kernels while collectives are under way; return how many were
+    right.
+    """
     value = torch.zeros(1000, device=here.device)
     for turn in range(count):
         works = [here.group.allreduce([torch.ones(1000, device=here.device)]) for _ in range(20)]
@@ -226,7 +231,7 @@ def make_cpu_group(here: Here, rank: int) -> None:
 
 
 def captured(here: Here, act: Callable[[], object]) -> Callable[[], object]:
-    """What replays `act`, which is captured but not run; without a device `act` itself."""
+    """Return a function that replays `act`, which is captured but not run; without a device `act` itself."""
     if here.device.type == "cpu":
         return act
     graph = torch.cuda.CUDAGraph()
@@ -236,7 +241,7 @@ def captured(here: Here, act: Callable[[], object]) -> Callable[[], object]:
 
 
 def talk(here: Here, rank: int) -> None:
-    """Over a gang and a coordinator, whose device group is this rank's."""
+    """Communicate over a gang and a coordinator whose device group is this rank's."""
     gang = ProcessGroupGang(here.group, here.device)
     assert all_sum(gang, rank + 1).item() == sum(range(here.world_size + 1))
     gang.barrier()
@@ -249,7 +254,9 @@ def talk(here: Here, rank: int) -> None:
 
 
 def footprint(here: Here, rank: int) -> dict[str, float]:
-    """Threads, descriptors, segments of shared memory, and MB of this process and of the device in use."""
+    """Return counts of threads, descriptors and segments of shared memory, and MB in use by the process and
+    on the device.
+    """
     gc.collect()
     process, used = psutil.Process(), 0.0
     if here.device.type == "cuda":
@@ -266,7 +273,7 @@ def footprint(here: Here, rank: int) -> dict[str, float]:
 
 
 def opens_no_device(here: Here, rank: int) -> dict[str, bool]:
-    """By the role of a Baby group's process: whether it has no GPU open."""
+    """Return by the role of a Baby group's process whether it has no GPU open."""
     found = {}
     for role, pid in nursery.pids().items():
         files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]

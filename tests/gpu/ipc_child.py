@@ -1,6 +1,6 @@
 """The subprocess of the CUDA IPC tests: it adds to the trainer's tensors, as a Baby group's would reduce.
 
-It speaks over a pipe of multiprocessing: what travels is what `cuda_ipc` says, nothing else.
+It speaks over a pipe of multiprocessing: only the messages of `cuda_ipc` travel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVENTS_PREPARED = 8
 
 @dataclass
 class Child:
-    """The trainer's view of it."""
+    """The trainer's view of the subprocess."""
 
     pipe: Connection
     process: BaseProcess
@@ -44,7 +44,7 @@ class Child:
 
     @classmethod
     def start(cls, exports: dict[int, Export] | None = None) -> Child:
-        """A new one; with the exports that another one left behind, if given."""
+        """Start a subprocess; with the exports that another one left behind, if given."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), daemon=True)
@@ -57,13 +57,13 @@ class Child:
         return child
 
     def ask(self, *request: Any) -> Any:
-        """One request and its answer."""
+        """Send one request and return its answer."""
         self.pipe.send(request)
         assert self.pipe.poll(LIMIT_S), "the subprocess does not answer"
         return self.pipe.recv()
 
     def map(self, tensor: torch.Tensor) -> int:
-        """Tell it of a tensor's memory."""
+        """Tell the subprocess of a tensor's memory, and return the number of the memory."""
         storage = tensor.untyped_storage()
         if (export := self.exports.get(storage.data_ptr())) is None:
             export = self.exports[storage.data_ptr()] = Export(storage)
@@ -73,7 +73,9 @@ class Child:
         return export.number
 
     def add(self, tensor: torch.Tensor, value: float, cycles: int = 0) -> int:
-        """Have `value` added, after `cycles` of idling on the device; gives the event that follows."""
+        """Have the subprocess add `value`, after `cycles` of idling on the device; return the event that
+        follows.
+        """
         stream = torch.cuda.current_stream()
         number = self.map(tensor)
         event = self.events.record(stream)
@@ -86,13 +88,13 @@ class Child:
         return int(done[0])
 
     def kill(self) -> None:
-        """SIGKILL, and reap it."""
+        """Kill the subprocess with SIGKILL, and reap it."""
         self.process.kill()
         self.process.join(LIMIT_S)
         self.pipe.close()
 
     def release(self) -> None:
-        """It is dead, and there will be no next one."""
+        """Release all exports: the subprocess is dead, and there will be no next one."""
         while self.exports:
             self.exports.popitem()[1].release()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call] # of storages that have died before
@@ -125,7 +127,7 @@ class _Server:
         stream: StreamMessage,
         free: list[int],
     ) -> tuple[EventMessage, list[int]]:
-        """Nothing in here waits for the device."""
+        """Add on the stream that mirrors the trainer's; nothing in here waits for the device."""
         self.events.free(free)
         self.peer_events.open(event)
         counterpart = self.streams.get(stream)

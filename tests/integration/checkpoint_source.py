@@ -19,13 +19,13 @@ from torchft_like.checkpointing.state_stream import EncodedState
 
 
 def make_state(megabytes: int) -> dict[str, object]:
-    """The same in every process."""
+    """Return a state that is the same in every process."""
     generator = torch.Generator().manual_seed(megabytes)
     return {"model": {"w": torch.rand(megabytes * 250_000, generator=generator)}, "step": 5}
 
 
 def stop_transfers_after(pieces: int) -> None:
-    """From now on each transfer hangs after that many pieces, as on a source that has stopped."""
+    """Let each transfer hang after that many pieces from now on, as on a source that has stopped."""
     whole = EncodedState.part
 
     def part(self: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:

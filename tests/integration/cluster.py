@@ -11,7 +11,7 @@ from torchft_like.testing import cluster
 from torchft_like.testing.cluster import Group
 from torchft_like.testing.invariants import INVARIANTS
 
-# What each cluster checks when its block ends.
+# The invariants that each cluster checks when its block ends.
 CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
 
 

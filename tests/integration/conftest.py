@@ -1,4 +1,4 @@
-"""What every integration test needs: an environment that does not depend on who runs the tests."""
+"""An environment for every integration test that does not depend on the shell that runs the tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ OURS = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK
 
 @pytest.fixture(autouse=True)
 def _without_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the project reads is inherited from the shell."""
+    """Remove every variable that the project reads from the inherited environment."""
     for variable in filter(OURS.fullmatch, list(os.environ)):
         monkeypatch.delenv(variable)

@@ -1,7 +1,7 @@
-"""What every member of a coordinator does in a test, all at once, and what must come out of it.
+"""The calls that every member of a coordinator makes in a test, all at once, and their expected results.
 
-A case is a function of the coordinator; it raises an AssertionError where the result is not the one that
-is computed here without any communication.
+A case is a function of the coordinator; it raises an AssertionError where the result is not the one that is
+computed here without any communication.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def case(function: Case) -> Case:
 
 
 def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
-    """What a rank contributes: numbers that are small, and different for each rank and place."""
+    """Return a rank's contribution: small numbers that differ by rank and place."""
     count = torch.Size(shape).numel()
     numbers = (torch.arange(count) * 7 + rank * 3 + salt) % 5
     if dtype == torch.bool:
@@ -52,7 +52,7 @@ def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
 
 
 def total(world: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of all ranks' parts."""
+    """Return the sum of all ranks' parts."""
     parts = [part(rank, shape, dtype) for rank in range(world)]
     if dtype == torch.bool:
         return torch.stack(parts).any(0)
@@ -61,7 +61,7 @@ def total(world: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 
 
 def same(found: Any, expected: Any) -> None:
-    """Of one type, dtype and shape, bit for bit."""
+    """Check that two values have the same type, dtype and shape, and the same bits."""
     assert type(found) is type(expected), (type(found), type(expected))
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype
@@ -84,12 +84,12 @@ def same(found: Any, expected: Any) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """In the order of the elements."""
+    """Return the bytes of a tensor in the order of its elements."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def raised(act: Callable[[], object], *kinds: type[Exception]) -> str:
-    """The text of the error that `act` must raise."""
+    """Return the text of the error that `act` must raise."""
     try:
         result = act()
     except kinds as error:
@@ -129,7 +129,7 @@ def all_gather_joins_along_any_dim(c: GroupCoordinator) -> None:
 
 
 def rows_of(rank: int) -> int:
-    """Rank 1 has none."""
+    """Return the number of rows of a rank; rank 1 has none."""
     return (2, 0, 5, 1)[rank]
 
 
@@ -240,7 +240,7 @@ def send_and_recv_go_round(c: GroupCoordinator) -> None:
 
 
 def something(rank: int) -> dict[str, Any]:
-    """Of every type that travels."""
+    """Return a dict with a value of every type that can be sent."""
     return {
         "none": None,
         "numbers": [True, rank, -(2**70), 0.5, float("inf")],
@@ -289,7 +289,7 @@ def tensor_dicts_are_broadcast(c: GroupCoordinator) -> None:
 
 
 def many_tensors(rank: int) -> dict[str, Any]:
-    """Small ones, a large one, one without elements, and what is no tensor."""
+    """Return a dict of small tensors, a large one, one without elements, and a value that is no tensor."""
     small = {f"small {n}": part(rank, (n + 1, 3), dtype) for n, dtype in enumerate(ADDED)}
     large = part(rank, (300, 300))
     return {**small, "large": large, "turned": large.t().contiguous(), "rank": rank, "empty": torch.empty(0)}
@@ -304,7 +304,7 @@ def tensor_dicts_are_sent(c: GroupCoordinator) -> None:
         assert c.irecv_tensor_dict() == (None, [], [])
         return
     previous = (c.rank_in_group - 1) % c.world_size
-    coming = [c.irecv_tensor_dict() for _ in range(3)]  # before anybody has sent
+    coming = [c.irecv_tensor_dict() for _ in range(3)]  # before any member has sent
     going = [c.isend_tensor_dict({"n": n, **many_tensors(c.rank_in_group)}) for n in range(3)]
     for n in (2, 0, 1):
         found, handles, postprocess = coming[n]  # as vLLM's callers go on

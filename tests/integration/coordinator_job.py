@@ -1,4 +1,4 @@
-"""What test_group_coordinator asks of its ranks."""
+"""The functions that test_group_coordinator runs on its ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SHARES = {4: [[0, 1, 2, 3]], 3: [[0, 1, 2], [3]], 2: [[0, 2], OTHERS], 1: [[0], 
 
 
 def init(here: Here, rank: int, port: int) -> list[list[int]]:
-    """torch's default group, and a coordinator of every size; the ranks of each."""
+    """Make torch's default group, and a coordinator of every size; return the ranks of each."""
     torch.set_num_threads(1)
-    os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # the coordinator's own checks are to be seen
+    os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # only the coordinator's own checks are to be seen
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=PrefixStore("default", store), rank=rank, world_size=4)
     here.coordinators = {
@@ -53,7 +53,7 @@ def init(here: Here, rank: int, port: int) -> list[list[int]]:
 
 
 def run(here: Here, rank: int, case: str, which: str) -> None:
-    """A case, on one of the coordinators."""
+    """Run a case on one of the coordinators."""
     coordinator = here.coordinators[which]
     if "checked" in case:
         coordinator = GroupCoordinator.from_groups(coordinator.cpu_group, options=CHECKED)
@@ -61,7 +61,7 @@ def run(here: Here, rank: int, case: str, which: str) -> None:
 
 
 def start(here: Here, rank: int, port: int, prefix: str, world_size: int) -> None:
-    """torch's default group, and nothing else."""
+    """Make torch's default group, and nothing else."""
     torch.set_num_threads(1)
     here.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store = PrefixStore(prefix, here.store)
@@ -69,14 +69,14 @@ def start(here: Here, rank: int, port: int, prefix: str, world_size: int) -> Non
 
 
 def start_again(here: Here, rank: int, prefix: str) -> None:
-    """A new default group of the same ranks."""
+    """Replace the default group by a new one of the same ranks."""
     world_size = dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=PrefixStore(prefix, here.store), rank=rank, world_size=world_size)
 
 
 def make(here: Here, rank: int, *arguments: Any) -> str:
-    """What comes of a new coordinator; the last argument may be a dict of options."""
+    """Make a coordinator, and return how that ended; the last argument may be a dict of options."""
     told: dict[str, Any] = {"timeout": 5}
     if isinstance(arguments[-1], dict):
         told |= arguments[-1]
@@ -85,18 +85,18 @@ def make(here: Here, rank: int, *arguments: Any) -> str:
 
 
 def make_some_alone(here: Here, rank: int) -> None:
-    """Coordinators that the other ranks know nothing of."""
+    """Make coordinators that the other ranks know nothing of."""
     GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
     ElasticCoordinator("alone")
 
 
 def make_with(here: Here, rank: int, arguments: list[list[Any]]) -> str:
-    """Each rank with arguments of its own."""
+    """Make a coordinator with arguments that differ between the ranks."""
     return make(here, rank, *arguments[rank])
 
 
 def destroy(here: Here, rank: int) -> list[str]:
-    """What a coordinator says after it was destroyed, twice."""
+    """Destroy a coordinator twice, and return what its calls raise afterwards."""
     coordinator = here.coordinators.pop("queue")
     known = len(dist.distributed_c10d._world.pg_map)
     coordinator.destroy()
@@ -111,7 +111,7 @@ def destroy(here: Here, rank: int) -> list[str]:
 
 
 def slices(here: Here, rank: int, are_replicated: bool, declared: bool) -> Any:
-    """Ranks 0 and 2 send to ranks 1 and 3, and each pair has a tensor in common."""
+    """Send from ranks 0 and 2 to ranks 1 and 3; each pair has a tensor in common."""
     pairs = GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", True, group_name="pairs")
     whole = here.coordinators["4"]
     names = {"shared": True} if declared else {}
@@ -128,7 +128,9 @@ def slices(here: Here, rank: int, are_replicated: bool, declared: bool) -> Any:
 
 
 def slices_without_one(here: Here, rank: int, by_handle: bool) -> tuple[str, float]:
-    """As above, but what rank 2 sends lacks the tensor; and what the pairs add up afterwards."""
+    """Send as `slices` does, but without the tensor from rank 2; return the outcome, and what the pairs add
+    up afterwards.
+    """
     pairs = GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", True, group_name="pairs")
     whole = here.coordinators["4"]
 
@@ -145,7 +147,7 @@ def slices_without_one(here: Here, rank: int, by_handle: bool) -> tuple[str, flo
 
 
 def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
-    """How many graphs torch makes of a function with collectives in it, and what the function gives."""
+    """Return how many graphs torch makes of a function with collectives in it, and the function's result."""
     coordinator, graphs = here.coordinators["2"], []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -166,7 +168,7 @@ def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
 
 
 def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> None:
-    """A group of three with a coordinator, for one fault; each has passed a barrier."""
+    """Make a group of three with a coordinator, for one fault; each member has passed a barrier."""
     torch.set_num_threads(1)
     group: ProcessGroup = ProcessGroupGloo(LIMIT_S, check_collectives=False)
     if swallows:
@@ -174,17 +176,18 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
     group.configure(address, place, 3)
     here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed")
     here.coordinator.barrier()
-    here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))  # for a combine to come
+    # so that a later `combine` has a `dispatch` before it
+    here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))
 
 
 def use_a_queue(here: Here, rank: int, *geometry: int) -> Any:
-    """From now on rank 0 broadcasts objects through a queue; what it broadcasts first."""
+    """Let rank 0 broadcast objects through a queue from now on; return its first object."""
     make_a_queue(here, rank, [1, 2], *geometry)
     return here.coordinator.broadcast_object(["first"])
 
 
 def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> None:
-    """Rank 0 writes to the others, of which those that are named count as being on its machine."""
+    """Let rank 0 write to the others; the ranks in `local` count as being on its machine."""
     sizes = dict(zip(("max_chunk_bytes", "max_chunks"), geometry, strict=False))
     group, options = here.coordinator.cpu_group, CoordinatorOptions(**sizes)  # type: ignore[arg-type]
     here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed", options=options)
@@ -197,7 +200,7 @@ def make_a_queue(here: Here, rank: int, local: list[int], *geometry: int) -> Non
 
 
 def read_another_writers_queue(here: Here, rank: int, readers: list[int]) -> str:
-    """What comes of a queue that the group does not write, and whose readers have these ranks."""
+    """Use a queue that the group does not write, with readers of these ranks; return how that ended."""
     if rank > 0:
         return outcome_of(here.coordinator.create_mq_broadcaster)
     with MessageQueue(len(readers), len(readers), readers) as outside:
@@ -206,7 +209,7 @@ def read_another_writers_queue(here: Here, rank: int, readers: list[int]) -> str
 
 
 def make_a_queue_in_vain(here: Here, rank: int, local: list[int], fails: str) -> str:
-    """What comes of it when something fails on rank 2."""
+    """Make a queue while something fails on rank 2, and return how that ended."""
     method = getattr(MessageQueue, fails)
     if rank == 2:
         setattr(MessageQueue, fails, no_descriptors)
@@ -221,7 +224,7 @@ def no_descriptors(*_: object) -> None:
 
 
 def give_up(here: Here, rank: int, how: str) -> None:
-    """Go on without the others, who are not told."""
+    """Stop taking part, without telling the others."""
     if how == "destroys":
         here.coordinator.destroy()
     else:
@@ -229,14 +232,16 @@ def give_up(here: Here, rank: int, how: str) -> None:
 
 
 def broadcast_object(here: Here, rank: int) -> str:
-    """What comes of one more."""
+    """Broadcast one more object, and return how that ended."""
     return outcome_of(lambda: here.coordinator.broadcast_object(["second"]))
 
 
 def broadcast_beyond_a_limit(
     here: Here, rank: int, nbytes: int, limit: int = resource.RLIMIT_FSIZE
 ) -> list[str]:
-    """What comes of an object that no file can hold, or that none can be opened for, and of the next."""
+    """Broadcast an object that no file can hold, or that no file can be opened for, and another; return how
+    both ended.
+    """
     unlimited = resource.getrlimit(limit)
     if rank == 0:
         resource.setrlimit(limit, (3, unlimited[1]))
@@ -249,12 +254,12 @@ def broadcast_beyond_a_limit(
 
 
 def broadcast_a_set(here: Here, rank: int) -> str:
-    """What comes of something that does not travel."""
+    """Broadcast a value of a type that cannot be sent, and return how that ended."""
     return outcome_of(lambda: here.coordinator.broadcast_object({"a": {1}}))
 
 
 def begin(here: Here, rank: int, name: str) -> None:
-    """Call something in another thread; returns when the call has begun a collective."""
+    """Call something in another thread; return when the call has begun a collective."""
     entered, start = threading.Event(), Generation._start
 
     def announce(generation: Generation, *args: Any) -> Any:
@@ -280,13 +285,13 @@ def is_blocked(here: Here, rank: int) -> bool:
 
 
 def end(here: Here, rank: int) -> str:
-    """What came of the call."""
+    """Return how the call that was begun ended."""
     here.calling.join(LIMIT_S)
     return "it hangs" if here.calling.is_alive() else here.outcome
 
 
 def outcome_of(act: Callable[[], object]) -> str:
-    """The error that it ends with."""
+    """Return the error that `act` ends with, in words."""
     try:
         return f"no error: {act()}"
     except Exception as error:  # noqa: BLE001 - the test reads it
@@ -294,7 +299,7 @@ def outcome_of(act: Callable[[], object]) -> str:
 
 
 def big(c: GroupCoordinator) -> dict[str, Any]:
-    """More than fits into a socket's buffers."""
+    """Return more data than fits into a socket's buffers."""
     return {"x": torch.ones(1 << 22), "y": c.rank}
 
 

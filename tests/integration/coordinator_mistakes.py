@@ -1,4 +1,4 @@
-"""More cases for coordinators: what comes of wrong arguments, most of them of one rank alone."""
+"""Cases of wrong arguments for coordinators, most of them on one rank alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["CASES"]
 
 
 def odd(c: GroupCoordinator) -> bool:
-    """Whether the caller is the one that is wrong."""
+    """Return whether the caller is the rank that makes the mistake."""
     return c.is_last_rank
 
 
 def refused(c: GroupCoordinator, act: Callable[[bool], object], *own: type[Exception]) -> None:
-    """Every rank gets an error, and the group stays usable.
+    """Check that every rank gets an error, and that the group stays usable.
 
     Args:
         act: the call, right or wrong.

@@ -1,4 +1,6 @@
-"""What test_elastic asks of the members of an elastic coordinator, and of replicas with a managed one."""
+"""The functions that test_elastic runs on members of an elastic coordinator, and on replicas with a managed
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torchft_like.group_coordinator import (
 from torchft_like.group_coordinator.elastic.ballot import Ballot
 
 Here = SimpleNamespace
-PATIENCE_S = 300.0  # far above any limit of the tests: what ends by it fails them
+PATIENCE_S = 300.0  # far above any limit of the tests, so that a test fails that ends by it
 
 
 def make(here: Here, rank: int, name: str) -> None:
@@ -34,7 +36,7 @@ def begin(here: Here, rank: int, epoch: int, address: str, members: Sequence[str
 
 
 def begin_and_say_nothing(here: Here, rank: int, epoch: int, address: str, members: Sequence[str]) -> bool:
-    """Meet the others, and stop there for ever; returns when it has come so far."""
+    """Meet the others and then stop for ever; return when the member has come so far."""
     has_met = threading.Event()
 
     def say_nothing(ballot: Ballot, rank: int, text: str) -> None:
@@ -51,7 +53,7 @@ def wait_ready(here: Here, rank: int) -> bool:
 
 
 def complete(here: Here, rank: int) -> str:
-    """The class of the error, "" if there is none."""
+    """Complete the change; return the class of the error, "" if there is none."""
     try:
         here.change.complete()
     except Exception as error:  # noqa: BLE001 - the test reads it
@@ -64,7 +66,7 @@ def complete_aside(here: Here, rank: int) -> None:
 
 
 def total(here: Here, rank: int) -> float | str:
-    """The sum of ones over the members, or the class of the error."""
+    """Return the sum of ones over the members, or the class of the error."""
     try:
         return float(here.coordinator.all_reduce(torch.ones(1)).item())
     except Exception as error:  # noqa: BLE001 - the test reads it
@@ -112,7 +114,9 @@ def join(here: Here, rank: int, name: str, lighthouse: str) -> None:
 
 
 def step(here: Here, rank: int) -> dict[str, Any]:
-    """One step: tokens to experts that return them and back, and a handle of the last quorum."""
+    """Run one step: tokens go to experts that return them and back; also wait for a handle of the last
+    quorum.
+    """
     here.manager.start_quorum()
     found: dict[str, Any] = {"error": ""}
     try:

@@ -1,6 +1,6 @@
-"""What a process and its descendants hold, and what they hold more of than before.
+"""The resources that a process and its descendants hold, and what they hold more of than before.
 
-Counted: processes, threads by name, descriptors by kind, entries of /dev/shm, mapped files by name,
+It counts processes, threads by name, descriptors by kind, entries of /dev/shm, mapped files by name,
 anonymous mappings, and resident memory. Two footprints differ where something was left behind.
 """
 
@@ -25,7 +25,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Allowance:
-    """How much more there may be of what no program holds constant: the allocator's work.
+    """The increase that is allowed in what no program holds constant, because of the memory allocator.
 
     Attributes:
         mappings: anonymous ones: arenas and the stacks of threads that the C library keeps.
@@ -38,14 +38,14 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Footprint:
-    """See the module."""
+    """The resources that a process and its descendants hold at one time."""
 
     things: Counter[str]
     mappings: int
     resident: int
 
     def excess(self, before: Footprint, allowed: Allowance) -> list[str]:
-        """What there is more of than before, in words."""
+        """Return what there is more of than before, in words."""
         found = [f"{count} more: {thing}" for thing, count in sorted((self.things - before.things).items())]
         if (mappings := self.mappings - before.mappings) > allowed.mappings:
             found.append(f"{mappings} more: anonymous mappings")
@@ -55,7 +55,7 @@ class Footprint:
 
 
 def take() -> Footprint:
-    """Of this process, with its descendants."""
+    """Count the resources of this process and its descendants."""
     gc.collect()
     own = psutil.Process()
     everybody = [own, *own.children(recursive=True)]
@@ -67,7 +67,7 @@ def take() -> Footprint:
 
 
 def excess_after(before: Footprint, allowed: Allowance) -> list[str]:
-    """What is still held once what ends by itself has had time to end."""
+    """Return what is still held once everything that ends by itself has had time to end."""
     deadline = time.monotonic() + SETTLE_S
     while (found := take().excess(before, allowed)) and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
@@ -75,7 +75,7 @@ def excess_after(before: Footprint, allowed: Allowance) -> list[str]:
 
 
 def left_by(act: Callable[[int], object], warm_up: int, repeats: int, allowed: Allowance) -> list[str]:
-    """What `repeats` calls leave behind, after `warm_up` that are not counted."""
+    """Return what `repeats` calls leave behind, after `warm_up` calls that are not counted."""
     for index in range(warm_up):
         act(index)
     before = _settled()
@@ -85,7 +85,7 @@ def left_by(act: Callable[[int], object], warm_up: int, repeats: int, allowed: A
 
 
 def _settled() -> Footprint:
-    """A footprint that does not shrink any more: what is about to end must not hide what is left."""
+    """Return a footprint that no longer shrinks: what is about to end must not hide what is left."""
     deadline = time.monotonic() + SETTLE_S
     last = take()
     while time.monotonic() < deadline:
@@ -99,21 +99,21 @@ def _settled() -> Footprint:
 
 def _things(pid: int) -> Iterator[str]:
     yield "process"
-    with contextlib.suppress(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # the process has just ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             yield f"thread {(task / 'comm').read_text().strip()}"
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 yield f"descriptor {_kind(os.readlink(descriptor))}"
 
 
 def _mapped(pid: int) -> list[str]:
-    """The name behind each mapping, empty for anonymous ones."""
+    """Return the name behind each mapping, empty for anonymous ones."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line[73:].strip() for line in lines]
 
 
 def _kind(name: str) -> str:
-    """Without what is different every time: numbers and random parts."""
+    """Replace what differs every time in a name: numbers and random parts."""
     return re.sub(r"[0-9a-zA-Z]*\d[0-9a-zA-Z]*", "*", name)

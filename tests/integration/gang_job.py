@@ -1,4 +1,4 @@
-"""What test_gang asks of its ranks."""
+"""The functions that test_gang runs on its ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def be_started(rank: int, port: int, world_size: int) -> None:
-    """As if by torchrun."""
+    """Set the environment that torchrun would set."""
     torch.set_num_threads(1)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -60,7 +60,7 @@ def start_again(here: Here, rank: int) -> str:
 
 
 def use_everything(here: Here, rank: int) -> dict[str, Any]:
-    """Every function of the gang and of gangs made of it."""
+    """Use every function of the gang and of gangs made of it."""
     gang: Gang = here.gang
     gangs = create_fsdp_gangs(create_parallel_gangs(gang, tp_size=2))
     turned = gang.create_gang(list(reversed(range(gang.size))))
@@ -70,7 +70,7 @@ def use_everything(here: Here, rank: int) -> dict[str, Any]:
     objects: list[Any] = [{"rank": rank, "values": torch.arange(rank)}]
     gangs.dp.broadcast_objects(objects, source_rank=1)
     rows = torch.full((2, 3), float(rank))
-    gang.all_reduce(rows[:, 1], ReduceOperation.MEAN)  # with gaps, which are none of its business
+    gang.all_reduce(rows[:, 1], ReduceOperation.MEAN)  # with gaps, which the gang must leave alone
     gang.barrier()
     return {
         "tp": all_sum(gangs.tp, 10**rank).item(),
@@ -82,7 +82,7 @@ def use_everything(here: Here, rank: int) -> dict[str, Any]:
 
 
 def train_over_a_part(here: Here, rank: int) -> list[float]:
-    """The gradient that DDP over a part leaves."""
+    """Return the gradient that DDP over a part of the gang leaves."""
     gangs = create_parallel_gangs(here.gang, tp_size=2)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=gangs.dp.as_process_group())
@@ -94,7 +94,7 @@ def train_over_a_part(here: Here, rank: int) -> list[float]:
 
 
 def shard_over_a_part(here: Here, rank: int) -> list[float]:
-    """The gradient that FSDP over a part leaves."""
+    """Return the gradient that FSDP over a part of the gang leaves."""
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - the other tests need not load it
 
     part = here.gang.create_gang([1, 0])
@@ -109,7 +109,7 @@ def shard_over_a_part(here: Here, rank: int) -> list[float]:
 
 
 def run_example(here: Here, rank: int, port: int, world_size: int) -> str:
-    """examples/parallel_gangs.py in this process: what it prints."""
+    """Run examples/parallel_gangs.py in this process, and return what it prints."""
     be_started(rank, port, world_size)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path("examples/parallel_gangs.py", run_name="__main__")
@@ -147,7 +147,7 @@ def configure(here: Here, rank: int, address: str, world_size: int) -> None:
 
 
 def begin(here: Here, rank: int, call: str) -> None:
-    """Call a function of the gang, aside; `outcome` tells what became of it."""
+    """Call a function of the gang on another thread; `outcome` tells how it ended."""
     here.ended, here.outcome = threading.Event(), "no error"
     here.began = threading.Event()
     gang = getattr(here, "part", None) or here.gang
@@ -166,7 +166,7 @@ def begin(here: Here, rank: int, call: str) -> None:
 
 
 def outcome(here: Here, rank: int) -> tuple[str, bool]:
-    """The class of the error that what was begun ended with, and whether it has a cause."""
+    """Return the class of the error that the call ended with, and whether it has a cause."""
     if not here.ended.wait(50):
         return "still blocked", False
     return here.outcome, getattr(here, "cause", None) is not None

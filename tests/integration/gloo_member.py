@@ -1,4 +1,6 @@
-"""What ranks are in test_gloo_abort and others: a member of a Gloo group, or the host of a store."""
+"""The objects that ranks of test_gloo_abort and others run: a member of a Gloo group, or the host of a
+store.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LIMIT_S = 60.0
 
 
 def serve_store() -> TCPStore:
-    """A store that sees IPv4 addresses: about others it would ask the name server, and wait for it."""
+    """Return a store that sees IPv4 addresses: about others it would ask the name server, and wait for it."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -41,7 +43,7 @@ class Member:
     """A member of a Gloo group."""
 
     def __init__(self) -> None:
-        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # groups without the check, as they say
+        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # groups do not check, as their argument says
         self.group = ProcessGroupGloo(300, check_collectives=False)
 
     def configure(self, address: str, rank: int, world_size: int) -> None:
@@ -53,14 +55,14 @@ class Member:
         return float(tensor[0])
 
     def allreduce_and_abort(self) -> str:
-        """What becomes of a collective, begun over whatever the connections are by now, after an abort."""
+        """Begin a collective over the present connections, abort it, and return the class of its error."""
         with ThreadPoolExecutor(1) as aside:
             blocked = aside.submit(self.allreduce, 1.0)
             self.group.abort()
             return type(blocked.exception(LIMIT_S)).__name__
 
     def stop_once_published(self) -> None:
-        """The next configure stops this process when its address is in the store."""
+        """Let the next `configure` stop this process once its address is in the store."""
         original = AbortableStore.wait
 
         def stop(store: AbortableStore, keys: list[str], timeout: timedelta | None = None) -> Any:

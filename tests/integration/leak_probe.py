@@ -45,7 +45,7 @@ class Subject(Protocol):
 
 
 def left_by_rounds(_: object, subject: str, store: int, warm_up: int, repeats: int) -> list[str]:
-    """What is left after `repeats` rounds; the empty list if nothing is.
+    """Return what is left after `repeats` rounds; an empty list if nothing is.
 
     `store` is the port of another process: a store keeps what it is told, and so grows.
     """
@@ -58,7 +58,7 @@ def left_by_rounds(_: object, subject: str, store: int, warm_up: int, repeats: i
 
 
 def allowance(repeats: int) -> Allowance:
-    """What the allocator may take.
+    """Return what the allocator may take.
 
     Two of torch's own Gloo groups, made and destroyed again and again, keep 3 KB more each time; ours
     keep up to 4 KB, a round being two groups too.
@@ -99,10 +99,10 @@ class Pair:
         assert tensor[0] == RANKS
 
     def _abort_configure(self, index: int) -> None:
-        """One rank waits for the other, who never comes."""
+        """Abort one rank's `configure`, which waits for a rank that never comes."""
         rank = index % RANKS
         waiting = self._threads.submit(self._configure, rank, self._prefix())
-        while not waiting.done():  # an abort before the start of `configure` is none of it
+        while not waiting.done():  # an abort before `configure` begins does not end it
             self._groups[rank].abort("the probe has enough")
             wait([waiting], timeout=0.002)
         assert isinstance(waiting.exception(LIMIT_S), ProcessGroupAbortedError)
@@ -122,7 +122,7 @@ class Pair:
 
 
 class ManagedPair:
-    """Two managed groups, whose Managers configure them because every step fails."""
+    """Two managed groups; their Managers configure them because every step fails."""
 
     def __init__(self, store: int) -> None:
         self._store = store

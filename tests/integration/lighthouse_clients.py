@@ -1,4 +1,4 @@
-"""Clients of a lighthouse, for tests: everything is a context manager and is ended by it.
+"""Clients of a lighthouse, for tests; each is a context manager, which ends it.
 
 `python -m tests.integration.lighthouse_clients ADDRESS REPLICA_ID` is a session in a process of its
 own, to be killed or stopped: it registers, joins, and prints one line for each message it gets.
@@ -26,7 +26,7 @@ LIMIT_S = 30.0
 
 
 class SessionClient:
-    """A replica group's session, with a thread that collects what comes down."""
+    """A replica group's session, with a thread that collects the lighthouse's messages."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class SessionClient:
         self._channel.close()
 
     def start_reading(self) -> None:
-        """Until then flow control holds messages back at the lighthouse."""
+        """Begin to read; until then flow control holds messages back at the lighthouse."""
         self._reader.start()
 
     def send(self, **request: object) -> None:
         self.say(pb.SessionRequest(**request))  # type: ignore[arg-type]
 
     def say(self, request: pb.SessionRequest) -> None:
-        """Send what may be of no known kind."""
+        """Send a request, even of a kind that the lighthouse does not know."""
         self._requests.put(request)
 
     def join(self, **fields: object) -> None:
@@ -88,25 +88,25 @@ class SessionClient:
         return self._next("registered").registered
 
     def quorum(self) -> pb.Quorum:
-        """The next message, which must be a quorum."""
+        """Return the next message, which must be a quorum."""
         return self._next("quorum").quorum
 
     def member_lost(self) -> pb.MemberLost:
-        """The next message, which must be an alarm."""
+        """Return the next message, which must be an alarm."""
         return self._next("member_lost").member_lost
 
     def left_out(self) -> pb.LeftOut:
-        """The next message, which must say that a quorum does without this replica."""
+        """Return the next message, which must say that a quorum was formed without this replica."""
         return self._next("left_out").left_out
 
     def quorum_or_loss(self) -> pb.Quorum | pb.MemberLost:
-        """The next message, which must be one of the two."""
+        """Return the next message, which must be one of the two."""
         response = self._responses.get(timeout=LIMIT_S)
         assert isinstance(response, pb.SessionResponse), response
         return response.quorum if response.HasField("quorum") else response.member_lost
 
     def end(self) -> tuple[grpc.StatusCode, str]:
-        """How the lighthouse ended the session; messages before that are skipped."""
+        """Return how the lighthouse ended the session; messages before that are skipped."""
         while True:
             response = self._responses.get(timeout=LIMIT_S)
             if isinstance(response, grpc.RpcError):
@@ -130,7 +130,9 @@ class SessionClient:
 
 
 class UnaryClient:
-    """A replica group as torchft has it: two unary calls. And sessions made by hand, request by request."""
+    """A replica group that makes torchft's two unary calls, and sessions whose requests a test writes by
+    hand.
+    """
 
     def __init__(self, address: str) -> None:
         self._channel = make_channel(parse_address(address))
@@ -158,7 +160,9 @@ class UnaryClient:
         return self._quorum.future(pb.LighthouseQuorumRequest(requester=member), timeout=LIMIT_S)
 
     def session(self, *requests: pb.SessionRequest | bytes) -> list[bytes]:
-        """Everything that the lighthouse answers before it ends the session; raises what it ends with."""
+        """Return everything that the lighthouse answers before it ends the session; raise the error it ends
+        with.
+        """
         method = self._channel.stream_stream(
             wire.SESSION, request_serializer=_serialized, response_deserializer=bytes
         )
@@ -170,7 +174,7 @@ class UnaryClient:
 
 @contextlib.contextmanager
 def session_process(address: str, replica_id: str) -> Iterator[ForkedProcess]:
-    """A session in a process of its own, which writes a line for each message that it gets."""
+    """Start a session in a process of its own, which writes a line for each message that it gets."""
     process = ForkedProcess([__name__, address, replica_id])
     try:
         yield process
@@ -180,7 +184,7 @@ def session_process(address: str, replica_id: str) -> Iterator[ForkedProcess]:
 
 @contextlib.contextmanager
 def registered(address: str, *replica_ids: str) -> Iterator[list[SessionClient]]:
-    """Sessions that the lighthouse has registered, in this order."""
+    """Yield sessions that the lighthouse has registered, in this order."""
     with contextlib.ExitStack() as stack:
         clients = []
         for replica_id in replica_ids:

@@ -22,11 +22,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-BATCHES = 3  # per worker: enough that it is alive, and has more to load, while its trainer trains
+BATCHES = 3  # per worker, so that it is alive and has more to load while its trainer trains
 
 
 class Served(Dataset[Tensor]):
-    """Read by a gRPC client of each worker, as a dataset that lives on a server is."""
+    """A dataset that each worker reads through a gRPC client of its own, as if it lived on a server."""
 
     def __init__(self, target: str, length: int) -> None:
         self.target = target
@@ -45,14 +45,16 @@ class Served(Dataset[Tensor]):
 
 
 def chosen(start: int) -> tuple[type[DataLoader[Any]], str, bool]:
-    """The loader, the start method, and whether its workers persist; every fifth does not fork."""
+    """Return the loader, the start method, and whether its workers persist; every fifth loader does not
+    fork.
+    """
     loaders = (DataLoader, StatefulDataLoader)
     method = ("spawn", "forkserver")[(start // 5 + start // 10) % 2] if start % 5 == 4 else "fork"
     return loaders[start % 2], method, start // 2 % 2 == 0
 
 
 def batches(starts: int, target: str) -> Iterator[Tensor]:
-    """What the loaders give; each is let go when its last batch has been used."""
+    """Yield what the loaders load; each loader is released when its last batch has been used."""
     for start in range(starts):
         kind, method, persistent = chosen(start)
         workers = 2 + (start // 5 if method != "fork" else start) % 3

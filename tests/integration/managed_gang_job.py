@@ -1,4 +1,4 @@
-"""What test_managed_gang asks of its replicas, beside `begin` and `outcome` of gang_job."""
+"""The functions that test_managed_gang runs on its replicas, beside `begin` and `outcome` of gang_job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Here = SimpleNamespace
 
 
 def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bool = False) -> None:
-    """A replica group of one rank, whose state is one number."""
+    """Start a replica group of one rank, whose state is one number."""
     torch.set_num_threads(1)
     here.state = torch.zeros(1)
     here.manager = Manager(
@@ -36,7 +36,9 @@ def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bo
 
 
 def step(here: Here, rank: int, number: float) -> dict[str, Any]:
-    """One step: the sum of the members' numbers goes to the state; what the gangs of the quorum gave."""
+    """Run one step that adds the sum of the members' numbers to the state; return what the gangs of the
+    quorum gave.
+    """
     here.manager.start_quorum()
     found: dict[str, Any] = {}
     try:
@@ -55,7 +57,7 @@ def step(here: Here, rank: int, number: float) -> dict[str, Any]:
 
 
 def step_until(here: Here, rank: int, number: float, size: int) -> dict[str, Any]:
-    """Steps until one is committed by a quorum of `size`: that one, and the errors before it."""
+    """Run steps until a quorum of `size` commits one; return that step, and the errors before it."""
     errors: set[str | None] = set()
     while True:
         found = step(here, rank, number)
@@ -79,7 +81,7 @@ def open_part(here: Here, rank: int) -> int:
 
 
 def use_old_part(here: Here, rank: int) -> str:
-    """The class of the error."""
+    """Use the gang of an older quorum, and return the class of the error."""
     try:
         here.old.barrier()
     except Exception as error:  # noqa: BLE001 - the test reads it

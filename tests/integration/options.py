@@ -1,4 +1,4 @@
-"""What a test tells a worker: one object on the harness's side and on the worker's."""
+"""The options that a test gives a worker: one class for the harness and for the worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How one rank trains; the harness fills in the first two.
+    """How one rank trains; the harness fills in the first two fields.
 
     Attributes:
         name: of the replica group.
