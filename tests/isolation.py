@@ -1,6 +1,6 @@
 """A test in a process of its own, with a limit: a hang, or a crash, ends that test and not the run.
 
-A thread that waits for a device cannot be interrupted: what hangs there is ended by SIGKILL alone. So the
+A thread that waits for a device cannot be interrupted: only SIGKILL ends it. So the
 process that runs the tests never touches the device. It forks for each test, which sets up every fixture
 anew; the fork leads a session, and at the limit all of that session is killed.
 """
@@ -46,7 +46,7 @@ def _run(item: pytest.Item, limit_s: float) -> list[pytest.TestReport]:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning
-            )  # of a fork beside threads, which it never asks
+            )  # the fork never asks for the threads of its parent
             pid = os.fork()
         if pid == 0:
             _be_the_test(item, Path(reports.name), output, parent)
@@ -63,7 +63,7 @@ def _restored(item: pytest.Item, data: dict[str, Any], output: str) -> pytest.Te
     report: pytest.TestReport = item.config.hook.pytest_report_from_serializable(
         config=item.config, data=data
     )
-    if isinstance(report.longrepr, list):  # where and why it was skipped, a tuple before it was JSON
+    if isinstance(report.longrepr, list):  # where and why the test was skipped: a tuple before it was JSON
         report.longrepr = tuple(report.longrepr)
     if report.failed:
         report.sections.append(("output of the test's process", output))
@@ -71,7 +71,7 @@ def _restored(item: pytest.Item, data: dict[str, Any], output: str) -> pytest.Te
 
 
 def _be_the_test(item: pytest.Item, reports: Path, output: IO[str], parent: int) -> None:
-    """In the fork, which ends here."""
+    """Run the test in the fork, which ends here."""
     code = 1
     try:
         os.setsid()
@@ -79,7 +79,8 @@ def _be_the_test(item: pytest.Item, reports: Path, output: IO[str], parent: int)
         capture = item.config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.stop_global_capturing()
-            capture._method = "no"  # what the test writes is in `output`, whatever becomes of it
+            # everything that the test writes is in `output`, even if the test is killed
+            capture._method = "no"
             capture.start_global_capturing()
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
@@ -88,7 +89,7 @@ def _be_the_test(item: pytest.Item, reports: Path, output: IO[str], parent: int)
                 data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
                 file.write(json.dumps(data) + "\n")
         code = 0
-    except BaseException:  # noqa: BLE001 - the process that runs the tests is told
+    except BaseException:  # noqa: BLE001 - the output tells it to the process that runs the tests
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -97,7 +98,7 @@ def _be_the_test(item: pytest.Item, reports: Path, output: IO[str], parent: int)
 
 
 def _wait(pid: int, deadline: float) -> int | None:
-    """How the process ended, all of whose session is gone then; None if it had to be killed."""
+    """Return how the process ended, once its whole session is gone; None if it had to be killed."""
     try:
         while time.monotonic() < deadline:
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""What some versions of torch do not have, for tests that need it (docs/versions.md)."""
+"""Marks for tests that need something that some versions of torch lack (docs/versions.md)."""
 
 from __future__ import annotations
 

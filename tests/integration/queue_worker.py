@@ -1,7 +1,7 @@
-"""Processes with one end of a message queue each, which do what a test tells them.
+"""Processes with one end of a message queue each, which carry out a test's commands.
 
-Run as a module it loads torch once, prints a port, and forks for every connection to it. What is said on
-a connection is plain data: a dict with `do` and its arguments, answered by `ok` or by an error's name.
+Run as a module it loads torch once, prints a port, and forks for every connection to it. The messages on a
+connection are plain data: a dict with `do` and its arguments, answered by `ok` or by an error's name.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Peer:
         self.pid = int(self._receive()["ok"])
 
     def ask(self, do: str, **arguments: object) -> Any:
-        """The result; an error of the other process fails the test."""
+        """Send a command and return its result; an error of the other process fails the test."""
         self.begin(do, **arguments)
         return self.result()
 
     def fails(self, do: str, **arguments: object) -> str:
-        """The name and the text of the error that it ends with."""
+        """Send a command and return the name and the text of the error that it ends with."""
         self.begin(do, **arguments)
         return self.error()
 
     def begin(self, do: str, **arguments: object) -> None:
-        """Ask, and look for the answer later."""
+        """Send a command; `result` or `error` returns the answer later."""
         send(self._connection, {"do": do, **arguments})
         self._has_begun = False
 
     def wait_for_begin(self) -> None:
-        """Until the other process is about to do it."""
+        """Wait until the other process is about to carry out the command."""
         if not self._has_begun:
             assert self._receive() == {"begin": True}
             self._has_begun = True
@@ -79,12 +79,12 @@ class Peer:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill the process with SIGKILL, and wait until it is gone."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until the process is gone."""
         while True:
             try:
                 if receive(self._connection) is None:
@@ -102,7 +102,7 @@ def send(connection: socket.socket, value: object) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """None at the end of the connection."""
+    """Receive a message; None at the end of the connection."""
     head = _exactly(connection, _LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -120,7 +120,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class Worker:
-    """One end of a queue, once it is told which."""
+    """One end of a queue, once a command has said which."""
 
     def __init__(self) -> None:
         self.queue: MessageQueue | None = None
@@ -150,19 +150,19 @@ class Worker:
         return [self._queue().readers, self._queue().lost_readers]
 
     def do_lost(self, rank: int) -> object:
-        """The readers that are lost, once `rank` is one of them."""
+        """Return the readers that are lost, once `rank` is one of them."""
         deadline = time.monotonic() + LIMIT_S
         while rank not in self._queue().lost_readers and time.monotonic() < deadline:
             time.sleep(0.002)
         return self._queue().lost_readers
 
     def do_stream(self, sizes: list[int], count: int) -> None:
-        """`count` tensors of these sizes in turn, each full of its number."""
+        """Enqueue `count` tensors of these sizes in turn, each full of its number."""
         for number in range(count):
             self._queue().enqueue(torch.full((sizes[number % len(sizes)],), number), LIMIT_S)
 
     def do_drain(self, sizes: list[int], count: int) -> object:
-        """How many of them came, whole and in order, and what ended it."""
+        """Dequeue the tensors; return how many came, whole and in order, and the error that ended it."""
         number = 0
         try:
             while number < count:
@@ -176,7 +176,9 @@ class Worker:
         return [number, None]
 
     def do_fork(self) -> object:
-        """A fork that lives on and tries to use the queue; its process id and what it got."""
+        """Make a fork that lives on and tries to use the queue; return its process id and the error that it
+        got.
+        """
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
             try:
@@ -196,7 +198,7 @@ class Worker:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Until the connection ends, or the process is told to exit."""
+    """Carry out commands until the connection ends, or a command says to exit."""
     worker = Worker()
     send(connection, {"ok": os.getpid()})
     while (order := receive(connection)) is not None:
@@ -212,7 +214,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks end without being waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks end without being waited for
     host = os.getpid()
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(f"port {server.getsockname()[1]}", flush=True)

@@ -1,7 +1,7 @@
 """A model whose parameters are sharded over the ranks of a replica group, for the worker; and a replay.
 
-The replay trains the same model in one process on the data of whoever took part, without torch's
-FSDP and without a Manager: what a run with faults has to arrive at.
+The replay trains the same model in one process on the data of the ranks that took part, without torch's FSDP
+and without a Manager: a run with faults has to arrive at the same parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchft_like.fsdp import ShardedState, average_over_replicas
 from torchft_like.testing.invariants import Commit
 from torchft_like.testing.journal import Journal
 
-# How a network is sharded and its gradients are averaged.
+# The ways in which a network is sharded and its gradients are averaged.
 WAYS = (
     "hsdp",  # FSDP over both dimensions of a mesh, which asks the elastic group for an average
     "sum",  # the same, but it asks for a sum, and divides by the group's size itself
@@ -69,14 +69,14 @@ class ShardedModel:
         self._state = ShardedState(self.net, self.optimizer)
 
     def backward(self, step: int) -> None:
-        """Gradients of all the networks, averaged."""
+        """Compute the gradients of all the networks, averaged."""
         for way, part in self._parts.items():
             batch = batch_of(self._name, data_rank(way, self._rank), step)
             inputs, targets = (tensor.to(self._device) for tensor in batch)
             nn.functional.mse_loss(part.net(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
     def digest(self) -> str:
-        """Of this rank's shards, those of the optimizer too."""
+        """Return a digest of this rank's shards, those of the optimizer included."""
         return state_digest(self._state.state_dict())[:16]
 
     def state_dict(self) -> dict[str, object]:
@@ -107,11 +107,11 @@ class ShardedModel:
         flip_bit({"parameter": last, "optimizer": momentum}[part].to_local())
 
     def watched(self) -> list[nn.Parameter]:
-        """What is the same on the same rank of all replica groups."""
+        """Return the tensors that are the same on the same rank of all replica groups."""
         return list(self.net.parameters())
 
     def write(self, journal: Journal, step: int) -> None:
-        """Write down all parameters; every rank of the group calls it."""
+        """Write down all parameters; every rank of the group calls this."""
         for way, part in self._parts.items():
             full = [p.full_tensor() for p in part.net.parameters() if isinstance(p, DTensor)]
             values = torch.cat([parameter.flatten() for parameter in full]).tolist()
@@ -124,7 +124,7 @@ class ShardedPart:
     def __init__(self, way: str, manager: Manager, device: str) -> None:
         self.net = make_net().to(device)
         if way == "hook":
-            # The meshes before this one have started the default group.
+            # The meshes made before this one have started the default group.
             self._shard(init_device_mesh(device, (GROUP_SIZE,)))
             average_over_replicas(manager, self.net)
             return
@@ -156,7 +156,10 @@ def flip_bit(tensor: Tensor) -> None:
 
 
 def make_net() -> nn.Sequential:
-    """The same everywhere. Of the last layers one rank has two rows and one, the other one and none."""
+    """Return a network that is the same on every rank.
+
+    Of its last layers one rank has two rows and one row, the other rank one row and none.
+    """
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 1))
 
@@ -166,12 +169,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def data_rank(way: str, rank: int) -> int:
-    """Ranks that split the layers between them see the same data."""
+    """Return the rank whose data this rank sees: ranks that split the layers between them see the same
+    data.
+    """
     return 0 if way == "tp" else rank
 
 
 def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """The data of one rank of a replica group in one step."""
+    """Return the data of one rank of a replica group in one step."""
     generator = torch.Generator().manual_seed((ord(name) * GROUP_SIZE + rank) * 1_000_000 + step)
     return torch.randn(16, 8, generator=generator), torch.randn(16, 1, generator=generator)
 
@@ -192,7 +197,7 @@ class Replayed(NamedTuple):
 def replay(
     commits: Sequence[Commit], names: str, way: str, written: Mapping[int, Tensor]
 ) -> Iterator[Replayed]:
-    """The steps that were committed, by plain training.
+    """Yield the committed steps, by plain training.
 
     Where the workers round, each step starts from what they wrote after the last one: their errors then
     do not add up, but for those in the momentum. A wrong divisor in a single step is off by twenty times
@@ -222,7 +227,9 @@ def replay(
 
 
 def set_gradients(net: nn.Module, commit: Commit, contributors: Sequence[str], way: str) -> float:
-    """The average over the participants; returns the largest number in any contribution."""
+    """Set the gradients to the average over the participants; return the largest number in any
+    contribution.
+    """
     ranks = {data_rank(way, rank) for rank in range(GROUP_SIZE)}
     parameters = list(net.parameters())
     sums, largest = [torch.zeros_like(p) for p in parameters], 0.0

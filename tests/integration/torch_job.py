@@ -1,4 +1,4 @@
-"""What test_registration asks of its ranks: a job in torch's own words, over our backends."""
+"""The functions that test_registration runs on its ranks: a job in torch's own words, over our backends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # functional collectives import it when first used: once here, not in every rank
+import torch._dynamo  # functional collectives import it when first used: this way once, and not in every rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import torchft_like  # noqa: F401 - it registers the backends
+import torchft_like  # noqa: F401 - importing it registers the backends
 
 Here = SimpleNamespace
 
@@ -24,7 +24,7 @@ Here = SimpleNamespace
 def init(
     here: Here, rank: int, backend: str, world_size: int, where: Mapping[str, str], timeout_s: float = 60.0
 ) -> str:
-    """init_process_group; `where` is an `init_method`, or the environment of `env://`."""
+    """Call init_process_group; `where` is an `init_method`, or the environment of `env://`."""
     if "init_method" in where:
         members = {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where, **members)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def init(
 
 
 def init_in_vain(here: Here, rank: int, *args: Any) -> str:
-    """The error of an init that does not succeed."""
+    """Return the error of an init that does not succeed."""
     try:
         init(here, rank, *args)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
@@ -76,13 +76,13 @@ def default() -> Any:
 
 
 def configure(here: Here, rank: int, address: str, world_size: int) -> tuple[int, int, list[int]]:
-    """As the owner of the default group."""
+    """Configure the default group, as its owner does."""
     default().configure(address, rank, world_size)
     return dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(default())
 
 
 def sub_group(here: Here, rank: int, backend: str | None, ranks: list[int]) -> Any:
-    """Sum over a subgroup; its backend and its ranks. Destroyed again."""
+    """Sum over a subgroup and destroy it; return its backend, its ranks, the own rank in it, and the sum."""
     group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=60))
     if rank not in ranks:
         return group == dist.GroupMember.NON_GROUP_MEMBER
@@ -95,7 +95,7 @@ def sub_group(here: Here, rank: int, backend: str | None, ranks: list[int]) -> A
 
 
 def by_name_and_mesh(here: Here, rank: int) -> tuple[float, float]:
-    """A functional collective by the group's name, and one over a device mesh."""
+    """Run a functional collective by the group's name, and one over a device mesh."""
     total = functional.all_reduce(torch.ones(1), "sum", default())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
     most = functional.all_reduce(torch.tensor([float(rank)]), "max", mesh["all"])
@@ -123,7 +123,7 @@ def destroy(here: Here, rank: int) -> str:
 
 
 def held(here: Here, rank: int) -> tuple[int, int]:
-    """How many threads and descriptors this process has."""
+    """Return how many threads and descriptors this process has."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
@@ -134,7 +134,9 @@ def make_ddp(here: Here, rank: int) -> str:
 
 
 def gradient(here: Here, rank: int, factor: float) -> list[float] | str:
-    """Of one step whose inputs are `factor` times rank + 1; the name of the error if it fails."""
+    """Return the gradient of one step whose inputs are `factor` times rank + 1; the error's name if it
+    fails.
+    """
     here.model.zero_grad()
     try:
         here.model(torch.full((2,), factor * (rank + 1))).sum().backward()
@@ -147,7 +149,7 @@ def gradient(here: Here, rank: int, factor: float) -> list[float] | str:
 def init_to_reconfigure(
     here: Here, rank: int, backend: str, port: int, world_size: int
 ) -> tuple[str, int, int]:
-    """init_process_group for a group whose user brings its members together; its handle."""
+    """Call init_process_group for a group whose user brings its members together; return its handle."""
     here.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend,

@@ -1,7 +1,7 @@
 """One rank of a replica group, as the failure tests start it: a tiny model, trained by the public API.
 
-The environment is what torchrun would set. What the worker commits it writes into a journal (see
-`invariants.Commit`), and it injects into itself those faults that need an exact place (see `faults`).
+The environment is what torchrun would set. The worker writes its commits into a journal (see
+`invariants.Commit`), and it injects those faults into itself that need an exact place (see `faults`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Model:
         self._ddp = DistributedDataParallel(manager, self.net) if self._reduce == "ddp" else None
 
     def backward(self, step: int) -> None:
-        """Gradients, reduced."""
+        """Compute the gradients, and have them reduced."""
         inputs, targets = self.batch(step)
         net = self._ddp or self.net
         nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
@@ -96,20 +96,20 @@ class Model:
                     self._manager.allreduce(gradient).wait()
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, a function of the rank and the step."""
+        """Return inputs and targets, a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
         inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
         return inputs.to(self._device), targets.to(self._device)
 
     def digest(self) -> str:
-        """SHA-256 of all parameters."""
+        """Return the SHA-256 of all parameters, abbreviated."""
         digest = hashlib.sha256()
         for parameter in self.net.parameters():
             digest.update(parameter.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def write(self, journal: Journal, step: int) -> None:
-        """The digest says it all."""
+        """Write nothing: the digest says it all."""
 
     def flip(self, part: str) -> None:
         """Change one bit, as a fault of the memory would."""
@@ -118,7 +118,7 @@ class Model:
         flip_bit({"parameter": last, "optimizer": momentum, "ballast": self._ballast}[part])
 
     def watched(self) -> list[Tensor]:
-        """What is the same in all replicas."""
+        """Return the tensors that are the same in all replicas."""
         return [*self.net.parameters(), self._ballast]
 
     def state_dict(self) -> dict[str, object]:
@@ -156,7 +156,7 @@ class Loop:
         next(model.net.parameters()).register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
 
     def attempt_step(self) -> None:
-        """One attempt at a step; a committed one is written down."""
+        """Attempt one step; a committed one is written down."""
         self._faults.visit("step")
         self._optimizer.zero_grad()
         self._journal.write("attempt", step=self._manager.current_step())
@@ -171,12 +171,15 @@ class Loop:
             self._model.write(self._journal, self._manager.current_step())
 
     def _on_last_gradient(self, _: Tensor) -> None:
-        """Backward ends with the first layer: with its gradient the bucket is full and can be sent."""
+        """Visit the fault `backward` in the middle of the backward pass's end.
+
+        Backward ends with the first layer: with its gradient the bucket is full and can be sent.
+        """
         self._faults.visit("backward")
 
 
 class FaultyProcessGroup(ProcessGroupWrapper):
-    """Visits `configure` before it meets the others."""
+    """Visits the fault `configure` before the group meets its members."""
 
     def __init__(self, pg: ProcessGroup, faults: Faults) -> None:
         super().__init__(pg=pg)
@@ -188,7 +191,7 @@ class FaultyProcessGroup(ProcessGroupWrapper):
 
 
 class FaultyTransport(HTTPTransport[Any]):
-    """Visits `heal` when the first megabyte of an answer has left this process."""
+    """Visits the fault `heal` when the first megabyte of an answer has left this process."""
 
     def __init__(self, faults: Faults, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
@@ -222,13 +225,13 @@ BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
 
 
 def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> dist.ProcessGroup:
-    """The group that the options ask for."""
+    """Return the group that the options ask for."""
     if options.backend != "native-gloo":
         return FaultyProcessGroup(BACKENDS[options.backend](timeout), faults)
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", options.store_port, is_master=False, wait_for_workers=False),  # type: ignore[attr-defined]
-        rank=options.index,  # of a group that is there once at a time
+        rank=options.index,  # the rank of a group of which one start lives at a time
         world_size=NATIVE_WORLD,
         timeout=timeout,
         enable_reconfigure=True,  # type: ignore[call-arg] # torch has it from 2.14 on
@@ -238,7 +241,7 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
 
 
 def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Manager:
-    """The Manager that the options ask for; the rest comes from the environment."""
+    """Return the Manager that the options ask for; the environment says the rest."""
     timeout = timedelta(seconds=options.timeout_s)
     return Manager(
         pg=make_group(options, faults, timeout),
@@ -256,7 +259,7 @@ def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Man
 
 
 def fingerprint_of(model: AnyModel, options: WorkerOptions) -> StateFingerprint:
-    """Of all that the model has."""
+    """Return a fingerprint of all that the model has."""
     return StateFingerprint(
         model.watched(),
         [model.optimizer],
@@ -266,7 +269,7 @@ def fingerprint_of(model: AnyModel, options: WorkerOptions) -> StateFingerprint:
 
 
 def seed_of(*parts: str) -> int:
-    """A seed that is the same in every process."""
+    """Return a seed that is the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
 
 

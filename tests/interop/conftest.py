@@ -1,4 +1,4 @@
-"""Each torchft in an environment of its own, and processes that end with the test."""
+"""Fixtures: each torchft in an environment of its own, and processes that end with the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.environments import UnavailableError
 
 @pytest.fixture(scope="session", params=PEERS, ids=lambda system: str(system.peer))
 def peer(request: pytest.FixtureRequest) -> System:
-    """torchft at a pinned version; the test is skipped where it cannot be installed."""
+    """Return torchft at a pinned version; the test is skipped where it cannot be installed."""
     system: System = request.param
     try:
         _ = system.interpreter

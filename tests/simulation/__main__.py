@@ -17,7 +17,7 @@ from tests.simulation.compiled import CannotCompileError, run_compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 if anything failed."""
+    """Run the command line; the exit code is 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("--seeds", default="0:2000", help="FROM:TO, the latter not included")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")

@@ -20,7 +20,7 @@ Ids = tuple[str, ...]
 
 
 class RunOverError(Exception):
-    """Nothing more can be learned from this run."""
+    """The run is over: no more can be learned from it."""
 
 
 class Checker:
@@ -53,58 +53,60 @@ class Checker:
         self.violation: str | None = None
         self.is_over = False
         self.commits = 0
-        self._connected: dict[str, int] = {}  # replica ids with a session, as the lighthouse sees it
-        self._stronghold: frozenset[str] = frozenset()  # a quorum of most of the connected, all still there
+        self._connected: dict[str, int] = {}  # the replica ids that have a session, as the lighthouse sees it
+        # a quorum of most of the connected replicas, all of which are still there
+        self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
         self._previous: Ids = ()  # the last quorum of this life of the lighthouse
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
-        self._ids: dict[int, Ids] = {}  # the members that each quorum id stood for
-        self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}  # after a step, in a quorum
+        self._ids: dict[int, Ids] = {}  # by quorum id: its members
+        # the state after a step, in a quorum
+        self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}
         self._order: dict[tuple[int, Ids], int] = {}  # quorums in the order in which they were formed
         self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and its quorum there
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
         self._decisions: dict[str, int] = {}  # by process: how many steps were decided
         self._verdicts: dict[tuple[str, int], tuple[int, bool]] = {}
-        self._left_at: dict[str, int] = {}  # by replica group: after how many verdicts
-        self._awaited: dict[str, int] = {}  # in the quiet phase: how many commits a process owes
-        self._spared: tuple[str, ...] = ()  # two replica groups, of which one need not pay
+        self._left_at: dict[str, int] = {}  # by replica group: after how many verdicts it left
+        self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
+        self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
     def violate(self, invariant: str, text: str) -> None:
-        """The run has failed."""
+        """Record that the run has failed, and end it."""
         if self.violation is None:
             self.violation = f"{invariant}: {text}"
             self._world.tell("VIOLATION", self.violation)
         self.is_over = True
         raise RunOverError
 
-    # -- the lighthouse, as everybody can see it
+    # -- the lighthouse, as every observer can see it
 
     def lighthouse_started(self) -> None:
-        """It knows nobody."""
+        """Forget all sessions: a new lighthouse knows no replica."""
         self._connected.clear()
         self._stronghold = frozenset()
         self._previous = ()
 
     def lighthouse_died(self) -> None:
-        """So does nobody."""
+        """Forget all sessions: no replica has one with a dead lighthouse."""
         self.lighthouse_started()
 
     def connected(self, replica_id: str) -> None:
-        """A replica group has a session now."""
+        """Note that a replica group has a session."""
         self._connected[replica_id] = 1
         if 2 * len(self._stronghold) <= len(self._connected):
             self._stronghold = frozenset()
 
     def disconnected(self, replica_id: str) -> None:
-        """It has none any more."""
+        """Note that a replica group has no session any more."""
         self._connected.pop(replica_id, None)
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
 
     def announced(self, quorum_id: int, ids: Ids) -> None:
-        """A quorum was formed. It must share a member with an older one that could still commit.
+        """Check a quorum that was formed: it must share a member with any older one that could still commit.
 
-        And whoever is left out of the next one must not be so many that they could be one themselves.
+        Also, the replicas that are left out must not be so many that they could form a quorum themselves.
         """
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
@@ -129,7 +131,7 @@ class Checker:
     # -- processes
 
     def agreed(self, process: str, quorum_id: int, ids: Ids) -> None:
-        """A process hears which quorum it is in."""
+        """Check the quorum that a process hears it is in."""
         before = self._seen.get(process)
         if before is not None and quorum_id < before[0]:
             self.violate("monotonic", f"{process} saw quorum {before[0]}, and then quorum {quorum_id}")
@@ -144,7 +146,7 @@ class Checker:
             )
 
     def summed(self, quorum_id: int, parts: Sequence[Part]) -> None:
-        """A collective has added up these contributions; zeros are not among them."""
+        """Check the contributions that a collective has added up; zeros are not among them."""
         first = None
         for part in parts:
             if part is None:
@@ -162,13 +164,13 @@ class Checker:
                 )
 
     def refused_for_nothing(self, process: str, quorum_id: int) -> None:
-        """A step was given up although nothing went wrong for this process in its quorum."""
+        """Report a step that was given up although nothing went wrong for this process in its quorum."""
         self.violate(
             "no_zombie", f"{process} does not commit in quorum {quorum_id}, where nothing went wrong for it"
         )
 
     def healed(self, rank: Rank) -> None:
-        """A process took over a peer's state."""
+        """Check a process that took over a peer's state."""
         protocol = rank.protocol
         replica_id = rank.replica.replica_id
         known = self._committed.get(replica_id)
@@ -180,14 +182,15 @@ class Checker:
         self._committed[replica_id] = protocol.step, self._order[self._seen[rank.name]]
 
     def committed(self, rank: Rank, ids: Ids, base: int | None, before: int, gradients: int) -> None:
-        """A step was committed; `base` is the state that so many gradients were made from."""
+        """Check a committed step; `base` is the state from which so many gradients were made."""
         self.commits += 1
         protocol = rank.protocol
         step, quorum_id = protocol.step, protocol.quorum_id
         if base != before:
             what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
             self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")
-        if gradients != protocol.num_participants and step > 1:  # in the first, who takes over a state counts
+        # in the first step, a replica that takes over a state counts
+        if gradients != protocol.num_participants and step > 1:
             what = f"divides a sum of {gradients} gradients by {protocol.num_participants}"
             self.violate("no_zombie", f"{rank.name} commits step {step} in quorum {quorum_id} and {what}")
         key = step, quorum_id, ids, rank.number
@@ -218,7 +221,9 @@ class Checker:
         self._committed[rank.replica.replica_id] = step, order
 
     def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
-        """With `min_replicas` above one half, any two quorums share a replica group, or a start of it."""
+        """Check that any two quorums share a replica group, or a start of it, where `min_replicas` is above
+        one half.
+        """
         scenario = self._world.scenario
         if 2 * scenario.min_replicas <= scenario.replicas:
             return
@@ -231,7 +236,7 @@ class Checker:
                 )
 
     def decided(self, rank: Rank, committed: bool) -> None:
-        """A process learned the verdict on its step: the same as the other ranks of its group."""
+        """Check that a process learns the same verdict on its step as the other ranks of its group."""
         replica = rank.replica
         if len(replica.ranks) == 1:
             return
@@ -243,7 +248,7 @@ class Checker:
             )
 
     def left(self, rank: Rank) -> None:
-        """A process leaves in good order: after the same step as the other ranks of its group."""
+        """Check that a process leaves in good order after the same step as the other ranks of its group."""
         step = self._decisions.get(rank.name, 0)
         if self._left_at.setdefault(rank.replica.replica_id, step) != step:
             self.violate(
@@ -253,13 +258,13 @@ class Checker:
             )
 
     def died(self, rank: Rank) -> None:
-        """A process is gone."""
+        """Note that a process is gone."""
         self._awaited.pop(rank.name, None)
 
     # -- the quiet phase
 
     def expect(self, processes: Sequence[str], commits: int, spared: Sequence[str] = ()) -> None:
-        """From now on each of these owes so many commits; the run is over when all have made them.
+        """Expect so many commits of each of these processes; the run is over when all have made them.
 
         Args:
             spared: the letters of two replica groups, of which only one has to.
@@ -269,7 +274,7 @@ class Checker:
         self.is_over = False
 
     def expect_also(self, processes: Sequence[str], commits: int) -> None:
-        """These have begun in the quiet phase."""
+        """Expect commits of these processes, too, which have started in the quiet phase."""
         self._awaited.update(dict.fromkeys(processes, commits))
 
     def _pay(self, process: str) -> None:
@@ -289,7 +294,7 @@ class Checker:
         return not debtors or (len(debtors) == 1 and debtors <= set(self._spared))
 
     def give_up(self) -> None:
-        """The time of the quiet phase is over."""
+        """Report the processes that owe commits when the time of the quiet phase is over."""
         if self.is_over:
             return
         waiting = sorted(self._awaited)

@@ -1,6 +1,6 @@
 """The simulation in machine code: the same sources, compiled by mypyc, in a folder of their own.
 
-What is compiled is what the simulation consists of: the cores, the simulated world and the checker. Their
+mypyc compiles the parts of the simulation: the cores, the simulated world and the checker. Their
 packages are there without what their `__init__` would load, which is torch. The folder is named after
 the sources, so it is never older than they are.
 """
@@ -21,10 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ROOT / "build" / "simulation"
 PACKAGES = ("lighthouse", "torchft_like", "tests/simulation")
-# Not of the Python that mypyc knows: an enum whose members have attributes, errors with two bases.
+# Modules that mypyc cannot compile: an enum whose members have attributes, errors with two bases.
 INTERPRETED = ("lighthouse/decisions.py", "lighthouse/errors.py")
 
-OPTIMIZATION_ENV = "MYPYC_OPT_LEVEL"  # of mypyc's own: 0 compiles in half the time, and runs more slowly
+# mypyc's own variable: 0 compiles in half the time, and the code runs more slowly
+OPTIMIZATION_ENV = "MYPYC_OPT_LEVEL"
 MYPYC = ("-m", "mypyc", "--strict", "--follow-imports=silent", "--ignore-missing-imports")
 LIST_MODULES = """
 import sys
@@ -34,11 +35,11 @@ print(*(module.__file__ for module in sys.modules.values() if getattr(module, "_
 
 
 class CannotCompileError(Exception):
-    """Something is missing for it, or mypyc failed. The message says what, and what to do."""
+    """A tool is missing, or mypyc failed. The message says which, and how to go on."""
 
 
 def run_compiled(arguments: Sequence[str]) -> int:
-    """Run the simulation's command line in machine code; its exit code.
+    """Run the simulation's command line in machine code, and return its exit code.
 
     Raises:
         CannotCompileError: see there.
@@ -49,7 +50,7 @@ def run_compiled(arguments: Sequence[str]) -> int:
 
 
 def compiled() -> Path:
-    """The folder with the compiled simulation, made unless it is there; takes up to a minute then."""
+    """Return the folder with the compiled simulation; to make it takes up to a minute."""
     folder = BUILDS / _digest()
     if not folder.exists():
         _check_tools()
@@ -64,7 +65,7 @@ def compiled() -> Path:
 
 
 def missing_tools() -> list[str]:
-    """What has to be installed before anything can be compiled."""
+    """Return what has to be installed before anything can be compiled."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     missing = [] if shutil.which(compiler) else [f"a C compiler ({compiler!r} is not there)"]
@@ -128,7 +129,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _move(workshop: Path, folder: Path) -> None:
-    """Into its place, unless another process was faster."""
+    """Move the folder to its place, unless another process was faster."""
     try:
         workshop.rename(folder)
     except OSError:
@@ -138,5 +139,5 @@ def _move(workshop: Path, folder: Path) -> None:
 
 def _remove_older(folder: Path) -> None:
     for other in BUILDS.iterdir():
-        if other != folder and len(other.name) == len(folder.name):  # none that is being made
+        if other != folder and len(other.name) == len(folder.name):  # leaves those that are being made
             shutil.rmtree(other, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The cores under test, as the simulation makes them. A mutant is another set of these."""
+"""The cores under test, as the simulation makes them; a mutant is another set of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchft_like.manager.step import StepProtocol
 
 
 class Cores(NamedTuple):
-    """Which class plays which part."""
+    """The class that plays each part."""
 
     lighthouse: type[QuorumCore] = QuorumCore
     group: type[ReplicaGroup] = ReplicaGroup

@@ -1,7 +1,7 @@
-"""The faults that happen at a time: whom they hit, how long they last, and whether they were felt.
+"""The faults that happen at a time: their victims, how long they last, and whether they were felt.
 
 A fault is counted when it met something: a process that was alive, a session that was open, a message
-that was held up. Each fault takes the same number of random draws whatever it does, so that leaving one
+that was held up. Each fault takes the same number of random draws in every case, so that leaving one
 out, which is how a failure is made small, leaves the others as they were.
 """
 
@@ -48,14 +48,15 @@ class Faults:
         self.count = 0
 
     def next(self) -> None:
-        """One fault happens now, and the next one a little later; the run stops when there were enough."""
+        """Let one fault happen now and the next one a little later; end the run when there were enough."""
         draw, world = self._draw, self._world
         if self._is_over:
             return
         if world.faults >= self._felt_max or self.count >= self._injected_max:
             raise RunOverError
         gap, which, draws = draw(), draw(), (draw(), draw(), draw())
-        # In bursts: most faults come close together, some after a pause in which steps are committed.
+        # Faults come in bursts: most are close together, some come after a pause in which steps are
+        # committed.
         world.after(self._gap * (0.2 + 12 * gap**6), world.nobody, self.next)
         number, self.count = self.count, self.count + 1
         kinds = self._kinds
@@ -67,7 +68,7 @@ class Faults:
                 world.tell("FAULT", f"#{number} {kind}", text)
 
     def stop(self) -> None:
-        """No partition, no stopped and no slow process from now on."""
+        """End all partitions, let stopped processes go on, and slow ones be as fast as before."""
         world = self._world
         self._is_over = True
         links = [link for cut in self._cut for link in cut]
@@ -79,7 +80,7 @@ class Faults:
         for replica in self._replicas():
             replica.slow = 1.0
 
-    # -- whom
+    # -- the victims
 
     def _replicas(self) -> list[Replica]:
         return [replica for replica in self._world.slots if replica is not None]
@@ -89,13 +90,13 @@ class Faults:
         return replicas[int(draw * len(replicas))] if replicas else None
 
     def _long(self, draw: float) -> float:
-        """Sometimes shorter than the keepalive, sometimes much longer."""
+        """Return a time that is sometimes shorter than the keepalive, and sometimes much longer."""
         return self._world.scenario.keepalive_s * (0.1 + 3 * draw * draw)
 
     # -- sessions and connections
 
     def _session_break(self, draws: Draws) -> str | None:
-        """The connection to the lighthouse breaks, with what is on its way."""
+        """Break the connection to the lighthouse, with the messages that are on their way."""
         replica, world = self._replica(draws[0]), self._world
         session = replica.session if replica is not None else None
         if replica is None or session is None or world.is_cut(replica.slot, LIGHTHOUSE):
@@ -108,7 +109,7 @@ class Faults:
         return f"session of {replica.replica_id}; lost is what goes{''.join(lost)}"
 
     def _session_twice(self, draws: Draws) -> str | None:
-        """The replica gives its session up and opens another; the lighthouse hears from both."""
+        """Let the replica give its session up and open another; the lighthouse hears from both."""
         replica, world = self._replica(draws[0]), self._world
         session = replica.session if replica is not None else None
         if replica is None or session is None or not replica.is_alive:
@@ -119,7 +120,7 @@ class Faults:
         return f"{replica.replica_id}; its older session lives on for {self._long(draws[1]):.3f} s"
 
     def _peer_reset(self, draws: Draws) -> str | None:
-        """A connection of the process group breaks."""
+        """Break a connection of the process group."""
         replica = self._replica(draws[0])
         rank = replica.ranks[int(draws[1] * len(replica.ranks))] if replica is not None else None
         if rank is None or rank.group_mesh is None or rank.state == DEAD:
@@ -128,7 +129,7 @@ class Faults:
         return f"of {rank.name} in quorum {rank.group_mesh.quorum_id}"
 
     def _partition(self, draws: Draws) -> str | None:
-        """Halves, one place alone, or a bridge; in both directions or in one."""
+        """Cut off halves, one place alone, or the two sides of a bridge; in both directions or in one."""
         world = self._world
         slots = world.scenario.replicas
         places = [LIGHTHOUSE, *range(slots)]
@@ -139,7 +140,7 @@ class Faults:
             half = 1 + int(draws[0] * (slots - 1))
             sides = list(range(half)), list(range(half, slots))
             sides[int(draws[0] * 100) % 2].append(LIGHTHOUSE)
-        else:  # `one` can talk to both sides, and they cannot to each other
+        else:  # `one` can talk to both sides, which cannot talk to each other
             others = [place for place in places if place != one]
             half = 1 + int(draws[0] * 100) % (len(others) - 1)
             sides = others[:half], others[half:]
@@ -157,7 +158,7 @@ class Faults:
         return f"{sides[0]} {how} {sides[1]} for {self._long(draws[2]):.3f} s ({LIGHTHOUSE}: lighthouse)"
 
     def _link(self, draws: Draws) -> str | None:
-        """Two replica groups cannot reach each other, for longer than anybody waits for data."""
+        """Cut the link of two replica groups, for longer than a collective waits for data."""
         scenario = self._world.scenario
         one = int(draws[0] * scenario.replicas)
         other = (one + 1 + int(draws[1] * (scenario.replicas - 1))) % scenario.replicas
@@ -187,7 +188,7 @@ class Faults:
     # -- processes
 
     def _crash(self, draws: Draws) -> str | None:
-        """A replica group is killed."""
+        """Kill a replica group."""
         replica = self._replica(draws[0])
         if replica is None:
             return None
@@ -195,7 +196,7 @@ class Faults:
         return replica.replica_id
 
     def _rank_crash(self, draws: Draws) -> str | None:
-        """One rank of a replica group is killed."""
+        """Kill one rank of a replica group."""
         replica = self._replica(draws[0])
         if replica is None:
             return None
@@ -206,7 +207,7 @@ class Faults:
         return rank.name
 
     def _lighthouse_crash(self, draws: Draws) -> str | None:
-        """The lighthouse is killed, and comes back with nothing in its memory."""
+        """Kill the lighthouse, and start it again with nothing in its memory."""
         lighthouse = self._world.lighthouse
         if lighthouse.state == DEAD:
             return None
@@ -215,7 +216,7 @@ class Faults:
         return f"for {self._long(draws[0]) * 0.5:.3f} s"
 
     def _pause(self, draws: Draws) -> str | None:
-        """A replica group is stopped, and goes on later."""
+        """Stop a replica group, and let it go on later."""
         replica = self._replica(draws[0])
         if replica is None or any(rank.state != RUNNING for rank in replica.ranks):
             return None
@@ -226,7 +227,7 @@ class Faults:
         return f"{replica.replica_id} for {self._long(draws[1]):.3f} s"
 
     def _rank_pause(self, draws: Draws) -> str | None:
-        """One rank is stopped, and goes on later."""
+        """Stop one rank, and let it go on later."""
         replica = self._replica(draws[0])
         if replica is None:
             return None
@@ -243,7 +244,7 @@ class Faults:
         return f"{rank.name} for {self._long(draws[1]):.3f} s"
 
     def _lighthouse_pause(self, draws: Draws) -> str | None:
-        """The lighthouse is stopped, and goes on later."""
+        """Stop the lighthouse, and let it go on later."""
         world = self._world
         if world.lighthouse.state != RUNNING:
             return None
@@ -261,7 +262,7 @@ class Faults:
             self._world.resume(process)
 
     def _slow(self, draws: Draws) -> str | None:
-        """A replica group computes more slowly for a while."""
+        """Let a replica group compute more slowly for a while."""
         replica = self._replica(draws[0])
         if replica is None or replica.slow > 1:
             return None
@@ -273,7 +274,7 @@ class Faults:
         replica.slow = 1.0
 
     def _clock_jump(self, draws: Draws) -> str | None:
-        """The lighthouse's wall clock jumps, and it starts again by that clock."""
+        """Let the lighthouse's wall clock jump, and start it again by that clock."""
         world = self._world
         if world.lighthouse.state == DEAD:
             return None
@@ -285,7 +286,7 @@ class Faults:
     # -- training scripts
 
     def _report_error(self, draws: Draws) -> str | None:
-        """The script has an error in its step."""
+        """Let the script report an error in its step."""
         replica = self._replica(draws[0])
         if replica is None:
             return None
@@ -293,7 +294,7 @@ class Faults:
         return rank.name if rank.state == RUNNING and rank.report_error() else None
 
     def _late_error(self, draws: Draws) -> str | None:
-        """A callback of a past quorum reports its error only now."""
+        """Let a callback of a past quorum report its error only now."""
         replica = self._replica(draws[0])
         if replica is None:
             return None
@@ -303,7 +304,7 @@ class Faults:
         return f"{rank.name}, of quorum {rank.failed_quorum}"
 
     def _leave(self, draws: Draws) -> str | None:
-        """One rank is asked to stop; its group leaves, and another start of it joins later."""
+        """Ask one rank to stop; its group leaves, and another start of it joins later."""
         replica = self._replica(draws[0])
         if replica is None:
             return None

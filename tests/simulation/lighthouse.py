@@ -1,6 +1,6 @@
 """The lighthouse's shell in the simulation: messages in, the real quorum core, messages out.
 
-What `lighthouse/server.py` does over gRPC, this does over the simulated network, in the same order.
+It does over the simulated network what `lighthouse/server.py` does over gRPC, in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SimLighthouse(Process):
-    """Comes and goes; its sessions and its memory go with it."""
+    """A lighthouse that comes and goes; its sessions and its memory go with it."""
 
     __slots__ = ("_armed", "_config", "_core", "_life", "_numbers", "_opening", "_world", "sessions")
 
@@ -49,13 +49,13 @@ class SimLighthouse(Process):
 
     @property
     def healthy(self) -> int:
-        """How many replicas the core holds to be healthy."""
+        """The number of replicas that the core holds to be healthy."""
         return len(self._core)
 
     # -- life
 
     def start(self) -> None:
-        """Begin with nothing but the wall clock."""
+        """Start with nothing but the wall clock."""
         world = self._world
         self.state = RUNNING
         self._life += 1
@@ -66,7 +66,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "starts", f"first quorum id {first_id}")
 
     def crash(self) -> None:
-        """Die: the connections are closed by the system, where it can reach the other side."""
+        """Die: the system closes the connections, where it can reach the other side."""
         world = self._world
         self.state = DEAD
         self.inbox.clear()
@@ -78,14 +78,14 @@ class SimLighthouse(Process):
         world.checker.lighthouse_died()
         world.tell("lighthouse", "dies")
 
-    # -- what is heard
+    # -- messages
 
     def accept(self, session: Session) -> None:
-        """A connection: the system accepts it, also for a process that is stopped."""
+        """Accept a connection: the system does so even for a process that is stopped."""
         self._opening[session] = None
 
     def hear_register(self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...]) -> None:
-        """The first message of a session."""
+        """Handle the first message of a session."""
         if session.lost_up or not session.server_open:
             return
         world = self._world
@@ -93,7 +93,7 @@ class SimLighthouse(Process):
         self._numbers = session.number = self._numbers + 1
         self.sessions[session.number] = session
         replica, core = session.replica, self._core
-        if due := core.advance(world.now):  # before it came
+        if due := core.advance(world.now):  # decisions that were due before it came
             self._apply(due)
         world.checker.connected(replica.replica_id)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
@@ -101,7 +101,7 @@ class SimLighthouse(Process):
         self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now))
 
     def hear_join(self, session: Session, member: Member) -> None:
-        """A replica group asks for a quorum."""
+        """Handle a replica group's request for a quorum."""
         if session.lost_up or not session.server_open:
             return
         world = self._world
@@ -112,7 +112,7 @@ class SimLighthouse(Process):
         self._apply(self._core.join(session.number, member, world.now))
 
     def hear_links(self, session: Session, unreachable: tuple[str, ...]) -> None:
-        """A replica group says whom it cannot reach."""
+        """Handle a replica group's report of peers that it cannot reach."""
         if session.lost_up or not session.server_open:
             return
         world = self._world
@@ -120,7 +120,7 @@ class SimLighthouse(Process):
         self._apply(self._core.report_links(session.number, unreachable, world.now))
 
     def hear_leave(self, session: Session) -> None:
-        """A replica group says goodbye."""
+        """Handle a replica group's goodbye."""
         if session.lost_up or not session.server_open:
             return
         world = self._world
@@ -131,7 +131,7 @@ class SimLighthouse(Process):
         self._end(session)
 
     def line_ended(self, session: Session) -> None:
-        """A session ended without a leave."""
+        """Handle the end of a session without a leave."""
         if not session.server_open:
             return
         session.server_open = False
@@ -147,7 +147,7 @@ class SimLighthouse(Process):
             world.checker.disconnected(replica_id)
         self._apply(self._core.lost(session.number, "its connection ended", world.now))
 
-    # -- what is decided
+    # -- decisions
 
     def _apply(self, decisions: list[Decision]) -> None:
         world, sessions = self._world, self.sessions

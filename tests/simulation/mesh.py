@@ -1,8 +1,8 @@
 """A process group in the simulation: the ranks of one number of every replica group in a quorum.
 
-Its name is the store prefix of the real thing, so whoever configures the same prefix meets here. A sum
-is there once every member has added to it; each member hears of that in its own time, and what breaks
-in between makes some of them fail while others have succeeded.
+Its name is the store prefix of the real thing, so the ranks that configure the same prefix meet here. A sum
+is complete once every member has added to it; each member hears of that in its own time, and a break in
+between makes some of them fail while others have succeeded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOKS_UNTIL_LONG = 5
 
 
 class Mesh:
-    """Rendezvous, collectives and their end."""
+    """A rendezvous, the collectives of its members, and their end."""
 
     __slots__ = ("_broken", "_configured", "_members", "_parts", "_world", "quorum_id", "size")
 
@@ -39,7 +39,7 @@ class Mesh:
         self._broken = False
 
     def enter(self, replica_rank: int, rank: Rank) -> None:
-        """A rank configures."""
+        """Let a rank configure."""
         self._members[replica_rank] = rank
         if self._broken:
             world = self._world
@@ -60,7 +60,7 @@ class Mesh:
             world.after(world.latency(), rank, rank.hear_configured, self)
 
     def add(self, replica_rank: int, key: int, part: Part) -> None:
-        """A rank takes part in a collective."""
+        """Let a rank take part in a collective."""
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = {}
@@ -88,7 +88,7 @@ class Mesh:
             world.after(world.latency(), rank, rank.hear_sum, self, key, (total, base, len(given)))
 
     def leave(self, gone: Rank) -> None:
-        """A member aborts or dies: the others' connections to it end, and what they wait for fails."""
+        """Let a member abort or die: the others' connections to it end, and what they wait for fails."""
         if self._broken:
             return
         self._broken = True
@@ -108,7 +108,7 @@ class Mesh:
             world.after(world.latency() + world.latency(), rank, rank.hear_broken, self)
 
     def _time_out(self, is_done: Callable[[], bool]) -> None:
-        """Data does not come over a link that is cut: whoever waits looks for it, or gives up in the end."""
+        """Let the members look for a link that is cut while data does not come, and give up in the end."""
         world = self._world
         if world.scenario.stall_s < math.inf:
             world.after(world.scenario.stall_s, world.nobody, self._look_for_links, is_done, 1)
@@ -130,7 +130,7 @@ class Mesh:
             self.reset()
 
     def reset(self) -> None:
-        """A connection in it breaks."""
+        """Break a connection of the group."""
         self._broken = True
         world = self._world
         for rank in self._members.values():
@@ -141,7 +141,7 @@ class Mesh:
 
 
 def mesh_of(world: World, name: tuple[str, int, int], quorum_id: int, size: int) -> Mesh:
-    """The process group of a store prefix."""
+    """Return the process group of a store prefix."""
     mesh = world.meshes.get(name)
     if mesh is None:
         mesh = world.meshes[name] = Mesh(world, quorum_id, size)

@@ -27,7 +27,7 @@ SEEDS_MAX = 3000
 
 
 class Mutant(NamedTuple):
-    """A set of cores of which one lacks a rule."""
+    """A set of cores, one of which lacks a rule."""
 
     name: str
     lacks: str
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
 
 
 class Caught(NamedTuple):
-    """A seed that catches a mutant, and the invariant that it breaks then."""
+    """A seed that catches a mutant, and the invariant that the mutant breaks in that run."""
 
     seed: int
     invariant: str
@@ -370,7 +370,7 @@ MUTANTS = (
     _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
 )
 
-# The first seed, counted from 0, that catches each.
+# The first seed, counted from 0, that catches each mutant.
 CAUGHT_BY = {
     "reuses ids": Caught(0, "monotonic"),
     "forgets reported ids": Caught(5, "monotonic"),

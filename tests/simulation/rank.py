@@ -1,11 +1,11 @@
 """One rank in the simulation: a training script and its Manager, around the real `StepProtocol`.
 
 The Manager's four threads become events. What they do, and in which order they may do it, is what
-`manager.py`, `quorum_driver.py`, `state_exchange.py` and `managed_group.py` do; there is no timeout in
-here, so whatever waits for something that will not come is found by `progress`.
+`manager.py`, `quorum_driver.py`, `state_exchange.py` and `managed_group.py` do; there is no timeout in here,
+so `progress` finds every wait for something that will not come.
 
 The parameters are a number. Every step replaces it by a hash of itself and of the sum of all gradients;
-a gradient is a hash of the parameters, of who made it and of the attempt. Equal numbers are equal
+a gradient is a hash of the parameters, of its replica and of the attempt. Equal numbers are equal
 parameters.
 """
 
@@ -33,16 +33,16 @@ NOT_HEALED = ConnectionError("the state could not be fetched")
 REPORTED = ValueError("the training script reported an error")
 
 Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
-Sum = tuple[int, int | None, int]  # of gradients, the parameters they were made from, their number
+Sum = tuple[int, int | None, int]  # a sum of gradients, the parameters they were made from, their number
 
 
 def mix(one: int, other: int) -> int:
-    """A hash of two numbers."""
+    """Return a hash of two numbers."""
     return ((one ^ other * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
 
 
 class Rank(Process):
-    """A process of a replica group; see the module."""
+    """A process of a replica group: a training script and its Manager."""
 
     __slots__ = (
         "_attempt",
@@ -100,14 +100,14 @@ class Rank(Process):
         self._result: QuorumResult | None = None
         self._replica_rank = 0
         self._plan: Plan | None = None
-        self._lost: list[tuple[int, str]] = []  # members, with the quorum they were lost in
+        self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
         self._source: Rank | None = None
         self._heal_until = 0.0
         self._sum: Sum | None = None
         self._bucket = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
         self._trouble_attempt = 0  # the newest attempt in which the training script had an error
-        self._hurt: Mesh | None = None  # a connection of it broke while nobody used it
+        self._hurt: Mesh | None = None  # a group with a connection that broke while no collective used it
         self.failed_quorum = 0
         saved = world.saved.get((replica.slot, number))
         if saved is not None:
@@ -117,7 +117,7 @@ class Rank(Process):
     # -- a step, on the training thread
 
     def begin(self) -> None:
-        """start_quorum."""
+        """Begin a step, as start_quorum does."""
         replica, world = self.replica, self.replica.world
         scenario = world.scenario
         own = self.protocol.begin()
@@ -153,7 +153,7 @@ class Rank(Process):
             self._reduce()
 
     def _reduce(self) -> None:
-        """allreduce of the next bucket, or the end of the step."""
+        """Begin the allreduce of the next bucket, or end the step."""
         protocol, world = self.protocol, self.replica.world
         mesh = self.group_mesh
         if self._bucket == world.scenario.buckets or not protocol.can_communicate or mesh is None:
@@ -175,7 +175,7 @@ class Rank(Process):
         mesh.add(self._replica_rank, self._operation, part)
 
     def hear_sum(self, mesh: Mesh, operation: int, total: Sum) -> None:
-        """A collective has succeeded, unless it has failed before."""
+        """Take the sum of a collective, unless the collective has failed before."""
         if mesh is self.group_mesh and self.phase == COLLECTIVE and operation == self._operation:
             if self._sum is not None:
                 self._sum = (mix(self._sum[0], total[0]), *total[1:])
@@ -184,12 +184,12 @@ class Rank(Process):
             self._reduce()
 
     def _end_step(self) -> None:
-        """should_commit, once nothing more happens in the background."""
+        """Go on to should_commit, once nothing more happens in the background."""
         if self._configured:
             self._exchange()
 
     def _vote(self) -> None:
-        """The end of should_commit."""
+        """Vote, as the end of should_commit does."""
         protocol, replica = self.protocol, self.replica
         vote = protocol.vote()
         if not vote and not self._is_excused():
@@ -203,12 +203,12 @@ class Rank(Process):
             replica.say(self.number, replica.vote, self.number, wanted)
 
     def _is_excused(self) -> bool:
-        """Whether there is a reason for not committing."""
+        """Return whether there is a reason for not committing."""
         too_few = self.protocol.num_participants < self.replica.world.scenario.min_replicas
         return too_few or self._trouble == self.protocol.quorum_id or self._trouble_attempt == self._attempt
 
     def hear_verdict(self, verdict: Verdict) -> None:
-        """What the ranks of this group decided."""
+        """Take the verdict of this group's ranks."""
         if verdict.step == self.protocol.step and self.phase == VERDICT:
             self._is_leaving = verdict.stop
             self._decide(verdict.committed)
@@ -246,7 +246,7 @@ class Rank(Process):
     # -- the quorum, on the coordination loop
 
     def hear_quorum(self, result: QuorumResult) -> None:
-        """The quorum that was asked for."""
+        """Take the quorum that the rank asked for."""
         if self._is_agreed:
             return  # an answer to a join that was given up
         world = self.replica.world
@@ -262,7 +262,7 @@ class Rank(Process):
             self._open()
 
     def hear_lost(self, notice: LossNotice) -> None:
-        """A member is gone: abort what waits for it."""
+        """Abort what waits for a member that is gone."""
         if self.protocol.group_broke(notice.quorum_id):
             self._trouble = max(self._trouble, notice.quorum_id)
             self.replica.world.tell(
@@ -276,7 +276,7 @@ class Rank(Process):
             self._heal_failed(self._attempt)
 
     def hear_group_lost(self) -> None:
-        """Another rank of this replica group is gone, and so is this one."""
+        """Die because another rank of this replica group is gone."""
         if not self._is_leaving:
             self.die("its replica group is lost")
 
@@ -293,7 +293,7 @@ class Rank(Process):
         mesh.enter(result.replica_rank, self)
 
     def hear_configured(self, mesh: Mesh) -> None:
-        """The process group is connected."""
+        """Note that the process group is connected."""
         if mesh is not self._configuring:
             return
         self._configuring = None
@@ -303,7 +303,7 @@ class Rank(Process):
         self._open()
 
     def hear_broken(self, mesh: Mesh) -> None:
-        """A connection of the process group broke; it is noticed by whoever uses it."""
+        """Handle a broken connection of the process group; only a rank that uses it notices."""
         if mesh is self._configuring:
             self._configuring = None
             self._fail(mesh.quorum_id)
@@ -328,7 +328,7 @@ class Rank(Process):
             self._abort(quorum_id)
 
     def hear_late_error(self) -> bool:
-        """A callback reports an error of a past quorum; False where there is none to report."""
+        """Report an error of a past quorum, as a callback does; return False if there is none to report."""
         quorum_id = self.failed_quorum
         if quorum_id in (0, self.protocol.quorum_id):
             return False
@@ -339,7 +339,7 @@ class Rank(Process):
         return True
 
     def report_error(self) -> bool:
-        """The training script reports an error; False where there is no step."""
+        """Report an error of the training script; return False if there is no step."""
         protocol = self.protocol
         if self.phase == VERDICT or not protocol.in_step:
             return False
@@ -349,7 +349,7 @@ class Rank(Process):
         return True
 
     def hear_step_lost(self, quorum_id: int) -> None:
-        """Another rank of the group has voted no."""
+        """Fail the step: another rank of the group has voted no."""
         self._fail(quorum_id, VOTED_NO)
 
     def _abort(self, quorum_id: int) -> None:
@@ -371,7 +371,9 @@ class Rank(Process):
     # -- healing
 
     def _open(self) -> None:
-        """Configured, or not to be: nothing more happens in the background."""
+        """Go on: the process group is configured, or not to be, and nothing more happens in the
+        background.
+        """
         self._configured = True
         if self.phase == GATE:
             self._reduce()
@@ -379,7 +381,7 @@ class Rank(Process):
             self._exchange()
 
     def _exchange(self) -> None:
-        """Serve others, or heal, or neither."""
+        """Serve the state to others, heal, or do neither."""
         plan, self._plan = self._plan, None
         if plan is not None and plan.serve:
             self._serve()
@@ -435,7 +437,7 @@ class Rank(Process):
                 self._heal(is_again=True)
 
     def asked_for_state(self, rank: Rank, attempt: int, step: int) -> None:
-        """A healing rank asks for the state of a step, or waits until it is offered."""
+        """Send the state of a step to a healing rank, or keep the request until that state is offered."""
         if self.offer is None or self.offer[0] < step:
             self._waiters.append((rank, attempt, step))
         else:
@@ -451,7 +453,7 @@ class Rank(Process):
             world.after(time, rank, rank.hear_state, attempt, self, self.offer, step)
 
     def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int, late: bool = False) -> None:
-        """A peer's state has arrived, if the peer lived so long."""
+        """Take a peer's state that has arrived, if the peer lived so long."""
         if attempt != self._attempt or self.phase != HEAL or self._source is not source:
             return
         world = self.replica.world
@@ -467,7 +469,7 @@ class Rank(Process):
             self._exchanged()
 
     def _heal_failed(self, attempt: int) -> None:
-        """Without the state this rank does not commit, nor does anybody whose sums count it."""
+        """Fail the step: without the state neither this rank nor a rank whose sums count it commits."""
         if attempt == self._attempt and self.phase == HEAL:
             self._source = None
             self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
@@ -484,7 +486,7 @@ class Rank(Process):
     # -- ends
 
     def die(self, why: str) -> None:
-        """SIGKILL, or the script ends with an error."""
+        """Die, by SIGKILL or because the script ends with an error."""
         if self.state == DEAD:
             return
         self.state = DEAD

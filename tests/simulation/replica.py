@@ -38,7 +38,7 @@ BACKOFF_MAX_S = 0.08
 
 
 class JoinMessage(NamedTuple):
-    """What a replica group says of itself to the other members of a quorum."""
+    """A replica group's message about itself to the other members of a quorum."""
 
     replica_id: str
     address: str
@@ -51,7 +51,7 @@ class JoinMessage(NamedTuple):
 
 
 class Replica:
-    """One start of a replica group; the next start of the same slot is another."""
+    """One start of a replica group; the next start of the same slot is another object."""
 
     __slots__ = (
         "_backoff",
@@ -95,10 +95,10 @@ class Replica:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its ManagerServer is there, if only stopped."""
+        """Whether its ManagerServer lives, even if it is stopped."""
         return self.server.state != DEAD
 
-    # -- the line to the lighthouse
+    # -- the session with the lighthouse
 
     def _connect(self) -> None:
         world = self.world
@@ -122,36 +122,36 @@ class Replica:
         self._backoff = min(2 * self._backoff, BACKOFF_MAX_S)
 
     def hear_registered(self, session: Session) -> None:
-        """The lighthouse listens."""
+        """Send what waits for the session: the lighthouse listens."""
         if session is self.session and not session.lost_down:
             self._connected = True
             self._backoff = BACKOFF_MIN_S
             self.perform(self.core.lighthouse_connected())
 
     def hear_quorum(self, session: Session, quorum: Quorum) -> None:
-        """The lighthouse announces a quorum."""
+        """Handle the lighthouse's announcement of a quorum."""
         if session is self.session and not session.lost_down:
             members = [cast(JoinMessage, member.message) for member in quorum.participants]
             self.perform(self.core.quorum_formed(quorum.quorum_id, members, quorum.round))
 
     def hear_lost(self, session: Session, quorum_id: int, replica_id: str, is_alive: bool) -> None:
-        """The lighthouse has lost a member of a quorum, or that gave the quorum up."""
+        """Handle the loss of a quorum's member, or that the member gave the quorum up."""
         if session is self.session and not session.lost_down:
             self.perform(self.core.member_lost(quorum_id, replica_id, "lost", is_alive))
 
     def hear_left_out(self, session: Session, quorum_id: int) -> None:
-        """There is a quorum without this replica group: it has to be patient, as everybody here is."""
+        """Handle that a quorum was formed without this replica group, which has to be patient."""
         if session is self.session and not session.lost_down:
             self.perform(self.core.left_out(quorum_id, ()))
 
     def line_ended(self, session: Session) -> None:
-        """The session is over; open the next one."""
+        """Open the next session: this one is over."""
         if session.server_open and session.client_open:
             self.world.send_up(session, self.world.lighthouse.line_ended, session)
         self.abandon(session)
 
     def abandon(self, session: Session) -> None:
-        """Use the session no more, without a word."""
+        """Use the session no more, without telling the lighthouse."""
         session.client_open = False
         if session is self.session:
             self.world.tell(self.replica_id, "sees the end of its session")
@@ -160,7 +160,7 @@ class Replica:
             self._retry()
 
     def _hang_up(self) -> None:
-        """Close the session without a word, or after the last one."""
+        """Close the session without a message, or after the last one."""
         self._leaving = True
         session, self.session = self.session, None
         if session is not None:
@@ -171,10 +171,10 @@ class Replica:
             else:
                 world.send_up(session, world.lighthouse.line_ended, session)
 
-    # -- what ranks say; those of other processes over their streams
+    # -- messages of ranks; those of other processes come over their streams
 
     def say(self, number: int, action: Action, *args: Any) -> None:
-        """From a rank to the server."""
+        """Carry a message from a rank to the server."""
         if number == 0:
             action(*args)
             return
@@ -183,17 +183,19 @@ class Replica:
         world.after(time - world.now, self.server, action, *args)
 
     def join(self, join: RankJoin) -> None:
-        """A rank asks for a quorum."""
+        """Handle a rank's request for a quorum."""
         self.perform(self.core.rank_joined(join))
 
     def vote(self, number: int, vote: Verdict) -> None:
-        """A rank votes."""
+        """Handle a rank's vote."""
         self.perform(self.core.rank_voted(number, vote))
 
     def stalled(self, number: int, quorum_id: int, for_long: bool) -> None:
-        """A rank waits for others, and has for long; not in all runs, it is seen.
+        """Let the core know that a rank waits for others, and whether it has for long; some runs never
+        notice.
 
-        Only rank 0 is watched. It notices what another one waits for when it has voted, and that one has not.
+        Only rank 0 is watched. It notices what another rank waits for when it has voted, and that rank has
+        not.
         """
         if number > 0:
             self.world.after(0.0, self.server, self._vote_stalled, quorum_id, for_long)
@@ -205,7 +207,7 @@ class Replica:
             self.stalled(0, quorum_id, for_long)
 
     def leave(self, number: int) -> None:
-        """A rank leaves in good order; the server does when its own rank does."""
+        """Let a rank leave in good order; the server leaves when its own rank does."""
         self.perform(self.core.rank_left(number, "shutdown"))
         world = self.world
         if self.session is not None and self._connected:
@@ -245,7 +247,7 @@ class Replica:
                 self._report(effect)
 
     def _probe(self, probe: Probe) -> None:
-        """What `manager/probing.py` does: connect to each; a refusal is an answer."""
+        """Connect to each peer, as `manager/probing.py` does; a refusal is an answer."""
         world = self.world
         wait = 2 * world.scenario.probe_s if probe.is_repeated else 0.0
         world.after(wait + 2 * world.latency(), self.server, self._hear_answers, probe)
@@ -273,7 +275,7 @@ class Replica:
     def _ask(self, join: GroupJoin) -> None:
         session = self.session
         if session is None or not self._connected:
-            return  # it is repeated when the session is open
+            return  # the join is repeated when the session is open
         step, failures, quorum_id = join.step, join.commit_failures, join.commit_quorum_id
         message = JoinMessage(self.replica_id, self.address, self.address, step, failures, quorum_id)
         member = Member(
@@ -293,7 +295,7 @@ class Replica:
     # -- ends
 
     def rank_died(self, number: int) -> None:
-        """A rank's process is gone; the others see its connection end."""
+        """Handle the end of a rank's process; the others see its connection end."""
         world = self.world
         if number > 0:
             self.say(number, self._lose_rank, number)
@@ -308,7 +310,9 @@ class Replica:
             self.perform(self.core.rank_lost(number, "its session ended"))
 
     def probe_rank(self, number: int) -> None:
-        """The keepalive of a stream between a rank and the server; both hang up when it fails."""
+        """Let the keepalive of a stream between a rank and the server fail, if one of them is stopped for too
+        long.
+        """
         limit = self.world.now - self.world.scenario.keepalive_s
         rank, server = self.ranks[number], self.server
         if any(p.state == PAUSED and p.paused_at <= limit for p in (rank, server)):
@@ -316,11 +320,11 @@ class Replica:
             self.world.after(0.0, rank, rank.hear_group_lost)
 
     def die(self, why: str) -> None:
-        """The whole group is killed."""
+        """Kill the whole group."""
         for rank in reversed(self.ranks):
             rank.die(why)
 
 
 def name_of(slot: int) -> str:
-    """What every start of the replica group in this place is called."""
+    """Return the name that every start of the replica group in this place has."""
     return f"{'abcdefghijklmnopqrstuvwxyz'[slot % 26]}{slot // 26 or ''}"

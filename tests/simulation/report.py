@@ -1,4 +1,4 @@
-"""Runs many seeds in some processes, and prints what came of it."""
+"""Runs many seeds in some processes, and prints the results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BATCH = 250
-GARBAGE_MAX = 50_000  # a run is garbage all at once
+GARBAGE_MAX = 50_000  # the garbage of a run becomes garbage all at once
 FAILURES_SHOWN = 3
 
 
 @dataclass
 class Tally:
-    """What a number of seeds amounts to."""
+    """The sums over a number of seeds."""
 
     seeds: int = 0
     cpu_s: float = 0.0
@@ -42,7 +42,7 @@ class Tally:
     violations: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Count the other's seeds, too."""
+        """Add another tally's seeds."""
         self.seeds += other.seeds
         self.cpu_s += other.cpu_s
         self.commits += other.commits
@@ -72,7 +72,7 @@ def run_batch(seeds: Sequence[int]) -> Tally:
 
 
 def many(seeds: range, jobs: int) -> int:
-    """Run them all; 1 if one failed."""
+    """Run all seeds; return 1 if one failed."""
     began = time.monotonic()
     total = Tally()
     batches = [seeds[i : i + BATCH] for i in range(0, len(seeds), BATCH)]
@@ -104,7 +104,7 @@ def _print_tally(total: Tally, wall_s: float, jobs: int) -> None:
 
 
 def replay(seed: int, mutant: str | None, *, whole: bool) -> int:
-    """Tell one seed in words; a failure is made small first, unless all of it is wanted."""
+    """Print the story of one seed; a failure is made small first, unless the whole story is asked for."""
     cores = Cores() if mutant is None else _mutant(mutant)
     scenario = draw(seed)
     outcome = run(scenario, cores, story=True)
@@ -130,7 +130,7 @@ def _mutant(name: str) -> Cores:
 
 
 def mutants(seeds: range, jobs: int) -> int:
-    """Hunt every mutant in the first of these seeds; 1 if one got away."""
+    """Hunt every mutant in the first of these seeds; return 1 if one got away."""
     numbers = seeds[:SEEDS_MAX]
     catches = list(_map(partial(_hunt, numbers), range(len(MUTANTS)), jobs))
     print(f"{'mutant':32} {'seeds':>6}  caught as")
@@ -155,7 +155,9 @@ def _map(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> It
 
 
 def size(replicas: int) -> int:
-    """CPU time of the event that forms a quorum of so many, and of the one after half of them died."""
+    """Print the CPU time of the event that forms a quorum of so many, and of the one after half of them
+    died.
+    """
     core = QuorumCore(LighthouseConfig(min_replicas=replicas // 4, replicas_max=max(replicas, 1)), 1_000)
     ids = [f"replica-{n:06}:{n:032x}" for n in range(replicas)]
     members = [

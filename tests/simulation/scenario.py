@@ -1,8 +1,8 @@
-"""What one seed stands for: the job, its settings and the kinds of faults that are switched on.
+"""The scenario that one seed stands for: the job, its settings and the kinds of faults that are switched on.
 
-Swarm testing: a run that has every kind of fault at once rarely gets deep into any of them, so each
-seed draws a random half of the kinds, and rates of its own. Times are seconds of virtual time. They
-are shorter than in a real job, in proportion: what matters is which of them are longer than others.
+This is swarm testing: a run that has every kind of fault at once rarely gets deep into any of them, so each
+seed draws a random half of the kinds, and rates of its own. Times are seconds of virtual time. They are
+shorter than in a real job, in proportion: what matters is which of them are longer than others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FAULTS_MIN = 200
 # Faults that happen to single messages, at a rate.
 MESSAGE_KINDS = ("delay", "overtake", "heal_break")
 
-# Faults that happen at a time, to somebody.
+# Faults that happen at a time, to a process, a connection or a place.
 EVENT_KINDS = (
     "session_break",
     "session_twice",
@@ -37,7 +37,7 @@ EVENT_KINDS = (
     "link",
 )
 
-# What comes of partitions: counted, not switched on.
+# A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"
 
 KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, HELD_UP)
@@ -92,12 +92,12 @@ class Scenario:
     stall_s: float
 
     def without(self, kinds: Collection[str]) -> Scenario:
-        """The same job with these kinds of faults switched off."""
+        """Return the same job with these kinds of faults switched off."""
         return replace(self, kinds=tuple(kind for kind in self.kinds if kind not in kinds))
 
 
 def draw(seed: int, replicas: int | None = None) -> Scenario:
-    """The scenario of a seed; three to seven replicas unless told otherwise."""
+    """Return the scenario of a seed; it has three to seven replicas unless told otherwise."""
     chance = random.Random(seed)
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
@@ -105,7 +105,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
-    # Where messages are not held up, the same number of faults are all events: they come faster, then.
+    # Where no messages are held up, all of the same number of faults are events: they come faster, then.
     haste = 1.0 if "delay" in kinds else 0.5 if "overtake" in kinds else 0.2
     compute_s = 0.002 * 8 ** flip()
     keepalive_s = compute_s * 4 * 4 ** flip()

@@ -54,7 +54,9 @@ def shrink(scenario: Scenario, outcome: Outcome, cores: Cores) -> Small:
 
 
 def _drop(items: tuple[Any, ...], fails: Callable[[tuple[Any, ...]], bool]) -> tuple[Any, ...]:
-    """The smallest part of `items` found that still fails: halves are left out, quarters, and so on."""
+    """Return the smallest part of `items` found that still fails: halves are left out, quarters, and so
+    on.
+    """
     size = max(1, len(items) // 2)
     while items:
         start = 0
@@ -71,7 +73,7 @@ def _drop(items: tuple[Any, ...], fails: Callable[[tuple[Any, ...]], bool]) -> t
 
 
 def words(story: list[tuple[Any, ...]], tail: int | None = TAIL) -> list[str]:
-    """The end of a history, one line each: when, who, what."""
+    """Return the end of a history, one line each: the time, the process, the event."""
     lines = story if tail is None else story[-tail:]
     return [f"{line[0]:9.4f}  " + " ".join(str(word) for word in line[1:]) for line in lines]
 

@@ -1,10 +1,10 @@
 """One run: a job is born, suffers, is left alone, and must then get on.
 
-First arbitrary faults, until enough of them were felt. Then the quiet phase: partitions end, stopped
-processes go on, dead ones are started again, and every process has to commit steps within a bounded
-time. In some runs one link stays cut at first: then all have to but one of its two ends, and once it is
-mended that one, too. No other timeout of any operation is simulated than that of waiting for data over a
-link that is cut, so nothing may depend on one.
+First come arbitrary faults, until enough of them were felt. Then comes the quiet phase: partitions end,
+stopped processes go on, dead ones are started again, and every process has to commit steps within a bounded
+time. In some runs one link stays cut at first: then all processes have to but those of one of its two ends,
+and once it is mended those, too. No other timeout of any operation is simulated than that of waiting for data
+over a link that is cut, so nothing may depend on one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENTS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
         violation: the invariant and what broke it; None for a good run.
@@ -74,7 +74,7 @@ class Simulation:
         world.after(scenario.compute_s * 4, world.nobody, self._faults.next)
 
     def run(self) -> Outcome:
-        """From birth to the verdict."""
+        """Run the job from its start to the verdict."""
         world, scenario = self.world, self.world.scenario
         world.run(math.inf, EVENTS_MAX)
         if world.checker.violation is None:
@@ -99,7 +99,9 @@ class Simulation:
         self.world.checker.give_up()
 
     def _try_with(self, link: tuple[int, int]) -> None:
-        """All get on in spite of the link, after a restart of the lighthouse, too; and with it, at last."""
+        """Check that all processes commit in spite of the link, after a restart of the lighthouse, too, and
+        then with it.
+        """
         world = self.world
         if world.checker.violation is None and "lighthouse_crash" in world.scenario.kinds:
             world.lighthouse.crash()
@@ -111,7 +113,9 @@ class Simulation:
             self._expect_commits()
 
     def _patience_s(self) -> float:
-        """Ample for noticing, reconnecting, a grace, a restart, and some steps one after the other."""
+        """Return ample time for noticing, reconnecting, a grace, a restart, and some steps one after the
+        other.
+        """
         scenario = self.world.scenario
         patience = 20 * scenario.keepalive_s + 200 * scenario.compute_s + 20 * scenario.delay_s + 2
         return patience if scenario.bad_link is None else patience + 10 * scenario.timeout_s
@@ -131,7 +135,7 @@ class Simulation:
         world.checker.expect(self._alive(), QUIET_COMMITS, spared)
 
     def _cut(self, link: tuple[int, int]) -> list[str]:
-        """Cut a link until further notice; the names of the replica groups at its ends."""
+        """Cut a link until further notice; return the names of the replica groups at its ends."""
         world = self.world
         world.blocked[link] = world.blocked[link[1], link[0]] = world.now
         names = [name_of(slot) for slot in link]
@@ -143,7 +147,7 @@ class Simulation:
         self.world.unblock([link, (link[1], link[0])])
         self.world.checker.expect(self._alive(), QUIET_COMMITS)
 
-    # -- who is there
+    # -- the processes
 
     def _present(self) -> list[Replica]:
         return [replica for replica in self.world.slots if replica is not None]
@@ -152,13 +156,13 @@ class Simulation:
         return [rank.name for replica in self._present() for rank in replica.ranks if rank.state != DEAD]
 
     def processes(self) -> Iterator[Process]:
-        """Every process that is not known to be dead, the last stopped ranks of dead groups included."""
+        """Yield every process that is not known to be dead, the stopped ranks of dead groups included."""
         yield self.world.lighthouse
         for home in self.world.homes.values():
             yield from home.ranks
 
     def died(self, replica: Replica) -> None:
-        """The ManagerServer of a group is gone: a launcher starts the group again."""
+        """Start the group of a dead ManagerServer again, as a launcher does."""
         world = self.world
         if world.slots[replica.slot] is not replica:
             return
@@ -176,7 +180,7 @@ class Simulation:
             world.checker.expect_also([rank.name for rank in replica.ranks], QUIET_COMMITS)
 
     def restart_lighthouse(self, delay: float) -> None:
-        """Start it again after a while."""
+        """Start the lighthouse again after a while."""
         self.world.after(delay, self.world.nobody, self._start_lighthouse)
 
     def _start_lighthouse(self) -> None:
@@ -185,5 +189,5 @@ class Simulation:
 
 
 def run(scenario: Scenario, cores: Cores | None = None, **options: Any) -> Outcome:
-    """One run of a scenario, with the real cores unless others are given."""
+    """Run a scenario once, with the real cores unless others are given."""
     return Simulation(scenario, cores or Cores(), **options).run()

@@ -1,12 +1,12 @@
-"""Virtual time, chance and the network: what the simulated processes live in.
+"""Virtual time, chance and the network: the world of the simulated processes.
 
-One heap of events is the whole machine. An event belongs to a process: a dead one never sees it, a
-stopped one sees it when it goes on. Nothing here reads a clock, and every random draw comes from one of
-two generators that the seed determines, so that a seed is a history.
+One heap of events is the whole machine. An event belongs to a process: a dead one never sees it, a stopped
+one sees it when it goes on. Nothing here reads a clock, and every random draw comes from one of two
+generators that the seed determines, so that a seed is a history.
 
-A session is what gRPC gives: two streams, each in order and without duplicates, until it ends. A break
-loses what is on its way in either direction, and each side learns of it in its own time. So a message is
-lost, duplicated or overtaken only across sessions, or between different connections.
+A session is what gRPC gives: two streams, each in order and without duplicates, until it ends. A break loses
+what is on its way in either direction, and each side learns of it in its own time. So a message is lost,
+duplicated or overtaken only across sessions, or between different connections.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from tests.simulation.replica import Replica
 
 RUNNING, PAUSED, DEAD = 0, 1, 2
-LIGHTHOUSE = -1  # its place in the network; replica groups have 0, 1, ...
+LIGHTHOUSE = -1  # the lighthouse's place in the network; replica groups have 0, 1, ...
 OVERTAKE_STEPS = 6.0
 
 Action = Callable[..., object]
 
 
 class Process:
-    """Something that runs, is stopped or is dead. What reaches it while it is stopped waits."""
+    """A process that runs, is stopped or is dead. Events that reach it while it is stopped wait."""
 
     __slots__ = ("inbox", "paused_at", "state")
 
@@ -61,11 +61,12 @@ class Session:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.number = 0  # given by the lighthouse when it is registered
+        self.number = 0  # given by the lighthouse when the session is registered
         self.client_open = True
         self.server_open = True
-        self.lost_up = self.lost_down = False  # what is still on its way will not arrive
-        self.up_at = self.down_at = 0.0  # when the last message arrives: streams keep their order
+        self.lost_up = self.lost_down = False  # messages that are still on their way will not arrive
+        # the time at which the last message arrives: streams keep their order
+        self.up_at = self.down_at = 0.0
         self.held_up: list[tuple[Action, tuple[Any, ...]]] = []
         self.held_down: list[tuple[Action, tuple[Any, ...]]] = []
 
@@ -74,11 +75,11 @@ class Launcher(Protocol):
     """Starts replica groups again."""
 
     def died(self, replica: Replica) -> None:
-        """The group's ManagerServer is gone."""
+        """Start this replica group again: its ManagerServer is gone."""
 
 
 class World:
-    """One run. `story` collects what happens for people, or is None where nobody reads it."""
+    """One run. `story` collects its events for a person to read, or is None."""
 
     def __init__(self, scenario: Scenario, cores: Cores, *, story: bool = False) -> None:
         self.scenario = scenario
@@ -90,16 +91,17 @@ class World:
         self.felt = dict.fromkeys(KINDS, 0)
         self.faults = 0
         self.events = 0
-        self.wall_clock_s = 1_000.0  # ahead of virtual time by this much
+        self.wall_clock_s = 1_000.0  # the lead of the wall clock over virtual time
         self.slots: list[Replica | None] = [None] * scenario.replicas
         self.homes: dict[str, Replica] = {}  # every incarnation, by its address
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
         self.meshes: dict[tuple[str, int, int], Mesh] = {}
-        self.blocked: dict[tuple[int, int], float] = {}  # from, to: since when nothing gets through
+        # from, to: the time since which no message gets through
+        self.blocked: dict[tuple[int, int], float] = {}
         self.stalled: list[Callable[[], object]] = []  # to be tried again when a partition ends
         self.lighthouse: SimLighthouse
         self.launcher: Launcher
-        self.nobody = Process()  # events of the network itself
+        self.nobody = Process()  # the process of the network's own events
         self.heap: list[tuple[float, int, Process, Action, tuple[Any, ...]]] = []
         self._sequence = 0
         self._runs = 0
@@ -111,12 +113,14 @@ class World:
     # -- time
 
     def after(self, delay: float, process: Process, action: Action, *args: Any) -> None:
-        """Let something happen to a process."""
+        """Call `action` in `delay` seconds, if `process` lives then."""
         self._sequence = sequence = self._sequence + 1
         heappush(self.heap, (self.now + delay, sequence, process, action, args))
 
     def run(self, until: float, events_max: int) -> None:
-        """Let time pass: to `until`, until the checker has seen enough, or until too much has happened."""
+        """Let time pass until `until`, until the checker has seen enough, or until `events_max` events have
+        happened.
+        """
         heap, pop = self.heap, heappop
         self._runs += 1
         self.after(until - self.now, self.nobody, self._stop, self._runs)
@@ -136,7 +140,7 @@ class World:
             self.events = events
 
     def stop(self) -> None:
-        """Let no more time pass, once what happens just now has happened."""
+        """Let no more time pass, once the present event is over."""
         self.after(0.0, self.nobody, self._stop, self._runs)
 
     def _stop(self, run: int) -> None:
@@ -144,12 +148,12 @@ class World:
             raise RunOverError
 
     def pause(self, process: Process) -> None:
-        """SIGSTOP."""
+        """Stop a process, as SIGSTOP does."""
         process.state = PAUSED
         process.paused_at = self.now
 
     def resume(self, process: Process) -> None:
-        """SIGCONT: what waited happens now, in its order."""
+        """Let a process go on, as SIGCONT does: the events that waited happen now, in their order."""
         process.state = RUNNING
         inbox, process.inbox = process.inbox, []
         for action, args in inbox:
@@ -158,17 +162,17 @@ class World:
     # -- chance
 
     def feel(self, kind: str) -> None:
-        """A fault was felt by the network or a process."""
+        """Count a fault that the network or a process has felt."""
         self.faults += 1
         self.felt[kind] += 1
 
     def tell(self, *event: Any) -> None:
-        """Write down what happens, for people."""
+        """Write an event into the story, for a person to read."""
         if self.story is not None:
             self.story.append((self.now, *event))
 
     def latency(self) -> float:
-        """How long a message takes."""
+        """Return how long a message takes."""
         chance = self.random
         time = self._base * (0.5 + chance())
         if self._delay_rate and chance() < self._delay_rate:
@@ -181,22 +185,22 @@ class World:
         return time
 
     def calm(self) -> None:
-        """No message is held up any more."""
+        """Hold up no message any more."""
         self._delay_rate = self._overtake_rate = self.heal_break_rate = 0.0
 
     # -- links
 
     def is_cut(self, one: int, other: int) -> bool:
-        """Whether two places cannot talk: a stream needs both directions to go on."""
+        """Return whether two places cannot talk: a stream needs both directions to go on."""
         blocked = self.blocked
         return bool(blocked) and ((one, other) in blocked or (other, one) in blocked)
 
     def are_cut(self, places: list[int]) -> bool:
-        """Whether any two of these places cannot talk."""
+        """Return whether any two of these places cannot talk."""
         return bool(self.blocked) and any(one in places and other in places for one, other in self.blocked)
 
     def unblock(self, links: list[tuple[int, int]]) -> None:
-        """A partition ends: what was held up arrives, if its session has lived so long."""
+        """End a partition: messages that were held up arrive, if their session has lived so long."""
         for link in links:
             self.blocked.pop(link, None)
         for replica in self.slots:
@@ -220,7 +224,7 @@ class World:
                 self._down(session, action, args)
 
     def send_up(self, session: Session, action: Action, *args: Any) -> None:
-        """A message to the lighthouse."""
+        """Send a message to the lighthouse."""
         if self.blocked and (session.replica.slot, LIGHTHOUSE) in self.blocked:
             self.feel(HELD_UP)
             session.held_up.append((action, args))
@@ -228,7 +232,7 @@ class World:
             self._up(session, action, args)
 
     def send_down(self, session: Session, action: Action, *args: Any) -> None:
-        """A message to the replica group."""
+        """Send a message to the replica group."""
         if self.blocked and (LIGHTHOUSE, session.replica.slot) in self.blocked:
             self.feel(HELD_UP)
             session.held_down.append((action, args))
@@ -248,7 +252,7 @@ class World:
         heappush(self.heap, (time, sequence, session.replica.server, action, args))
 
     def probe(self, session: Session) -> None:
-        """In a while the keepalive of both sides will have noticed that a session is dead."""
+        """Let the keepalive of both sides notice in a while if a session is dead."""
         wait = self.scenario.keepalive_s
         self.after(wait * (1 + 0.3 * self.random()), self.nobody, self._probe_client, session)
         self.after(wait * (1 + 0.3 * self.random()), self.nobody, self._probe_server, session)
@@ -265,7 +269,7 @@ class World:
             self.after(0.0, self.lighthouse, self.lighthouse.line_ended, session)
 
     def _is_dead(self, session: Session, far_end: Process) -> bool:
-        """No PING was answered for the time of the keepalive."""
+        """Return whether no PING was answered for the time of the keepalive."""
         limit = self.now - self.scenario.keepalive_s
         slot = session.replica.slot
         for link in ((slot, LIGHTHOUSE), (LIGHTHOUSE, slot)):

@@ -1,6 +1,6 @@
-"""What is healthy and must not notice: it goes round and round beside whatever a test does to a server.
+"""Healthy clients that must notice nothing: they go round and round beside whatever a test does to a server.
 
-Each runs on a thread of its own and keeps how long its rounds took; an error in one is the test's.
+Each runs on a thread of its own and keeps how long its rounds took; an error in one fails the test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP = 7
 
 
 class Beside:
-    """Takes turns until the block ends."""
+    """A thread that calls `turn` again and again until the block ends."""
 
     def __init__(self, turn: Callable[[], None]) -> None:
         self._turn = turn
@@ -54,7 +54,7 @@ class Beside:
             raise self._error
 
     def goes_on(self, rounds: int = 20) -> None:
-        """Wait for some more rounds; raises the error of a round that went wrong."""
+        """Wait for some more rounds; raise the error of a round that went wrong."""
         with self._grown:
             target = len(self._times_s) + rounds
             done = self._grown.wait_for(lambda: self._error or len(self._times_s) >= target, LIMIT_S)
@@ -63,7 +63,7 @@ class Beside:
         assert done, f"{len(self._times_s)} rounds, {target} were awaited"
 
     def take_times(self) -> str:
-        """How long the rounds since the last call took, for people."""
+        """Return in words how long the rounds since the last call took."""
         with self._grown:
             times_s, self._times_s = sorted(self._times_s), []
         if not times_s:
@@ -79,14 +79,14 @@ class Beside:
                 with self._grown:
                     self._times_s.append(time.monotonic() - began)
                     self._grown.notify_all()
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - raised in the test
             with self._grown:
                 self._error = error
                 self._grown.notify_all()
 
 
 class HealthyReplicas(Beside):
-    """Three replica groups in one quorum, whose id must stay: nobody was lost, nobody came between."""
+    """Three replica groups in one quorum, whose id must stay: no replica was lost, and none came between."""
 
     def __init__(self, lighthouse: str) -> None:
         super().__init__(self._join)
@@ -115,7 +115,7 @@ class HealthyReplicas(Beside):
 
 
 class RankPair:
-    """The two ranks of a replica group, which vote. Their group is lost once they hang up."""
+    """The two ranks of a replica group, which vote; their group is lost once they hang up."""
 
     def __init__(self, manager: str) -> None:
         self._channel = make_channel(parse_address(manager))
@@ -130,7 +130,7 @@ class RankPair:
         self._channel.close()
 
     def vote(self) -> None:
-        """Both on one step, for the same verdict."""
+        """Let both ranks vote on one step, for the same verdict."""
         self._step += 1
         for rank in self._ranks:
             rank.say(vote=pb.ShouldCommitRequest(step=self._step, should_commit=True))
@@ -182,7 +182,7 @@ class RankClient:
         self._said.put(data)
 
     def answer(self) -> pb.RankSessionResponse:
-        """The next; raises the error with which the session ended."""
+        """Return the next answer; raise the error with which the session ended."""
         response: pb.RankSessionResponse = next(iter(self._call))
         return response
 

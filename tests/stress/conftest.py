@@ -1,4 +1,4 @@
-"""One scene for all tests of this folder: to start it takes longer than most of them."""
+"""One scene for all tests of this folder, because to start it takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.stress.scene import Scene, running
 
 @pytest.fixture(scope="session")
 def scene() -> Iterator[Scene]:
-    """The servers, and files enough for thousands of clients."""
+    """Start the servers, and allow files enough for thousands of clients."""
     allow_many_files()
     with running() as found:
         yield found

@@ -1,6 +1,6 @@
-"""What every fuzz target has in common: how much is tried, and what a parser may do.
+"""Settings that all fuzz targets have in common: how much is tried, and what a parser may do.
 
-A parser gives a valid value or raises one of the errors that it documents; nothing else, within bounded
+A parser returns a valid value or raises one of the errors that it documents, and nothing else, within bounded
 memory and time. `FUZZ_EXAMPLES` (`make fuzz EXAMPLES=...`) says how many inputs each target tries; a case
 that was found once stays as an `@example` beside its target.
 """
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 
-# Limits of one input of at most a few megabytes: far above what an honest one takes, far below what
-# a parser takes that believes a length, or looks at every byte once for each other.
+# Limits for one input of at most a few megabytes: far above what an honest input takes, and far below what a
+# parser takes that believes a length, or that looks at every byte once for each other byte.
 CPU_SECONDS_MAX = 6.0
 REASON_MAX = 5000
 PYTHON_BYTES_MAX = 256 * 1024 * 1024
@@ -39,7 +39,7 @@ fuzz = settings(
 def parse_or_refuse(
     parse: Callable[..., Any], *given: Any, refusals: type[Exception] | tuple[type[Exception], ...]
 ) -> Any:
-    """What the parser makes of it; None where it refuses. Any other exception is the test's failure."""
+    """Return what the parser makes of it; None if it refuses. Any other exception fails the test."""
     tracemalloc.start()
     began = time.thread_time()
     found, why = None, "-"
@@ -57,7 +57,7 @@ def parse_or_refuse(
 
 
 def damaged(data: bytes) -> st.SearchStrategy[bytes]:
-    """A good message with some bytes wrong, cut off, repeated or added."""
+    """Return a strategy for a good message with some bytes wrong, cut off, repeated or added."""
 
     def damage(seed: int) -> bytes:
         dice = random.Random(seed)

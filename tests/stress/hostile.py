@@ -1,6 +1,6 @@
-"""Clients that nobody wants: malformed, huge, slow, half-open.
+"""Hostile clients: malformed, huge, slow, half-open.
 
-All of them speak TCP by hand, so that they can say what no library would; `flood` opens thousands.
+All of them speak TCP by hand, so that they can send what no library would; `flood` opens thousands.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ AT_A_TIME = 500
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes, length: int | None = None) -> bytes:
-    """An HTTP/2 frame; `length` is what it claims to be, if that is a lie."""
+    """Return an HTTP/2 frame; `length` is the length that it claims, if that is a lie."""
     claimed = len(body) if length is None else length
     return struct.pack(">I", claimed)[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
 
 
 def malformed() -> Iterator[bytes]:
-    """What does not belong on any of our ports, or begins well and goes wrong."""
+    """Yield data that does not belong on any of our ports, or that begins well and goes wrong."""
     dice = random.Random(4)
     begun = PREFACE + SETTINGS
     yield b""
@@ -56,7 +56,7 @@ def malformed() -> Iterator[bytes]:
 
 
 def send_all_malformed(address: Address) -> None:
-    """Each on a connection of its own, with three endings: closed at once, reset, heard out.
+    """Send each on a connection of its own, with three endings: closed at once, reset, heard out.
 
     Raises:
         TimeoutError: the server has not ended one that was half closed.
@@ -69,30 +69,30 @@ def send_all_malformed(address: Address) -> None:
                     ending(client)
                 except TimeoutError:
                     raise
-                except OSError:  # the server was quicker
+                except OSError:  # the server closed first
                     continue
 
 
 def connected(address: Address) -> socket.socket:
-    """A connection; what takes longer than the limit is an error."""
+    """Return a connection; an operation on it that takes longer than the limit is an error."""
     return socket.create_connection((address.host, address.port), timeout=LIMIT_S)
 
 
 def reset(client: socket.socket) -> None:
-    """Close so that the other side gets a RST in the middle of what it does."""
+    """Close so that the other side gets a RST in the middle of its work."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
 
 
 def hear_out(client: socket.socket) -> None:
-    """Say no more, and wait until the other side ends the connection."""
+    """Send no more, and wait until the other side ends the connection."""
     client.shutdown(socket.SHUT_WR)
     while client.recv(1 << 16):
         pass
 
 
 class Trickle:
-    """Clients that say one byte at a time, on and on, and read nothing."""
+    """Clients that send one byte at a time, on and on, and read nothing."""
 
     def __init__(self, address: Address, count: int) -> None:
         texts = [
@@ -103,7 +103,7 @@ class Trickle:
         self._said = 0
 
     def say_one_byte(self) -> None:
-        """Each says its next byte, unless it was thrown out."""
+        """Let each client send its next byte, unless the server has closed it."""
         for client, text in self._clients:
             with contextlib.suppress(OSError):
                 client.sendall(text[self._said : self._said + 1])
@@ -115,7 +115,7 @@ class Trickle:
 
 
 async def flood(addresses: list[Address], count: int) -> int:
-    """Connections that come and go, `AT_A_TIME` open at once; how many were accepted."""
+    """Open connections that come and go, `AT_A_TIME` at once; return how many were accepted."""
     gate = asyncio.Semaphore(AT_A_TIME)
     kinds = list(malformed())[:12]
 
@@ -129,7 +129,8 @@ async def flood(addresses: list[Address], count: int) -> int:
                 return False
             with contextlib.suppress(OSError, TimeoutError):
                 writer.write(data[:2000])
-                async with asyncio.timeout(0.05 * (number % 3)):  # some hang up before they are heard
+                # some clients hang up before the server answers
+                async with asyncio.timeout(0.05 * (number % 3)):
                     await reader.read(100)
             with contextlib.suppress(OSError):
                 if number % 4 == 0:

@@ -1,4 +1,6 @@
-"""A lighthouse, a ManagerServer and a checkpoint server in processes of their own, and what these hold."""
+"""A lighthouse, a ManagerServer and a checkpoint server in processes of their own, and the resources they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     files: int
     threads: int
@@ -34,7 +36,7 @@ class Held:
 
 
 class Scene:
-    """Where the servers are, and what their processes hold."""
+    """The servers' addresses and processes."""
 
     def __init__(self, where: dict[str, str], processes: dict[str, psutil.Process]) -> None:
         self._where = where
@@ -51,7 +53,7 @@ class Scene:
         return parse_address(self._where[server])
 
     def healthy(self, server: str) -> Beside:
-        """Clients of a server that must not notice what is done to it."""
+        """Return clients of a server that must not notice what is done to it."""
         if server == "manager":
             return Beside(self._ranks.vote)
         return {"lighthouse": HealthyReplicas, "checkpoint": HealthyHeals}[server](self._where[server])
@@ -61,7 +63,9 @@ class Scene:
         return Held(process.num_fds(), process.num_threads(), process.memory_info().rss / MB)
 
     def settled(self, server: str, files_max: int) -> Held:
-        """What it holds once its files are that few; what it holds at the limit if they never are."""
+        """Return what the server holds once its files are at most `files_max`; what it holds at the limit if
+        they never are.
+        """
         deadline = time.monotonic() + LIMIT_S
         while (held := self.held(server)).files > files_max and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -70,7 +74,10 @@ class Scene:
 
 @contextmanager
 def running() -> Iterator[Scene]:
-    """The servers, until the block ends. Who has joined does not wait for those who only registered."""
+    """Yield the servers, and end them with the block.
+
+    A replica that has joined does not wait for those that only registered.
+    """
     with (
         Processes() as starter,
         LighthouseProcess("--min_replicas=2", "--join_timeout_ms=100", is_cold=True) as lighthouse,

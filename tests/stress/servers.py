@@ -20,7 +20,7 @@ from torchft_like.manager.server import ManagerServer
 
 
 def main(lighthouse: str) -> None:
-    """Until killed."""
+    """Serve until the process is killed."""
     manager = ManagerServer(
         "under-stress:1", lighthouse, LOOPBACK, f"{LOOPBACK}:0", f"{LOOPBACK}:1", world_size=2
     )

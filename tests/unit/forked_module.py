@@ -1,4 +1,4 @@
-"""What the tests of forks run: shows how it was started, writes into a file that it was given, or sleeps."""
+"""The module that the tests of forks run: it shows how it was started, writes to a descriptor, or sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of states share: every dtype, and when two states are the same."""
+"""Every dtype, and a comparison of states, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def round_trip(state: object) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in type, value and, for floats, bits."""
+    """Return whether two states are equal in type, value and, for floats, bits."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

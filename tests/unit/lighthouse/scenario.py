@@ -34,7 +34,7 @@ SEPARATOR = "----"
 
 
 def replay(text: str) -> str:
-    """The file with the transcripts that the core gives now."""
+    """Return the file with the transcripts that the core gives now."""
     player = _Player()
     return "\n\n".join(_replay_block(block, player) for block in text.strip().split("\n\n")) + "\n"
 

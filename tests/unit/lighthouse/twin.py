@@ -1,6 +1,6 @@
 """A naive twin of the quorum core: the same rules, worked out anew from a list of facts every time.
 
-Slow, and short enough to be checked by reading. It keeps no counter, no order and no index.
+It is slow, and short enough to be checked by reading. It keeps no counter, no order and no index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Joined:
-    """A replica that has joined, and where it wants its answer."""
+    """A replica that has joined, and the way in which it gets its answer."""
 
     member: Member
     since: float
@@ -46,7 +46,7 @@ class Joined:
 
 
 class Twin:
-    """Events in, decisions out, as `QuorumCore`."""
+    """The rules as `QuorumCore` has them: events in, decisions out."""
 
     def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
         self.config = config
@@ -117,7 +117,7 @@ class Twin:
             self.highest_id = quorum_id + self.leap
 
     def over(self, sessions: list[Open]) -> list[Decision]:
-        """The alarms that these sessions missed."""
+        """Return the alarms that these sessions missed."""
         return [
             QuorumOver(s.number, s.replica_id, s.last.quorum_id)
             for s in sorted(sessions, key=lambda s: s.replica_id)

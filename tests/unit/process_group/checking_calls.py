@@ -1,4 +1,4 @@
-"""What the tests of the check of collectives have in common."""
+"""Helpers that the tests of the check of collectives have in common."""
 
 from __future__ import annotations
 

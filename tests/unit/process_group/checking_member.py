@@ -1,4 +1,4 @@
-"""A process for test_checking_life: two ranks reduce tensors of different shapes.
+"""A rank for test_checking_life, which has two: they reduce tensors of different shapes.
 
 `checking_member.py STORE_ADDRESS RANK`
 """

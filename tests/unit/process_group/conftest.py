@@ -21,7 +21,7 @@ _prefixes = itertools.count()
 
 
 class Party:
-    """Members of one group, each with a thread of its own, and everything they need to meet."""
+    """Members of one group, each with a thread of its own, and a store in which they meet."""
 
     def __init__(self, store: TCPStore) -> None:
         self.store = store
@@ -29,34 +29,34 @@ class Party:
         self._threads = ThreadPoolExecutor(max_workers=16)
 
     def prefix(self) -> str:
-        """A store address that was never used."""
+        """Return a store address that was never used."""
         return f"127.0.0.1:{self.store.port}/party/{next(_prefixes)}"
 
     def own(self, group: ProcessGroup) -> ProcessGroup:
-        """Shut `group` down at the end."""
+        """Shut `group` down at the end, and return it."""
         self._groups.append(group)
         return group
 
     def meet(
         self, world_size: int, make: Callable[[], ProcessGroup] = lambda: ProcessGroupGloo(30)
     ) -> list[ProcessGroup]:
-        """Configured groups, in the order of their ranks."""
+        """Return configured groups, in the order of their ranks."""
         groups = [self.own(make()) for _ in range(world_size)]
         self.configure(groups)
         return groups
 
     def configure(self, groups: list[ProcessGroup]) -> None:
-        """Let them meet again under a new prefix."""
+        """Let the groups meet again under a new prefix."""
         prefix = self.prefix()
         self.together(groups, lambda rank, group: group.configure(prefix, rank, len(groups)))
 
     def together(self, groups: list[ProcessGroup], act: Callable[[int, Any], T]) -> list[T]:
-        """The same on every member at once."""
+        """Run `act` on every member at once, and return the results in the order of the ranks."""
         futures = [self.aside(act, rank, group) for rank, group in enumerate(groups)]
         return [future.result(LIMIT_S) for future in futures]
 
     def aside(self, act: Callable[..., T], *args: Any) -> Future[T]:
-        """One thing on a thread of its own."""
+        """Run `act` on a thread of its own."""
         return self._threads.submit(act, *args)
 
     def end(self) -> None:
@@ -70,7 +70,7 @@ class Party:
 
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
-    """A TCPStore server on loopback.
+    """Return a TCPStore server on loopback.
 
     With a listener of ours it sees IPv4 addresses; of its own IPv6-mapped ones it asks the name
     server about every client, and stands still until that answers.
@@ -84,14 +84,14 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def party(store: TCPStore) -> Iterator[Party]:
-    """Members in threads; ended whatever happens."""
+    """Yield members in threads, and end them even if the test fails."""
     party = Party(store)
     yield party
     party.end()
 
 
 def wait_until(happened: threading.Event) -> None:
-    """Fail rather than hang."""
+    """Wait for an event; fail the test rather than hang."""
     assert happened.wait(LIMIT_S)
 
 

@@ -1,4 +1,4 @@
-"""A group that fails in the way that it is told, and what swallows its errors, for test_error_semantics."""
+"""A group that fails as the test says, and groups that swallow its errors, for test_error_semantics."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SPOILT = -7.0
 
 
 class OopsError(Exception):
-    """A fault that nobody else raises."""
+    """A fault that no other code raises."""
 
 
 class Failing(ProcessGroupDummy):
-    """Rank 1 of 3; what it runs is spoilt, and fails when told to."""
+    """Rank 1 of 3; the outputs of its calls are spoilt, and its calls fail when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -61,7 +61,7 @@ class Failing(ProcessGroupDummy):
 
 
 class Pending(FinishedOperation):
-    """Over once it is told to be."""
+    """An operation that is over once the test says so."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -89,7 +89,7 @@ class Pending(FinishedOperation):
 
 
 class FakeManager:
-    """Its answers are those of a Manager that is at rank 1 of 3, or in the trouble that it is given."""
+    """Answers as a Manager that is at rank 1 of 3, or in the trouble that it is given."""
 
     def __init__(self, pg: Any) -> None:
         self.process_group = pg
@@ -127,7 +127,7 @@ class FakeManager:
 
 
 class Subject:
-    """A group that swallows errors, and the one within that has them."""
+    """A group that swallows errors, and the group within, which has them."""
 
     def __init__(self, kind: str) -> None:
         self.inner = Failing()
@@ -146,7 +146,7 @@ class Subject:
         self.manager.error = None
 
     def call(self, name: str) -> tuple[Any, list[Tensor]]:
-        """Rank 1's call in a world of 3: the work, and the outputs."""
+        """Make rank 1's call in a world of 3; return the work and the outputs."""
         args = copy.deepcopy(ALONE[name][0])
         work = getattr(self.group, name)(*args)
         return work, list(tensors_of(BY_NAME[name].bind(args, {}).outputs))

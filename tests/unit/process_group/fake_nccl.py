@@ -1,4 +1,4 @@
-"""A GPU and NCCL as far as ProcessGroupNCCL touches them, for machines that have none."""
+"""A fake GPU and NCCL, as far as ProcessGroupNCCL touches them, for machines without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchft_like.process_group import device_watch, nccl
 
 
 class FakeWork:
-    """torch's handle of an operation that ends when the test, or an abort, ends it."""
+    """A fake of torch's handle of an operation, which ends when the test, or an abort, ends it."""
 
     def __init__(self, device: FakeDevice, tensors: list[torch.Tensor]) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class FakeWork:
         return self.error
 
     def block_current_stream(self) -> None:
-        """As torch: from now on the stream is to keep the tensors safe."""
+        """Release the tensors, as torch does: from now on the stream is to keep them safe."""
         self.device.stream_waits_for.append(self)
         self.tensors = []
 
@@ -50,7 +50,7 @@ class FakeWork:
 
 
 class FakeDevice:
-    """A GPU, as far as this module touches one, and all that happened on it."""
+    """A fake GPU, as far as this module touches one, and all that happened on it."""
 
     def __init__(self) -> None:
         self.works: list[FakeWork] = []
@@ -71,7 +71,7 @@ class FakeDevice:
 
 
 class FakeNccl:
-    """torch's ProcessGroupNCCL and the shell around it in one."""
+    """A fake of torch's ProcessGroupNCCL and the shell around it in one."""
 
     def __init__(self, device: FakeDevice, world_size: int) -> None:
         self.device = device
@@ -96,7 +96,7 @@ class FakeNccl:
         self.seen_async.append(opts is None or opts.asyncOp)
         work = FakeWork(self.device, tensors)
         self.device.works.append(work)
-        if not self.seen_async[:-1] or self.device.autofinish:  # the first one proves the connection
+        if not self.seen_async[:-1] or self.device.autofinish:  # the first collective proves the connection
             tensors[0].mul_(self.world_size)
             work.finish()
         return work if self.seen_async[-1] else None
@@ -118,7 +118,7 @@ class FakeNccl:
 
 
 class FakeEvent:
-    """Fires when everything that its stream waited for when it was recorded is off the device."""
+    """Fires when all works for which its stream waited when it was recorded are off the device."""
 
     device: FakeDevice
 
@@ -132,7 +132,7 @@ class FakeEvent:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Have torch and ProcessGroupNCCL use one."""
+    """Have torch and ProcessGroupNCCL use a fake GPU."""
     device = FakeDevice()
     monkeypatch.setattr(FakeEvent, "device", device, raising=False)
     real_ones = torch.ones
@@ -154,7 +154,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(nccl, "_make_nccl", lambda store, members: FakeNccl(device, members.world_size))
     monkeypatch.setattr(nccl, "_shell_around", lambda inner, members, device: inner)
     monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
-    # What the class sets must go when the test is over: `delenv` restores only what was there before.
+    # Variables that the class sets must go when the test is over: `delenv` restores only those that were
+    # there before.
     for name in ("TORCH_NCCL_NONBLOCKING_TIMEOUT", *nccl._CONSTRUCTOR_ENVIRONMENT):
         monkeypatch.setenv(name, "to be removed")
         monkeypatch.delenv(name)
