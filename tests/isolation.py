@@ -79,7 +79,7 @@ def _be_the_test(item: pytest.Item, reports: Path, output: IO[str], parent: int)
         capture = item.config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.stop_global_capturing()
-            # everything that the test writes is in `output`, even if the test is killed
+            # Everything that the test writes is in `output`, even if the test is killed.
             capture._method = "no"
             capture.start_global_capturing()
         for descriptor in (1, 2):

@@ -46,7 +46,7 @@ DTYPES = (
     torch.complex128,
 )
 SHAPES: tuple[Size, ...] = ((), (0,), (0, 4), (1,), (5,), (3, 1, 2), (70_000,))
-# the whole call is in inference mode, and not the tensors alone
+# The whole call is in inference mode, and not the tensors alone.
 IN_INFERENCE_MODE = "plain, in inference mode"
 LAYOUTS = ("transposed", "strided", "offset", "negated", "leaf", "inference", IN_INFERENCE_MODE, "shared")
 # Layouts with which torch's own group fails on some ranks while the others wait: plain tensors show the right

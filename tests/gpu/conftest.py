@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)  # it does here what gloo does, in more time
         if _needs_a_gpu(item):
             item.add_marker(pytest.mark.gpu)
-            # warnings of versions that the tests cannot choose
+            # Warnings of versions that the tests cannot choose.
             item.add_marker(pytest.mark.filterwarnings("default"))
             if why_not is not None:
                 item.add_marker(pytest.mark.skip(reason=why_not))

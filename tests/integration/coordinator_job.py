@@ -176,7 +176,7 @@ def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> Non
     group.configure(address, place, 3)
     here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed")
     here.coordinator.barrier()
-    # so that a later `combine` has a `dispatch` before it
+    # A later `combine` needs a `dispatch` before it.
     here.coordinator.dispatch(torch.ones(2, 4), torch.ones(2, 1))
 
 

@@ -54,13 +54,13 @@ class Checker:
         self.is_over = False
         self.commits = 0
         self._connected: dict[str, int] = {}  # the replica ids that have a session, as the lighthouse sees it
-        # a quorum of most of the connected replicas, all of which are still there
+        # A quorum of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
         self._previous: Ids = ()  # the last quorum of this life of the lighthouse
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
         self._ids: dict[int, Ids] = {}  # by quorum id: its members
-        # the state after a step, in a quorum
+        # The state after a step, in a quorum.
         self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}
         self._order: dict[tuple[int, Ids], int] = {}  # quorums in the order in which they were formed
         self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and its quorum there
@@ -189,7 +189,7 @@ class Checker:
         if base != before:
             what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
             self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")
-        # in the first step, a replica that takes over a state counts
+        # In the first step, a replica that takes over a state counts.
         if gradients != protocol.num_participants and step > 1:
             what = f"divides a sum of {gradients} gradients by {protocol.num_participants}"
             self.violate("no_zombie", f"{rank.name} commits step {step} in quorum {quorum_id} and {what}")

@@ -24,7 +24,7 @@ PACKAGES = ("lighthouse", "torchft_like", "tests/simulation")
 # Modules that mypyc cannot compile: an enum whose members have attributes, errors with two bases.
 INTERPRETED = ("lighthouse/decisions.py", "lighthouse/errors.py")
 
-# mypyc's own variable: 0 compiles in half the time, and the code runs more slowly
+# The variable is mypyc's own: 0 compiles in half the time, and the code runs more slowly.
 OPTIMIZATION_ENV = "MYPYC_OPT_LEVEL"
 MYPYC = ("-m", "mypyc", "--strict", "--follow-imports=silent", "--ignore-missing-imports")
 LIST_MODULES = """

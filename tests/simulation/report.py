@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BATCH = 250
-GARBAGE_MAX = 50_000  # the garbage of a run becomes garbage all at once
+GARBAGE_MAX = 50_000  # the objects of a run become garbage all at once
 FAILURES_SHOWN = 3
 
 

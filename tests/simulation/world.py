@@ -65,7 +65,7 @@ class Session:
         self.client_open = True
         self.server_open = True
         self.lost_up = self.lost_down = False  # messages that are still on their way will not arrive
-        # the time at which the last message arrives: streams keep their order
+        # The time at which the last message arrives: streams keep their order.
         self.up_at = self.down_at = 0.0
         self.held_up: list[tuple[Action, tuple[Any, ...]]] = []
         self.held_down: list[tuple[Action, tuple[Any, ...]]] = []
@@ -96,7 +96,7 @@ class World:
         self.homes: dict[str, Replica] = {}  # every incarnation, by its address
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
         self.meshes: dict[tuple[str, int, int], Mesh] = {}
-        # from, to: the time since which no message gets through
+        # From, to: the time since which no message gets through.
         self.blocked: dict[tuple[int, int], float] = {}
         self.stalled: list[Callable[[], object]] = []  # to be tried again when a partition ends
         self.lighthouse: SimLighthouse

@@ -129,7 +129,7 @@ async def flood(addresses: list[Address], count: int) -> int:
                 return False
             with contextlib.suppress(OSError, TimeoutError):
                 writer.write(data[:2000])
-                # some clients hang up before the server answers
+                # Some clients hang up before the server answers.
                 async with asyncio.timeout(0.05 * (number % 3)):
                     await reader.read(100)
             with contextlib.suppress(OSError):
