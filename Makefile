@@ -23,7 +23,7 @@ SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integrati
 # nothing to do at the end.
 test: style  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not slow and not gpu" \
 		$(SIDE_BY_SIDE) tests/simulation tests/conformance tests/unit tests/stress/test_fuzz_*.py; \
 	tests=$$?; wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
