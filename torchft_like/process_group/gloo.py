@@ -34,7 +34,7 @@ from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
 from torchft_like.process_group.rendezvous import claim_prefix
-from torchft_like.process_group.stillness import Sleep, Stillness
+from torchft_like.process_group.thread_activity import IdleWatch, SleepWatch
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import local_host_towards
@@ -84,9 +84,9 @@ class _GlooBackend:
         self._abort = abort
         self._membership = membership
         self._device = GlooDevice(host)
-        self._stillness = Stillness(GLOO_THREADS)
+        self._idle_watch = IdleWatch(GLOO_THREADS)
         self._looks = 0
-        self._rest: Sleep | None = None  # the rest of Gloo's loop since connections were silenced
+        self._rest: SleepWatch | None = None  # the rest of Gloo's loop since connections were silenced
         abort.add(self._device.cut)
         try:
             with _broken_off(self._device, membership, abort):
@@ -101,7 +101,7 @@ class _GlooBackend:
         """Describe what keeps the backend from rest."""
         connected, rest = self._device.connections(), self._rest
         silenced = "none silenced" if rest is None else f"some silenced; {GLOO_LOOP[0]}: {rest}"
-        return f"{connected} connections, {silenced}; {GLOO_THREADS[0]}: {self._stillness}"
+        return f"{connected} connections, {silenced}; {GLOO_THREADS[0]}: {self._idle_watch}"
 
     @property
     def inner(self) -> object:
@@ -133,7 +133,7 @@ class _GlooBackend:
         self._device.cut()
         if self._is_connected():
             return False
-        return (self._rest is None or self._rest.has_come()) and self._stillness.look()
+        return (self._rest is None or self._rest.has_come()) and self._idle_watch.look()
 
     def _is_connected(self) -> bool:
         """Look once; silence what is connected after many looks, so that it does not count at the next
@@ -144,7 +144,7 @@ class _GlooBackend:
         self._looks += 1
         if self._looks > LOOKS_UNTIL_SILENCED:
             self._device.silence()
-            self._rest = Sleep(GLOO_LOOP)
+            self._rest = SleepWatch(GLOO_LOOP)
         return True
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
-from torchft_like.process_group.stillness import Stillness
 from torchft_like.process_group.swallowing import SwallowedOperation
+from torchft_like.process_group.thread_activity import IdleWatch
 from torchft_like.process_group.work import FOREVER, Explain, FinishedOperation, OperationWork
 
 LIMIT_S = 30.0
@@ -240,7 +240,7 @@ def test_what_one_operation_has_left_to_do_keeps_no_other_waiting(monkeypatch: p
         again.result(LIMIT_S)
 
 
-class TestStillness:
+class TestIdleWatch:
     """The name of a thread is the kernel's, so the test names its own through /proc."""
 
     def test_a_thread_of_python_with_the_name_of_the_one_that_started_it_is_not_watched(self) -> None:
@@ -249,8 +249,8 @@ class TestStillness:
         def look() -> list[bool]:
             with open("/proc/thread-self/comm", "w") as comm:
                 comm.write(name)
-            stillness = Stillness([name])
-            return [stillness.look() for _ in range(2)]
+            idle_watch = IdleWatch([name])
+            return [idle_watch.look() for _ in range(2)]
 
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(look).result(LIMIT_S) == [False, True]
@@ -269,12 +269,12 @@ class TestStillness:
         _thread.start_new_thread(run, ())  # unknown to `threading`, as native ones are
         try:
             beats.acquire()
-            stillness = Stillness([name])
-            assert not stillness.look(), "the first look has nothing to compare with"
-            assert any(stillness.look() for _ in range(1000))
+            idle_watch = IdleWatch([name])
+            assert not idle_watch.look(), "the first look has nothing to compare with"
+            assert any(idle_watch.look() for _ in range(1000))
             begin.release()
             beats.acquire()
-            assert not stillness.look()
+            assert not idle_watch.look()
         finally:
             end.set()
             begin.release()

@@ -26,7 +26,7 @@ class _Activity(NamedTuple):
     preempted: int
 
 
-class Stillness:
+class IdleWatch:
     """A watch over the threads with certain names.
 
     Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
@@ -54,7 +54,7 @@ class Stillness:
 SLEEPS = 2
 
 
-class Sleep:
+class SleepWatch:
     """A watch over threads that go to sleep between any two pieces of work."""
 
     def __init__(self, names: Collection[str]) -> None:
