@@ -119,8 +119,8 @@ def roles_of(group: Any) -> dict[str, int]:
     """The process ids of what a Baby group has started, as far as it tells."""
     if (process := getattr(group, "_p", None)) is not None:  # torchft's
         return {"child": process.pid}
-    nursery = importlib.import_module("torchft_like.process_group.baby.nursery").nursery
-    return {"child": group.parent.pid, **nursery.pids()}
+    fork_pool = importlib.import_module("torchft_like.process_group.baby.fork_pool").fork_pool
+    return {"child": group.parent.pid, **fork_pool.pids()}
 
 
 def make_subject(name: str, options: argparse.Namespace) -> Subject:

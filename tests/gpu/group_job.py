@@ -30,7 +30,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
-from torchft_like.process_group.baby.nursery import nursery
+from torchft_like.process_group.baby.fork_pool import fork_pool
 from torchft_like.process_group.device_watch import PERIOD_S
 from torchft_like.testing.cluster import host_of_its_own
 from torchft_like.testing.ranks import Ranks, running
@@ -275,7 +275,7 @@ def footprint(here: Here, rank: int) -> dict[str, float]:
 def opens_no_device(here: Here, rank: int) -> dict[str, bool]:
     """Return by the role of a Baby group's process whether it has no GPU open."""
     found = {}
-    for role, pid in nursery.pids().items():
+    for role, pid in fork_pool.pids().items():
         files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         found[role] = not any(file.startswith("/dev/nvidia") for file in files)
     return found

@@ -1,7 +1,7 @@
 """The trainer's side of a backend in a subprocess.
 
 It turns calls of collectives into requests. A `Lender` lets the subprocess see the tensors, `requests` and
-`work` handle the answers, and `nursery` starts the subprocesses.
+`work` handle the answers, and `fork_pool` starts the subprocesses.
 
 INVARIANT: to end the subprocess is to end every operation. No request counts as over before the process is
 gone, memory, devices and all; what a process that does not die may touch is never used again.
@@ -24,8 +24,8 @@ from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
+from torchft_like.process_group.baby.fork_pool import Child
 from torchft_like.process_group.baby.lending import Lender, Loan
-from torchft_like.process_group.baby.nursery import Child
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap

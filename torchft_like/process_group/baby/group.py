@@ -20,8 +20,8 @@ from torchft_like.process_group.baby.cpu_lending import CpuLender
 from torchft_like.process_group.baby.cpu_memory import Staging
 from torchft_like.process_group.baby.cuda_lending import TORCH_CUDA, CudaLender
 from torchft_like.process_group.baby.cuda_memory import Arena
+from torchft_like.process_group.baby.fork_pool import fork_pool
 from torchft_like.process_group.baby.lending import Lender
-from torchft_like.process_group.baby.nursery import nursery
 from torchft_like.process_group.baby.protocol import UNASKED, ToChild
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
@@ -57,11 +57,11 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
     ) -> None:
         super().__init__(timeout, check_collectives=check_collectives)
         self._latest: RemoteBackend | None = None
-        nursery.start()
+        fork_pool.start()
 
     def prepare(self, timeout: timedelta) -> None:
         """Wait until torch is loaded by the process whose forks run the backends."""
-        nursery.wait_for_spare(timeout.total_seconds(), self._warm_up())
+        fork_pool.wait_for_spare(timeout.total_seconds(), self._warm_up())
 
     def errored(self) -> Exception | None:
         """Return why the group is unusable, if it is; a subprocess that is gone is noticed even while no call
@@ -92,14 +92,14 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
 
     def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
         lender = self._lender()
-        child = nursery.take(abort, membership.timeout.total_seconds())
+        child = fork_pool.take(abort, membership.timeout.total_seconds())
         self._latest = backend = RemoteBackend(child, lender, abort)
         try:
             backend.begin(self.RECIPE, membership)
         except BaseException:
             backend.close()
             raise
-        nursery.prepare_spare(self._warm_up())
+        fork_pool.prepare_spare(self._warm_up())
         return backend
 
 

@@ -404,7 +404,7 @@ def test_what_a_group_names_for_its_subprocess_is_there() -> None:
 
 def test_a_group_keeps_its_memory_from_one_subprocess_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchft_like.process_group.baby.group.require_nccl", lambda: None)
-    monkeypatch.setattr("torchft_like.process_group.baby.group.nursery.start", lambda: None)
+    monkeypatch.setattr("torchft_like.process_group.baby.group.fork_pool.start", lambda: None)
     group = ProcessGroupBabyNCCL()
     group._device = torch.device("cuda", 0)
     first = group._lender()

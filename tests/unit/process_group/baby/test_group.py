@@ -34,7 +34,7 @@ from torchft_like.process_group import (
 from torchft_like.process_group.baby import backend, requests
 from torchft_like.process_group.baby.backend import RemoteBackend
 from torchft_like.process_group.baby.child import WATCHED_MAX
-from torchft_like.process_group.baby.nursery import nursery
+from torchft_like.process_group.baby.fork_pool import fork_pool
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
@@ -394,7 +394,7 @@ def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
 
 def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
     (group,) = party.meet(1, baby)
-    server = psutil.Process(nursery.pids()["server"])
+    server = psutil.Process(fork_pool.pids()["server"])
     server.send_signal(signal.SIGSTOP)
     try:
         for process in server.children():
@@ -413,14 +413,14 @@ def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
 def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party) -> None:
     """The spare is taken before it is seen to be dead: nobody can say how it ended."""
     (group,) = party.meet(1, baby)
-    assert nursery.wait_for_spare(LIMIT_S)
-    pids = nursery.pids()
+    assert fork_pool.wait_for_spare(LIMIT_S)
+    pids = fork_pool.pids()
     server, spare = psutil.Process(pids["server"]), psutil.Process(pids["spare"])
     server.send_signal(signal.SIGSTOP)
     try:
         spare.send_signal(signal.SIGSTOP)
         configured = party.aside(party.configure, [group])
-        while nursery.pids().get("spare") == spare.pid:
+        while fork_pool.pids().get("spare") == spare.pid:
             time.sleep(0.01)
         spare.kill()
         with pytest.raises(ProcessGroupNotConfiguredError, match="has ended or does not answer"):
@@ -464,17 +464,17 @@ def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None
 
 
 def test_a_group_that_is_prepared_has_a_subprocess_waiting() -> None:
-    nursery.stop()
+    fork_pool.stop()
     group = baby()
     group.prepare(timedelta(seconds=LIMIT_S))
-    assert "spare" in nursery.pids()
+    assert "spare" in fork_pool.pids()
 
 
 def test_preparing_a_group_takes_no_longer_than_it_may() -> None:
-    nursery.stop()
+    fork_pool.stop()
     group = baby()
     group.prepare(timedelta(microseconds=1))
-    assert "spare" not in nursery.pids(), "torch is loaded in no time"
+    assert "spare" not in fork_pool.pids(), "torch is loaded in no time"
 
 
 def test_a_spare_is_not_told_of_a_device_that_nobody_has_chosen() -> None:
@@ -483,6 +483,6 @@ def test_a_spare_is_not_told_of_a_device_that_nobody_has_chosen() -> None:
 
 
 def test_preparing_a_group_prepares_the_one_that_it_wraps() -> None:
-    nursery.stop()
+    fork_pool.stop()
     ErrorSwallowingProcessGroupWrapper(baby()).prepare(timedelta(seconds=LIMIT_S))
-    assert "spare" in nursery.pids()
+    assert "spare" in fork_pool.pids()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
-from torchft_like.process_group.baby.nursery import Nursery
+from torchft_like.process_group.baby.fork_pool import ForkPool
 from torchft_like.process_group.configuration import AbortSignal
 
 LIMIT_S = 300.0
@@ -33,17 +33,17 @@ class Never:
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    own = Nursery()
+def fork_pool() -> Iterator[ForkPool]:
+    own = ForkPool()
     yield own
     own.stop()
 
 
 @contextmanager
-def loading(nursery: Nursery) -> Iterator[psutil.Process]:
+def loading(fork_pool: ForkPool) -> Iterator[psutil.Process]:
     """The server is stopped before it has torch."""
-    nursery.start()
-    server = psutil.Process(nursery.pids()["server"])
+    fork_pool.start()
+    server = psutil.Process(fork_pool.pids()["server"])
     server.suspend()
     try:
         yield server
@@ -61,22 +61,22 @@ def no_descriptors_for(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_loading_torch_does_not_count_against_the_timeout(nursery: Nursery) -> None:
-    with loading(nursery) as server, ThreadPoolExecutor(1) as aside:
-        taken = aside.submit(nursery.take, Never(), SHORT_S)
+def test_loading_torch_does_not_count_against_the_timeout(fork_pool: ForkPool) -> None:
+    with loading(fork_pool) as server, ThreadPoolExecutor(1) as aside:
+        taken = aside.submit(fork_pool.take, Never(), SHORT_S)
         with pytest.raises(TimeoutError):
             taken.result(5 * SHORT_S)
         server.resume()
         child = taken.result(LIMIT_S)
-    assert nursery.pids()["server"] == server.pid
+    assert fork_pool.pids()["server"] == server.pid
     child.kill()
     child.close()
 
 
-def test_an_abort_ends_the_wait_for_a_server_that_loads_torch(nursery: Nursery) -> None:
+def test_an_abort_ends_the_wait_for_a_server_that_loads_torch(fork_pool: ForkPool) -> None:
     abort = AbortSignal()
-    with loading(nursery), ThreadPoolExecutor(1) as aside:
-        taken = aside.submit(nursery.take, abort, LIMIT_S)
+    with loading(fork_pool), ThreadPoolExecutor(1) as aside:
+        taken = aside.submit(fork_pool.take, abort, LIMIT_S)
         with pytest.raises(TimeoutError):
             taken.result(SHORT_S)
         abort.set("the test says so")
@@ -85,48 +85,48 @@ def test_an_abort_ends_the_wait_for_a_server_that_loads_torch(nursery: Nursery) 
 
 
 def test_a_server_that_never_loads_torch_is_given_up(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+    fork_pool: ForkPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_like.process_group.baby.nursery.LOAD_S_MAX", SHORT_S)
-    with loading(nursery) as server:
+    monkeypatch.setattr("torchft_like.process_group.baby.fork_pool.LOAD_S_MAX", SHORT_S)
+    with loading(fork_pool) as server:
         with pytest.raises(SubprocessLostError, match=f"has not loaded torch in {SHORT_S:g} s"):
-            nursery.take(Never(), LIMIT_S)
+            fork_pool.take(Never(), LIMIT_S)
         monkeypatch.undo()
-        child = nursery.take(Never(), LIMIT_S)
-        assert nursery.pids()["server"] != server.pid
+        child = fork_pool.take(Never(), LIMIT_S)
+        assert fork_pool.pids()["server"] != server.pid
         child.kill()
         child.close()
 
 
-def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(nursery: Nursery) -> None:
-    nursery.take(Never(), LIMIT_S).close()
-    server = psutil.Process(nursery.pids()["server"])
+def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(fork_pool: ForkPool) -> None:
+    fork_pool.take(Never(), LIMIT_S).close()
+    server = psutil.Process(fork_pool.pids()["server"])
     server.suspend()
     try:
         with pytest.raises(SubprocessLostError, match="in time; it runs"):
-            nursery.take(Never(), SHORT_S)
-        nursery.take(Never(), LIMIT_S).close()
-        assert nursery.pids()["server"] != server.pid
+            fork_pool.take(Never(), SHORT_S)
+        fork_pool.take(Never(), LIMIT_S).close()
+        assert fork_pool.pids()["server"] != server.pid
     finally:
         server.resume()
 
 
 @pytest.mark.parametrize("whose", ["trainer", "server"])
 def test_a_server_that_cannot_give_a_fork_for_want_of_descriptors_gives_the_next_one(
-    nursery: Nursery, whose: str
+    fork_pool: ForkPool, whose: str
 ) -> None:
-    nursery.take(Never(), LIMIT_S).close()  # the server has torch loaded
-    server = nursery.pids()["server"]
+    fork_pool.take(Never(), LIMIT_S).close()  # the server has torch loaded
+    server = fork_pool.pids()["server"]
     with no_descriptors_for(os.getpid() if whose == "trainer" else server):
         for _ in range(2):
             with pytest.raises(SubprocessLostError, match="Too many open files"):
-                nursery.take(Never(), LIMIT_S)
-        assert not nursery.wait_for_spare(FOREVER_S)
-        nursery.prepare_spare()
-    child = nursery.take(Never(), LIMIT_S)
+                fork_pool.take(Never(), LIMIT_S)
+        assert not fork_pool.wait_for_spare(FOREVER_S)
+        fork_pool.prepare_spare()
+    child = fork_pool.take(Never(), LIMIT_S)
     assert not child.has_ended()
     child.kill()
     assert child.wait_ended(LIMIT_S)
     assert "SIGKILL" in child.how_ended()
     child.close()
-    assert nursery.pids()["server"] == server
+    assert fork_pool.pids()["server"] == server

@@ -65,10 +65,10 @@ class Abort(Protocol):
 class Child:
     """A fork, as long as a group uses it."""
 
-    def __init__(self, nursery: Nursery, pid: int, watch: int, channel: Channel) -> None:
+    def __init__(self, fork_pool: ForkPool, pid: int, watch: int, channel: Channel) -> None:
         self.pid = pid
         self.channel = channel
-        self._nursery = nursery
+        self._fork_pool = fork_pool
         self._lock = threading.Lock()
         self._watch: int | None = watch
         self._closing = weakref.finalize(self, os.close, watch)
@@ -97,7 +97,7 @@ class Child:
 
     def how_ended(self) -> str:
         """Describe how the subprocess ended."""
-        return self._nursery.how_ended(self.pid)
+        return self._fork_pool.how_ended(self.pid)
 
     def close(self) -> None:
         """Release the descriptors of a subprocess that is gone."""
@@ -107,7 +107,7 @@ class Child:
             self._closing()
 
 
-class Nursery:
+class ForkPool:
     """The pool of a process. Any thread may call any method."""
 
     def __init__(self) -> None:
@@ -238,8 +238,8 @@ class Nursery:
 class _Server:
     """One fork server. Every method but the reading thread's needs the pool's lock."""
 
-    def __init__(self, nursery: Nursery, changed: threading.Condition) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_pool: ForkPool, changed: threading.Condition) -> None:
+        self._fork_pool = fork_pool
         self._changed = changed
         self._spares: deque[Child] = deque()
         self._expected = 0
@@ -253,7 +253,7 @@ class _Server:
         self._loaded_at: float | None = None
         self._late_at = time.monotonic() + LOAD_S_MAX
         self._process, self._control = _start_server()
-        threading.Thread(target=self._read, name="torchft-baby-nursery", daemon=True).start()
+        threading.Thread(target=self._read, name="torchft-baby-fork-pool", daemon=True).start()
 
     def expect(self, count: int, letter: Message | None = None) -> None:
         """Ask for forks until `count` of them are there or on their way; new ones get the letter."""
@@ -339,7 +339,7 @@ class _Server:
 
     def _add(self, pid: int, end: int, watch: int) -> None:
         self._expected -= 1
-        child = Child(self._nursery, pid, watch, Channel(socket.socket(fileno=end)))
+        child = Child(self._fork_pool, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
         if self._letter is not None:
             # A fork that cannot be written to is found dead when it is taken.
@@ -380,6 +380,6 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-nursery = Nursery()
-atexit.register(nursery.stop)
-in_each_fork(Turn.OBJECTS, nursery.forget)
+fork_pool = ForkPool()
+atexit.register(fork_pool.stop)
+in_each_fork(Turn.OBJECTS, fork_pool.forget)
