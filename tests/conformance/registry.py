@@ -23,7 +23,7 @@ REFUSED = (
         "gives every rank another sum, or a race",
     ),
     ("Managed", r"allreduce\w* of two dtypes, AVG", ValueError, "as torch does, and earlier"),
-    ("Baby", r".*(sparse|in rows)", NotSupportedError, "only dense tensors can be lent to a subprocess"),
+    ("Baby", r".*(sparse|in rows)", NotSupportedError, "only dense tensors can be shared with a subprocess"),
 )
 
 # What our groups do and torch's own Gloo does not. Where a case shows such a difference, torch's group is

@@ -113,7 +113,7 @@ def _can_it_work() -> list[Probe]:
             "A subprocess works on the trainer's memory in the order of its streams; killed, it loses none",
             110,
             "test_cuda_ipc.py",
-            "process_group/test_cuda_ipc.py process_group/baby/test_cuda_lending.py",
+            "process_group/test_cuda_ipc.py process_group/baby/test_cuda_sharing.py",
             "-k",
             f"not {killed}",
         ),
@@ -142,7 +142,7 @@ def _can_it_work() -> list[Probe]:
             "The same, with NCCL in a subprocess",
             220,
             "test_baby_nccl.py",
-            "process_group/baby/test_cuda_lending.py",
+            "process_group/baby/test_cuda_sharing.py",
         ),
         _device_only(
             "the rest of tests/gpu",

@@ -1,6 +1,6 @@
 """The trainer's side of a backend in a subprocess.
 
-It turns calls of collectives into requests. A `Lender` lets the subprocess see the tensors, `requests` and
+It turns calls of collectives into requests. An `Exporter` lets the subprocess see the tensors, `requests` and
 `work` handle the answers, and `fork_pool` starts the subprocesses.
 
 INVARIANT: to end the subprocess is to end every operation. No request counts as over before the process is
@@ -25,9 +25,9 @@ from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
 from torchft_like.process_group.baby.fork_pool import Child
-from torchft_like.process_group.baby.lending import Lender, Loan
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
+from torchft_like.process_group.baby.tensor_sharing import CallTensors, Exporter
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
@@ -45,11 +45,11 @@ class Recipe:
 
     Attributes:
         group: a ReconfigurableProcessGroup, whose backend the subprocess makes.
-        borrower: the counterpart of the lender.
+        importer: the counterpart of the exporter.
     """
 
     group: str
-    borrower: str
+    importer: str
 
 
 class RemoteBackend:
@@ -57,18 +57,18 @@ class RemoteBackend:
 
     Args:
         child: the subprocess, which belongs to this object from now on.
-        lender: lets the subprocess see the tensors; only this object uses it.
+        exporter: lets the subprocess see the tensors; only this object uses it.
         abort: the signal that ends the subprocess.
     """
 
     rest_s_max = None
 
-    def __init__(self, child: Child, lender: Lender, abort: AbortSignal) -> None:
+    def __init__(self, child: Child, exporter: Exporter, abort: AbortSignal) -> None:
         self._child = child
-        self._lender = lender
+        self._exporter = exporter
         self._abort = abort
         self._requests = Requests(child.channel, self._end_silent, self._await_end)
-        self._sending = threading.Lock()  # a request follows the letters that it needs
+        self._sending = threading.Lock()  # a request follows the preambles that it needs
         self._timeout_s = 0.0
         self._why_ended: str | None = None
         self._offered: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class RemoteBackend:
         """
         self._timeout_s = membership.timeout.total_seconds()
         members = (str(membership.store), membership.rank, membership.world_size, self._timeout_s)
-        how = (recipe.group, recipe.borrower, self._lender.greeting())
+        how = (recipe.group, recipe.importer, self._exporter.greeting())
         with self._sending:
             request = self._requests.add(self._patience_s(None))
             self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *members))
@@ -92,7 +92,7 @@ class RemoteBackend:
         if request.outcome is not Outcome.DONE:
             raise self.describe(request)
         offered, greeting = request.answer
-        self._lender.greeted(greeting)
+        self._exporter.greeted(greeting)
         self._offered = frozenset(offered)
 
     @property
@@ -125,7 +125,7 @@ class RemoteBackend:
         self._kill()
         self._await_end()
         self._requests.end()
-        self._lender.close()
+        self._exporter.close()
         self._child.close()
 
     @property
@@ -152,7 +152,7 @@ class RemoteBackend:
         if self.num_active_work():
             return True
         with self._sending:
-            return self._lender.is_busy()
+            return self._exporter.is_busy()
 
     def lost(self) -> Exception | None:
         """Return the error that the subprocess is gone, if it is."""
@@ -170,27 +170,27 @@ class RemoteBackend:
         call = collective.bind(args, kwargs)
         refuse_overlap(call)  # the subprocess may work on copies, in which an overlap would be lost
         with self._sending:
-            loan = self._lender.lend(call)
-            details = self._encoded(call, loan)
-            request = self._requests.add(self._patience_s(call), loan.settle)
+            call_tensors = self._exporter.export(call)
+            details = self._encoded(call, call_tensors)
+            request = self._requests.add(self._patience_s(call), call_tensors.settle)
             self._send((ToChild.RUN.value, request.number, *details))
-        operation = loan.operation(self._requests, request, call.result, self)
+        operation = call_tensors.operation(self._requests, request, call.result, self)
         if not collective.blocking:
             return OperationWork(operation)
         operation.wait()
         return None
 
-    def _encoded(self, call: Call, loan: Loan) -> tuple[Any, ...]:
+    def _encoded(self, call: Call, call_tensors: CallTensors) -> tuple[Any, ...]:
         try:
-            data = encode_call(call.collective.name, call.args, call.kwargs, loan.locate)
-            context = loan.context()
+            data = encode_call(call.collective.name, call.args, call.kwargs, call_tensors.locate)
+            context = call_tensors.context()
             return (data,) if context is None else (data, context)
         except BaseException:
-            loan.settle(Request(UNASKED))
+            call_tensors.settle(Request(UNASKED))
             raise
 
     def _send(self, message: Message) -> None:
-        """Send a message, after the letters that it needs.
+        """Send a message, after the preambles that it needs.
 
         A message that is sent in part makes the channel useless: the subprocess is ended, and the requests
         with it.
@@ -198,9 +198,9 @@ class RemoteBackend:
         deadline = time.monotonic() + self._timeout_s + SILENCE_S
         channel = self._child.channel
         try:
-            while (letter := self._lender.next_letter()) is not None:
-                channel.send(*letter, deadline, self._requests.look)
-                self._lender.letter_sent()
+            while (preamble := self._exporter.next_preamble()) is not None:
+                channel.send(*preamble, deadline, self._requests.look)
+                self._exporter.preamble_sent()
             channel.send(message, (), deadline, self._requests.look)
         except ChannelClosedError:
             pass  # the thread that reads the channel finds that out, too, and settles the request
@@ -226,7 +226,7 @@ class RemoteBackend:
     def _kill(self) -> None:
         with self._ending:
             if self._cut_off is None:
-                self._cut_off = self._lender.cut_off() + self._requests.count()
+                self._cut_off = self._exporter.cut_off() + self._requests.count()
         self._child.kill()
 
     def _await_end(self) -> None:
@@ -234,7 +234,7 @@ class RemoteBackend:
         killed.
         """
         if not self._child.wait_ended(GONE_S_MAX):
-            self._lender.abandon()
+            self._exporter.abandon()
 
     def _gone(self) -> SubprocessLostError:
         why = self._why_ended or self._requests.last_words or self._child.how_ended()

@@ -32,8 +32,8 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import decode, decode_call
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
-from torchft_like.process_group.baby.lending import Borrower
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
+from torchft_like.process_group.baby.tensor_sharing import Importer
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, Membership
@@ -74,7 +74,7 @@ class _Server:
         self._channel = channel
         self._methods: dict[str, Callable[..., Work | None]] = {}
         self._backend: Backend | None = None
-        self._borrower: Borrower | None = None
+        self._importer: Importer | None = None
         self._watched: list[tuple[int, Work]] = []
         self._spin = AdaptiveSpin()
         self._abort = AbortSignal()
@@ -100,20 +100,20 @@ class _Server:
             handlers[kind](request, *body, *((descriptors,) if kind == ToChild.MAP else ()))
 
     def _begin(
-        self, request: int, environment: dict[str, str], group: str, borrower: str, *more: Any
+        self, request: int, environment: dict[str, str], group: str, importer: str, *more: Any
     ) -> None:
         os.environ.clear()
         os.environ.update(environment)
         greeting, *membership = more
         try:
-            self._borrower = _load(borrower)(greeting)
+            self._importer = _load(importer)(greeting)
             self._backend = _make(_load(group), *membership, abort=self._abort)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
             return
         found = ((c.name, c.find_on(*self._backend.targets())) for c in COLLECTIVES)
         self._methods = {name: method for name, method in found if method is not None}
-        self._answer(request, Outcome.DONE, list(self._methods), self._borrower.greeting())
+        self._answer(request, Outcome.DONE, list(self._methods), self._importer.greeting())
 
     def _warm_up(self, _: int, environment: dict[str, str], device: int) -> None:
         os.environ.clear()
@@ -123,31 +123,31 @@ class _Server:
 
     def _map(self, _: int, *details: Any) -> None:
         *storage, descriptors = details
-        self._borrowed().map(tuple(storage), descriptors)
+        self._imported().map(tuple(storage), descriptors)
 
     def _unmap(self, _: int, storage: int) -> None:
-        self._borrowed().unmap(storage)
+        self._imported().unmap(storage)
 
     def _set_timeout(self, _: int, timeout_s: float) -> None:
         if self._backend is not None:
             self._backend.set_timeout(timedelta(seconds=timeout_s))
 
     def _run(self, request: int, call: bytes, context: bytes | None = None) -> None:
-        borrower = self._borrowed()
+        importer = self._imported()
         name, args, kwargs = decode_call(call)
         has_started = False
         try:
             # Entered first, because it may free events of the trainer's even if the call is refused.
-            with borrower.entered(context):
-                arguments = [decode(value, borrower.tensor) for value in args]
-                named = {key: decode(value, borrower.tensor) for key, value in kwargs.items()}
+            with importer.entered(context):
+                arguments = [decode(value, importer.tensor) for value in args]
+                named = {key: decode(value, importer.tensor) for key, value in kwargs.items()}
                 start = functools.partial(self._methods[name], *arguments, **named)
                 if BY_NAME[name].blocking:
                     self._wait_aside(request, start)
                     return
                 work = start()
                 has_started = True
-                answer = borrower.answer_when_started(work)
+                answer = importer.answer_when_started(work)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             outcome = Outcome.FAILED if has_started else Outcome.REFUSED
             self._answer(request, outcome, *outcomes.answer_for(error))
@@ -211,10 +211,10 @@ class _Server:
         else:
             self._answer(request, Outcome.DONE, *_source_of(work))
 
-    def _borrowed(self) -> Borrower:
-        if self._borrower is None:
+    def _imported(self) -> Importer:
+        if self._importer is None:
             raise ProcessGroupError("the subprocess was not told yet what to be")
-        return self._borrower
+        return self._importer
 
     def _end(self) -> None:
         """Tell the trainer why the backend gave up, and end the process, so that nothing of the backend goes

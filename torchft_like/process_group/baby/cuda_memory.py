@@ -6,8 +6,8 @@ No subprocess ever touches the caller's tensors.
 
 INVARIANTS
 * A block is given back when the device has passed all that both processes do with it.
-* An arena lives for as long as its memory may be touched: by its group, by lenders until their subprocess is
-  dead, by copies that the device has not passed. If a subprocess does not die, the arena lives for ever.
+* An arena lives for as long as its memory may be touched: by its group, by exporters until their subprocess
+  is dead, by copies that the device has not passed. If a subprocess does not die, the arena lives for ever.
 """
 
 from __future__ import annotations

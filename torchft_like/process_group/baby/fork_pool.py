@@ -143,23 +143,23 @@ class ForkPool:
         finally:
             abort.remove(self._wake)
 
-    def prepare_spare(self, letter: Message | None = None) -> None:
+    def prepare_spare(self, first_message: Message | None = None) -> None:
         """Ask for a fork for the next `take`; return at once.
 
         Args:
-            letter: the message that the fork gets as soon as it exists.
+            first_message: the message that the fork gets as soon as it exists.
         """
         with self._changed:
             if self._server is not None and not self._server.is_gone:
-                self._server.expect(1, letter)
+                self._server.expect(1, first_message)
 
-    def wait_for_spare(self, timeout_s: float, letter: Message | None = None) -> bool:
+    def wait_for_spare(self, timeout_s: float, first_message: Message | None = None) -> bool:
         """Wait until there is a fork for the next `take`, or none can be had now; return whether there is
         one.
 
         Args:
             timeout_s: the longest wait in seconds.
-            letter: the message that the fork gets as soon as it exists.
+            first_message: the message that the fork gets as soon as it exists.
         """
         with self._changed:
             server = self._running()
@@ -167,7 +167,7 @@ class ForkPool:
 
             def is_over() -> bool:
                 if not (server.is_gone or server.last_refused > asked):
-                    server.expect(1, letter)  # a fork that was asked for before may have been refused
+                    server.expect(1, first_message)  # a fork that was asked for before may have been refused
                     return server.has_spare()
                 return True
 
@@ -243,7 +243,7 @@ class _Server:
         self._changed = changed
         self._spares: deque[Child] = deque()
         self._expected = 0
-        self._letter: Message | None = None
+        self._first_message: Message | None = None
         self.ends: dict[int, str] = {}
         self.asked = 0  # how many forks were asked for; they come, or are refused, in that order
         self.last_refused = 0  # the number of the last fork that was refused, from 1
@@ -255,9 +255,9 @@ class _Server:
         self._process, self._control = _start_server()
         threading.Thread(target=self._read, name="torchft-baby-fork-pool", daemon=True).start()
 
-    def expect(self, count: int, letter: Message | None = None) -> None:
-        """Ask for forks until `count` of them are there or on their way; new ones get the letter."""
-        self._letter = letter
+    def expect(self, count: int, first_message: Message | None = None) -> None:
+        """Ask for forks until `count` of them are there or on their way; new ones get the first message."""
+        self._first_message = first_message
         while self._spares and self._spares[0].has_ended():
             self._spares.popleft().close()
         while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value, 0)):
@@ -341,10 +341,10 @@ class _Server:
         self._expected -= 1
         child = Child(self._fork_pool, pid, watch, Channel(socket.socket(fileno=end)))
         self._spares.append(child)
-        if self._letter is not None:
+        if self._first_message is not None:
             # A fork that cannot be written to is found dead when it is taken.
             with contextlib.suppress(OSError):
-                child.channel.send(self._letter)
+                child.channel.send(self._first_message)
 
 
 def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:

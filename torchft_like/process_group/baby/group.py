@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import Work
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby.backend import Recipe, RemoteBackend
 from torchft_like.process_group.baby.channel import Message
-from torchft_like.process_group.baby.cpu_lending import CpuLender
 from torchft_like.process_group.baby.cpu_memory import Staging
-from torchft_like.process_group.baby.cuda_lending import TORCH_CUDA, CudaLender
+from torchft_like.process_group.baby.cpu_sharing import CpuExporter
+from torchft_like.process_group.baby.cuda_exporter import TORCH_CUDA, CudaExporter
 from torchft_like.process_group.baby.cuda_memory import Arena
 from torchft_like.process_group.baby.fork_pool import fork_pool
-from torchft_like.process_group.baby.lending import Lender
 from torchft_like.process_group.baby.protocol import UNASKED, ToChild
+from torchft_like.process_group.baby.tensor_sharing import Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Membership
@@ -76,8 +76,8 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         backend = self._remote()
         return 0 if backend is None else backend.num_active_work()
 
-    def _lender(self) -> Lender:
-        """Make the lender of the tensors of a new generation."""
+    def _exporter(self) -> Exporter:
+        """Make the exporter of the tensors of a new generation."""
         raise NotImplementedError
 
     def _warm_up(self) -> Message | None:
@@ -91,9 +91,9 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
             return None
 
     def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
-        lender = self._lender()
+        exporter = self._exporter()
         child = fork_pool.take(abort, membership.timeout.total_seconds())
-        self._latest = backend = RemoteBackend(child, lender, abort)
+        self._latest = backend = RemoteBackend(child, exporter, abort)
         try:
             backend.begin(self.RECIPE, membership)
         except BaseException:
@@ -112,7 +112,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
     RECIPE = Recipe(
         group="torchft_like.process_group.gloo:ProcessGroupGloo",
-        borrower="torchft_like.process_group.baby.cpu_lending:CpuBorrower",
+        importer="torchft_like.process_group.baby.cpu_sharing:CpuImporter",
     )
 
     def __init__(
@@ -130,8 +130,8 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         """Return `torchft-baby-gloo`."""
         return "torchft-baby-gloo"
 
-    def _lender(self) -> CpuLender:
-        return CpuLender(self._staging)
+    def _exporter(self) -> CpuExporter:
+        return CpuExporter(self._staging)
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
@@ -150,7 +150,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     divides = True
     RECIPE = Recipe(
         group="torchft_like.process_group.nccl:ProcessGroupNCCL",
-        borrower="torchft_like.process_group.baby.cuda_borrowing:CudaBorrower",
+        importer="torchft_like.process_group.baby.cuda_importer:CudaImporter",
     )
 
     def __init__(
@@ -199,12 +199,12 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda")]
 
-    def _lender(self) -> CudaLender:
+    def _exporter(self) -> CudaExporter:
         if self._device is None:
             raise ProcessGroupError("the group has no device: call configure()")
         if self._arena is None or self._arena.device != self._device:
             self._arena = Arena(self._device, TORCH_CUDA)
-        return CudaLender(self._device, self._arena)
+        return CudaExporter(self._device, self._arena)
 
     def _warm_up(self) -> Message | None:
         if self._device is not None:

@@ -29,7 +29,7 @@ class ToChild(IntEnum):
     UNASKED.
     """
 
-    BEGIN = 0  # (request, environment, group, borrower, greeting, store, rank, world_size, timeout)
+    BEGIN = 0  # (request, environment, group, importer, greeting, store, rank, world_size, timeout)
     MAP = 1  # (UNASKED, storage, what the kind of memory needs to map it), perhaps with a descriptor
     UNMAP = 2  # (UNASKED, storage)
     RUN = 3  # (request, the call as bytes, and what the kind of memory needs besides, if anything)

@@ -26,9 +26,9 @@ from torchft_like.process_group.baby.cpu_memory import (
     open_segment,
     require_dense,
 )
-from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
+from torchft_like.process_group.baby.tensor_sharing import Preamble
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
 from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
@@ -37,8 +37,8 @@ from torchft_like.writing import writing_to
 TENSORS_KEPT_MAX = 1024  # per storage; a tensor is a view and takes about a kilobyte
 
 
-class CpuLender:
-    """A `lending.Lender` of CPU tensors.
+class CpuExporter:
+    """A `tensor_sharing.Exporter` of CPU tensors.
 
     Args:
         staging: blocks for tensors that do not live in shared memory.
@@ -48,24 +48,24 @@ class CpuLender:
         self._staging = staging
         self._exports = Exports()
         self._mapped: set[int] = set()
-        # Each letter comes with the object that keeps its descriptor open until it is sent.
-        self._letters: deque[tuple[Letter, object]] = deque()
-        self._on_its_way: tuple[Letter, object] | None = None
+        # Each preamble comes with the object that keeps its descriptor open until it is sent.
+        self._preambles: deque[tuple[Preamble, object]] = deque()
+        self._on_its_way: tuple[Preamble, object] | None = None
         self._is_abandoned = False
 
-    def lend(self, call: Call) -> _CpuLoan:
-        return _CpuLoan(call, self)
+    def export(self, call: Call) -> _CpuCallTensors:
+        return _CpuCallTensors(call, self)
 
-    def next_letter(self) -> Letter | None:
+    def next_preamble(self) -> Preamble | None:
         for number in self._exports.take_dead():
             self._mapped.discard(number)
-            self._letters.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
-        with contextlib.suppress(IndexError):  # `close` may drop the letters at any time
-            self._on_its_way = self._letters.popleft()
+            self._preambles.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
+        with contextlib.suppress(IndexError):  # `close` may drop the preambles at any time
+            self._on_its_way = self._preambles.popleft()
             return self._on_its_way[0]
         return None
 
-    def letter_sent(self) -> None:
+    def preamble_sent(self) -> None:
         self._on_its_way = None
 
     def greeting(self) -> None:
@@ -88,9 +88,9 @@ class CpuLender:
         self._is_abandoned = True
 
     def close(self) -> None:
-        """Drop the exports and the letters; the subprocess's view of the memory went with the process."""
+        """Drop the exports and the preambles; the subprocess's view of the memory went with the process."""
         self._exports.close()
-        self._letters.clear()
+        self._preambles.clear()
 
     def find(self, tensor: Tensor) -> TensorSpec | None:
         """Return where a tensor in shared memory is; None for any other."""
@@ -114,15 +114,15 @@ class CpuLender:
         if segment.number not in self._mapped:
             self._mapped.add(segment.number)
             message = (ToChild.MAP.value, UNASKED, segment.number, segment.nbytes)
-            self._letters.append(((message, (segment.descriptor,)), keeper))
+            self._preambles.append(((message, (segment.descriptor,)), keeper))
 
 
-class _CpuLoan:
-    """A `lending.Loan` of CPU tensors."""
+class _CpuCallTensors:
+    """A `tensor_sharing.CallTensors` of CPU tensors."""
 
-    def __init__(self, call: Call, lender: CpuLender) -> None:
+    def __init__(self, call: Call, exporter: CpuExporter) -> None:
         self._call = call
-        self._lender = lender
+        self._exporter = exporter
         self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
         self._blocks: list[Block[Segment]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -138,7 +138,7 @@ class _CpuLoan:
     def locate(self, tensor: Tensor) -> TensorSpec:
         if (spec := self._located.get(id(tensor))) is None:
             require_dense(tensor)
-            spec = self._located[id(tensor)] = self._lender.find(tensor) or self._stage(tensor)
+            spec = self._located[id(tensor)] = self._exporter.find(tensor) or self._stage(tensor)
         return spec
 
     def context(self) -> None:
@@ -153,7 +153,7 @@ class _CpuLoan:
             request.outcome, request.answer = Outcome.REFUSED, outcomes.answer_for(error)
         finally:
             blocks, self._blocks = self._blocks, []
-            self._lender.give_back(blocks)
+            self._exporter.give_back(blocks)
 
     def operation(
         self, requests: Requests, request: Request, result: list[Any], failures: Failures
@@ -161,7 +161,7 @@ class _CpuLoan:
         return RemoteOperation(requests, request, result, failures)
 
     def _stage(self, tensor: Tensor) -> TensorSpec:
-        block, spec = self._lender.stage(tensor)
+        block, spec = self._exporter.stage(tensor)
         self._blocks.append(block)
         staged = tensor_at(block.storage, spec)
         if id(tensor) in self._inputs:
@@ -179,8 +179,8 @@ def _copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-class CpuBorrower:
-    """A `lending.Borrower` of CPU tensors."""
+class CpuImporter:
+    """A `tensor_sharing.Importer` of CPU tensors."""
 
     def __init__(self, _: None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}

@@ -1,7 +1,7 @@
 """How a subprocess comes to see the tensors of a call: the interface of the two sides, for each kind of
 memory.
 
-`cpu_lending` and `cuda_lending` implement it; `backend` and `child` know no more than this interface.
+`cpu_sharing` and `cuda_exporter` implement it; `backend` and `child` know no more than this interface.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
 
 # A message, and the descriptors that are sent with it.
-Letter = tuple[Message, tuple[int, ...]]
+Preamble = tuple[Message, tuple[int, ...]]
 
 
-class Loan(Protocol):
+class CallTensors(Protocol):
     """The tensors of one call, while the subprocess may use them. One thread at a time makes and fills
-    loans.
+    them.
     """
 
     def locate(self, tensor: Tensor) -> TensorSpec:
-        """Return where the subprocess finds the tensor, from now on until the loan is settled.
+        """Return where the subprocess finds the tensor, from now on until `settle`.
 
         Raises:
             NotSupportedError: the subprocess cannot be given the tensor; the text says why.
@@ -48,17 +48,17 @@ class Loan(Protocol):
         """Make the operation behind the caller's work."""
 
 
-class Lender(Protocol):
+class Exporter(Protocol):
     """The trainer's side."""
 
-    def lend(self, call: Call) -> Loan:
-        """Make a loan for one call."""
+    def export(self, call: Call) -> CallTensors:
+        """Return an object for the tensors of one call."""
 
-    def next_letter(self) -> Letter | None:
+    def next_preamble(self) -> Preamble | None:
         """Return the message that the subprocess must get before the next request, if there is one."""
 
-    def letter_sent(self) -> None:
-        """Note that the last letter was sent, so that the next one may follow."""
+    def preamble_sent(self) -> None:
+        """Note that the last preamble was sent, so that the next one may follow."""
 
     def greeting(self) -> Any:
         """Return what the subprocess's side is made of, as plain data."""
@@ -84,11 +84,11 @@ class Lender(Protocol):
         """Take everything back: the subprocess is dead and reaped."""
 
 
-class Borrower(Protocol):
+class Importer(Protocol):
     """The subprocess's side; for the thread that reads requests."""
 
     def greeting(self) -> Any:
-        """Return the plain data for `Lender.greeted`, once the backend is made."""
+        """Return the plain data for `Exporter.greeted`, once the backend is made."""
 
     def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
         """Map a storage that later requests use."""

@@ -1,4 +1,4 @@
-"""Lending CUDA tensors, without a GPU: torch's part is played by the `Machine` of the IPC tests.
+"""The two sides that share CUDA tensors, without a GPU: the `Machine` of the IPC tests plays torch's part.
 
 Whether torch really behaves so is what tests/gpu is for.
 """
@@ -20,8 +20,8 @@ from torchft_like.process_group.baby import cuda_memory
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
-from torchft_like.process_group.baby.cuda_borrowing import CudaBorrower
-from torchft_like.process_group.baby.cuda_lending import CudaLender, RemoteCudaOperation
+from torchft_like.process_group.baby.cuda_exporter import CudaExporter, RemoteCudaOperation
+from torchft_like.process_group.baby.cuda_importer import CudaImporter
 from torchft_like.process_group.baby.cuda_memory import Arena
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
@@ -67,40 +67,40 @@ class OneDevice(Machine):
 
 
 class Pair:
-    """A lender, the borrower across the border, and what goes between them."""
+    """An exporter, its importer, and the messages between them."""
 
     def __init__(self) -> None:
         self.machine = OneDevice()
         self.arena = Arena(torch.device("cpu"), self.machine)
-        self.lender = CudaLender(torch.device("cpu"), self.arena, self.machine)
-        self.borrower = CudaBorrower(self.lender.greeting(), self.machine)
-        self.lender.greeted(self.borrower.greeting())
+        self.exporter = CudaExporter(torch.device("cpu"), self.arena, self.machine)
+        self.importer = CudaImporter(self.exporter.greeting(), self.machine)
+        self.exporter.greeted(self.importer.greeting())
         self.streams: list[Stream] = []
-        self.letters: list[tuple[Any, ...]] = []
+        self.preambles: list[tuple[Any, ...]] = []
 
-    def deliver_letters(self) -> None:
-        while (letter := self.lender.next_letter()) is not None:
-            (kind, _, *details), descriptors = letter
-            self.lender.letter_sent()
+    def deliver_preambles(self) -> None:
+        while (preamble := self.exporter.next_preamble()) is not None:
+            (kind, _, *details), descriptors = preamble
+            self.exporter.preamble_sent()
             assert kind == ToChild.MAP
-            self.letters.append((kind, *details))
-            self.borrower.map(tuple(details), list(descriptors))
+            self.preambles.append((kind, *details))
+            self.importer.map(tuple(details), list(descriptors))
 
     def run(self, tensor: torch.Tensor) -> tuple[Any, Request]:
         """One allreduce, as far as the answer."""
-        loan = self.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
-        spec = loan.locate(tensor)
-        context = loan.context()
-        self.deliver_letters()
+        call_tensors = self.exporter.export(BY_NAME["allreduce"].bind(([tensor],), {}))
+        spec = call_tensors.locate(tensor)
+        context = call_tensors.context()
+        self.deliver_preambles()
         request = Request(1)
-        with self.borrower.entered(context):
-            self.borrower.tensor(spec).mul_(2)
+        with self.importer.entered(context):
+            self.importer.tensor(spec).mul_(2)
             self.streams.append(self.machine.current)
-            request.answer = self.borrower.answer_when_started(None)
+            request.answer = self.importer.answer_when_started(None)
         request.outcome = Outcome.DONE
-        loan.settle(request)
+        call_tensors.settle(request)
         request.is_settled = True
-        return loan, request
+        return call_tensors, request
 
     def finish(self) -> None:
         """The subprocess's streams come to their ends."""
@@ -108,7 +108,7 @@ class Pair:
             stream.run()
 
     def finish_copies(self) -> None:
-        """So do those of the lender, on which results are copied that nobody waits for."""
+        """So do those of the exporter, on which results are copied that nobody waits for."""
         for stream in self.machine.made:
             if stream not in self.streams:
                 stream.run()
@@ -123,15 +123,15 @@ def test_memory_is_mapped_once_for_all_its_tensors(pair: Pair) -> None:
     tensor = torch.zeros(8)
     pair.run(tensor)
     pair.run(tensor[2:])
-    assert [letter[0] for letter in pair.letters] == [ToChild.MAP]
+    assert [preamble[0] for preamble in pair.preambles] == [ToChild.MAP]
 
 
 def test_the_operation_comes_after_the_callers_stream_and_the_caller_after_it(pair: Pair) -> None:
-    loan, _ = pair.run(torch.zeros(8))
+    call_tensors, _ = pair.run(torch.zeros(8))
     assert pair.streams[0] is not pair.machine.current
     queued = pair.machine.current.queued
-    assert not loan.is_over()
-    loan.order_current_stream()
+    assert not call_tensors.is_over()
+    call_tensors.order_current_stream()
     assert pair.machine.current.queued > queued
 
 
@@ -148,57 +148,57 @@ def test_each_stream_of_the_caller_has_a_counterpart(pair: Pair) -> None:
 
 def test_the_outputs_are_copied_by_the_stream_that_waits_and_once(pair: Pair) -> None:
     tensor = torch.ones(8)
-    loan, _ = pair.run(tensor)
+    call_tensors, _ = pair.run(tensor)
     assert tensor.tolist() == [1.0] * 8  # the subprocess sees the group's memory alone
-    loan.order_current_stream()
+    call_tensors.order_current_stream()
     assert tensor.tolist() == [2.0] * 8
     tensor.fill_(5.0)
-    loan.order_current_stream()
+    call_tensors.order_current_stream()
     assert tensor.tolist() == [5.0] * 8
 
 
 def test_the_outputs_of_an_operation_that_is_over_are_there_though_nobody_has_waited(pair: Pair) -> None:
     tensor = torch.ones(8)
-    loan, _ = pair.run(tensor)
-    assert not loan.is_over()
+    call_tensors, _ = pair.run(tensor)
+    assert not call_tensors.is_over()
     pair.finish()
-    loan.is_over()
+    call_tensors.is_over()
     assert tensor.tolist() == [2.0] * 8
 
 
 def test_an_input_is_copied_and_not_written_to(pair: Pair) -> None:
     source, output = torch.ones(2), torch.zeros(4)
     call = BY_NAME["_allgather_base"].bind((output, source), {})
-    loan = pair.lender.lend(call)
-    spec, written = loan.locate(source), loan.locate(output)
-    loan.context()
-    pair.deliver_letters()
-    assert pair.borrower.tensor(spec).tolist() == [1.0, 1.0]
+    call_tensors = pair.exporter.export(call)
+    spec, written = call_tensors.locate(source), call_tensors.locate(output)
+    call_tensors.context()
+    pair.deliver_preambles()
+    assert pair.importer.tensor(spec).tolist() == [1.0, 1.0]
     assert spec != written
-    assert [pair.lender.stage(t)[1] for t in (source, output)] != [spec, written]  # in use
+    assert [pair.exporter.stage(t)[1] for t in (source, output)] != [spec, written]  # in use
 
 
 def test_views_with_gaps_come_back_to_where_they_were(pair: Pair) -> None:
     whole = torch.ones(4, 4)
-    loan, _ = pair.run(whole[:, 1])
-    loan.order_current_stream()
+    call_tensors, _ = pair.run(whole[:, 1])
+    call_tensors.order_current_stream()
     assert whole[:, 1].tolist() == [2.0] * 4
     assert whole[:, 0].tolist() == [1.0] * 4
 
 
 def test_tensors_of_the_caller_cost_no_export(pair: Pair) -> None:
     for _ in range(100):
-        loan, _ = pair.run(torch.ones(1000))
-        loan.order_current_stream()
+        call_tensors, _ = pair.run(torch.ones(1000))
+        call_tensors.order_current_stream()
         pair.finish()
         pair.machine.current.run()
-    assert len(pair.machine.counters) == len(pair.letters) == 1
+    assert len(pair.machine.counters) == len(pair.preambles) == 1
 
 
 def test_a_block_is_used_again_when_the_results_are_copied_and_not_before(pair: Pair) -> None:
     big = 10 * 1024 * 1024
-    loan, _ = pair.run(torch.ones(big))
-    loan.order_current_stream()
+    call_tensors, _ = pair.run(torch.ones(big))
+    call_tensors.order_current_stream()
     pair.finish()
     pair.run(torch.ones(big))  # the caller's stream has not come to the copy
     assert len(pair.machine.counters) == 2
@@ -208,23 +208,23 @@ def test_a_block_is_used_again_when_the_results_are_copied_and_not_before(pair: 
 
 
 def test_the_next_subprocess_maps_the_same_memory(pair: Pair) -> None:
-    loan, _ = pair.run(torch.ones(8))
-    loan.order_current_stream()
+    call_tensors, _ = pair.run(torch.ones(8))
+    call_tensors.order_current_stream()
     pair.finish()
     pair.machine.current.run()
-    pair.lender.close()
-    pair.lender = CudaLender(torch.device("cpu"), pair.arena, pair.machine)
-    pair.borrower = CudaBorrower(pair.lender.greeting(), pair.machine)
-    pair.lender.greeted(pair.borrower.greeting())
+    pair.exporter.close()
+    pair.exporter = CudaExporter(torch.device("cpu"), pair.arena, pair.machine)
+    pair.importer = CudaImporter(pair.exporter.greeting(), pair.machine)
+    pair.exporter.greeted(pair.importer.greeting())
     pair.run(torch.ones(8))
-    assert len(pair.letters) == 2
-    assert pair.letters[0] == pair.letters[1]
+    assert len(pair.preambles) == 2
+    assert pair.preambles[0] == pair.preambles[1]
     assert len(pair.machine.counters) == 1
 
 
 def test_waiting_again_does_not_touch_an_event_that_stands_for_something_else(pair: Pair) -> None:
-    loan, _ = pair.run(torch.zeros(8))
-    loan.order_current_stream()
+    call_tensors, _ = pair.run(torch.zeros(8))
+    call_tensors.order_current_stream()
     events = len(pair.machine.events)
     pair.finish()
     pair.machine.current.run()
@@ -233,7 +233,7 @@ def test_waiting_again_does_not_touch_an_event_that_stands_for_something_else(pa
         pair.finish()
         pair.machine.current.run()
     other = Stream(stream_id=3)
-    loan.order(other, is_callers=True)
+    call_tensors.order(other, is_callers=True)
     assert other.queued == 0  # it is over: there is nothing to wait for
     assert len(pair.machine.events) <= events + 3
 
@@ -243,8 +243,8 @@ def test_events_are_used_again_and_again(pair: Pair) -> None:
     tensor = torch.zeros(8)
     made = []
     for _ in range(50):
-        loan, _ = pair.run(tensor)
-        loan.order_current_stream()
+        call_tensors, _ = pair.run(tensor)
+        call_tensors.order_current_stream()
         pair.finish()
         pair.machine.current.run()
         made.append(pair.machine.private)
@@ -256,20 +256,20 @@ def test_events_are_used_again_and_again(pair: Pair) -> None:
 def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> None:
     pair.run(torch.zeros(8))
     pair.finish()
-    assert pair.lender.cut_off() == 0
+    assert pair.exporter.cut_off() == 0
     waited, _ = pair.run(torch.zeros(8))
     waited.order_current_stream()
     pair.run(torch.zeros(8))
-    assert pair.lender.cut_off() == 2
+    assert pair.exporter.cut_off() == 2
 
 
 @pytest.mark.no_leak
 def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
-    loan, _ = pair.run(torch.zeros(8))
-    loan.order_current_stream()
-    pair.lender.close()
+    call_tensors, _ = pair.run(torch.zeros(8))
+    call_tensors.order_current_stream()
+    pair.exporter.close()
     machine, stream = pair.machine, pair.machine.current
-    del loan, pair.lender, pair.arena
+    del call_tensors, pair.exporter, pair.arena
     gc.collect()
     assert machine.counters == [1]  # the caller's stream has not come to the copy
     stream.run()
@@ -278,9 +278,9 @@ def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     assert machine.counters[0] == 0
 
 
-def handle(request: Request, loan: Any) -> OperationWork:
+def handle(request: Request, call_tensors: Any) -> OperationWork:
     """Of a request that is settled, so that the subprocess is not asked."""
-    return OperationWork(RemoteCudaOperation(None, request, [], Gone(), loan))  # type: ignore[arg-type]
+    return OperationWork(RemoteCudaOperation(None, request, [], Gone(), call_tensors))  # type: ignore[arg-type]
 
 
 class Gone:
@@ -295,8 +295,8 @@ def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pai
     first, _ = pair.run(over)
     pair.finish()
     second, request = pair.run(lost)
-    assert pair.lender.cut_off() == 1
-    pair.lender.close()
+    assert pair.exporter.cut_off() == 1
+    pair.exporter.close()
     assert first.order_current_stream()
     assert over.tolist() == [2.0] * 8
     assert not second.order_current_stream()
@@ -310,10 +310,10 @@ def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pai
 def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
     for _ in range(100):
         tensor = torch.zeros(8)
-        loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
-        loan.locate(tensor)
-        loan.context()
-        loan.settle(Request(1, outcome=Outcome.REFUSED))
+        call_tensors = pair.exporter.export(BY_NAME["allreduce"].bind(([tensor],), {}))
+        call_tensors.locate(tensor)
+        call_tensors.context()
+        call_tensors.settle(Request(1, outcome=Outcome.REFUSED))
         pair.machine.current.run()
     memory = weakref.ref(tensor)
     del tensor
@@ -328,15 +328,15 @@ def test_the_blocks_of_a_failed_request_are_used_again_when_the_subprocess_is_de
     pair: Pair, is_abandoned: bool
 ) -> None:
     tensor = torch.zeros(8)
-    loan = pair.lender.lend(BY_NAME["allreduce"].bind(([tensor],), {}))
-    loan.locate(tensor)
-    block = loan._blocks[0]
-    loan.settle(Request(1, outcome=Outcome.FAILED))
-    assert all(pair.lender.stage(tensor)[0] is not block for _ in range(63))
+    call_tensors = pair.exporter.export(BY_NAME["allreduce"].bind(([tensor],), {}))
+    call_tensors.locate(tensor)
+    block = call_tensors._blocks[0]
+    call_tensors.settle(Request(1, outcome=Outcome.FAILED))
+    assert all(pair.exporter.stage(tensor)[0] is not block for _ in range(63))
     if is_abandoned:
-        pair.lender.abandon()
-    pair.lender.close()
-    again = CudaLender(torch.device("cpu"), pair.arena, pair.machine)
+        pair.exporter.abandon()
+    pair.exporter.close()
+    again = CudaExporter(torch.device("cpu"), pair.arena, pair.machine)
     assert (again.stage(tensor)[0] is block) != is_abandoned
 
 
@@ -346,10 +346,10 @@ def test_an_arena_that_a_subprocess_does_not_let_go_of_is_never_given_back(
     lost: list[Arena] = []
     monkeypatch.setattr(cuda_memory, "_lost", lost)
     pair.run(torch.zeros(8))
-    pair.lender.abandon()
-    pair.lender.close()
+    pair.exporter.abandon()
+    pair.exporter.close()
     machine = pair.machine
-    del pair.lender, pair.arena
+    del pair.exporter, pair.arena
     gc.collect()
     assert machine.counters == [1]
     lost.clear()
@@ -358,18 +358,18 @@ def test_an_arena_that_a_subprocess_does_not_let_go_of_is_never_given_back(
 def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
     ours, childs = map(Channel, Channel.pair())
     server = _Server(childs)
-    server._borrower = pair.borrower
+    server._importer = pair.importer
     made = []
     for number in range(100):
-        loan = pair.lender.lend(BY_NAME["barrier"].bind((), {}))
-        call = encode_call("a method that is not there", [], {}, loan.locate)
-        server._run(number, call, loan.context())
+        call_tensors = pair.exporter.export(BY_NAME["barrier"].bind((), {}))
+        call = encode_call("a method that is not there", [], {}, call_tensors.locate)
+        server._run(number, call, call_tensors.context())
         _, outcome, *_ = ours.receive()[0]
-        loan.settle(Request(number, outcome=Outcome(outcome)))
+        call_tensors.settle(Request(number, outcome=Outcome(outcome)))
         pair.machine.current.run()
         pair.run(torch.zeros(8))  # whose answer says which events have passed
         pair.finish()
-        pair.lender.is_busy()
+        pair.exporter.is_busy()
         pair.finish_copies()
         made.append(len(pair.machine.events))
     assert outcome == Outcome.REFUSED
@@ -380,14 +380,14 @@ def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
 
 def test_a_tensor_of_another_device_is_refused_by_name() -> None:
     device, machine = torch.device("cuda", 0), OneDevice()
-    lender = CudaLender(device, Arena(device, machine), machine)
+    exporter = CudaExporter(device, Arena(device, machine), machine)
     with pytest.raises(NotSupportedError, match=r"cpu.*cuda:0"):
-        lender.stage(torch.zeros(2))
+        exporter.stage(torch.zeros(2))
 
 
 def test_the_work_says_how_it_ended(pair: Pair) -> None:
-    loan, request = pair.run(torch.zeros(8))
-    work = handle(request, loan)
+    call_tensors, request = pair.run(torch.zeros(8))
+    work = handle(request, call_tensors)
     assert not work.is_completed()
     pair.finish()
     assert not work.is_completed()  # the results are being copied
@@ -398,7 +398,7 @@ def test_the_work_says_how_it_ended(pair: Pair) -> None:
 
 
 def test_what_a_group_names_for_its_subprocess_is_there() -> None:
-    assert _load(ProcessGroupBabyNCCL.RECIPE.borrower) is CudaBorrower
+    assert _load(ProcessGroupBabyNCCL.RECIPE.importer) is CudaImporter
     assert _load(ProcessGroupBabyNCCL.RECIPE.group) is ProcessGroupNCCL
 
 
@@ -407,9 +407,9 @@ def test_a_group_keeps_its_memory_from_one_subprocess_to_the_next(monkeypatch: p
     monkeypatch.setattr("torchft_like.process_group.baby.group.fork_pool.start", lambda: None)
     group = ProcessGroupBabyNCCL()
     group._device = torch.device("cuda", 0)
-    first = group._lender()
-    assert group._lender()._arena is first._arena
+    first = group._exporter()
+    assert group._exporter()._arena is first._arena
     group._device = torch.device("cuda", 1)
-    assert group._lender()._arena is not first._arena
+    assert group._exporter()._arena is not first._arena
     group.shutdown()
     assert group._arena is None

@@ -1,4 +1,4 @@
-"""The subprocess's counterpart of `cuda_lending`."""
+"""The subprocess's counterpart of `cuda_exporter`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from torchft_like.process_group.baby.cuda_lending import EVENTS_PREPARED, TORCH_CUDA, note_of, read_note
+from torchft_like.process_group.baby.cuda_exporter import EVENTS_PREPARED, TORCH_CUDA, note_of, read_note
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
 from torchft_like.process_group.cuda_ipc import (
     EventMessage,
@@ -21,11 +21,11 @@ from torchft_like.process_group.cuda_ipc import (
 )
 
 
-class CudaBorrower:
-    """A `lending.Borrower` of CUDA tensors.
+class CudaImporter:
+    """A `tensor_sharing.Importer` of CUDA tensors.
 
     Args:
-        greeting: the greeting of the lender.
+        greeting: the greeting of the exporter.
     """
 
     def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:

@@ -7,7 +7,7 @@ one, and copy the outputs. No thread waits for the device.
 
 INVARIANTS
 * The outputs are copied once: by the first stream that waits for the operation, or, where it is found to be
-  over before a stream has waited, by a stream of the lender's. So after a subprocess was killed, only a
+  over before a stream has waited, by a stream of the exporter's. So after a subprocess was killed, only a
   stream that its caller made wait writes to a tensor.
 * A block is given back when its operation is over and its outputs are copied. What a failed one still writes
   is unknown: its blocks are kept until the subprocess is dead.
@@ -31,9 +31,9 @@ from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.baby.blocks import Block
 from torchft_like.process_group.baby.cuda_memory import Arena
-from torchft_like.process_group.baby.lending import Letter
 from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request, Requests
+from torchft_like.process_group.baby.tensor_sharing import Preamble
 from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 from torchft_like.process_group.baby.work import Failures, RemoteOperation
 from torchft_like.process_group.collectives import Call
@@ -71,8 +71,8 @@ def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
     return (number, device, note[_NOTE.size + 8 * count :] or None), numbers
 
 
-class CudaLender:
-    """A `lending.Lender` of CUDA tensors.
+class CudaExporter:
+    """A `tensor_sharing.Exporter` of CUDA tensors.
 
     Args:
         device: the device of the group.
@@ -88,21 +88,21 @@ class CudaLender:
         self._events = OwnEvents(cuda)
         self._peers = PeerEvents(cuda)
         self._private: list[torch.cuda.Event] = []
-        self._letters: deque[Letter] = deque()
-        self._running: deque[_CudaLoan] = deque()
-        self._failed: list[_CudaLoan] = []
+        self._preambles: deque[Preamble] = deque()
+        self._running: deque[_CudaCallTensors] = deque()
+        self._failed: list[_CudaCallTensors] = []
         self._is_dead = False
         self._is_abandoned = False
 
-    def lend(self, call: Call) -> _CudaLoan:
+    def export(self, call: Call) -> _CudaCallTensors:
         self._forget_what_is_over()
-        return _CudaLoan(call, self)
+        return _CudaCallTensors(call, self)
 
-    def next_letter(self) -> Letter | None:
-        return self._letters[0] if self._letters else None
+    def next_preamble(self) -> Preamble | None:
+        return self._preambles[0] if self._preambles else None
 
-    def letter_sent(self) -> None:
-        self._letters.popleft()
+    def preamble_sent(self) -> None:
+        self._preambles.popleft()
 
     def greeting(self) -> Any:
         """Return the device's index, and events that the subprocess opens now, while nothing runs."""
@@ -118,7 +118,7 @@ class CudaLender:
     def cut_off(self) -> int:
         """Return how many operations were cut off; one whose state cannot be asked counts as cut off."""
         with beside_captures(self.device):
-            return sum(not loan.has_ended(ASK_S_MAX) for loan in tuple(self._running))
+            return sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self._running))
 
     def is_busy(self) -> bool:
         self._forget_what_is_over()
@@ -155,7 +155,7 @@ class CudaLender:
         export = block.segment
         if export.number not in self._told:
             self._told.add(export.number)
-            self._letters.append(((ToChild.MAP.value, UNASKED, *export.message), ()))
+            self._preambles.append(((ToChild.MAP.value, UNASKED, *export.message), ()))
         return block, spec
 
     def give_back(self, blocks: list[Block[Export]], is_past: IsPast | None = None) -> None:
@@ -187,13 +187,13 @@ class CudaLender:
             self._events.free(passed)
         return end[0]
 
-    def keep(self, loan: _CudaLoan) -> None:
-        """Keep the loan until the operation is over."""
-        self._running.append(loan)
+    def keep(self, call_tensors: _CudaCallTensors) -> None:
+        """Keep the call's tensors until the operation is over."""
+        self._running.append(call_tensors)
 
-    def keep_failed(self, loan: _CudaLoan) -> None:
-        """Keep the loan until the subprocess is dead."""
-        self._failed.append(loan)
+    def keep_failed(self, call_tensors: _CudaCallTensors) -> None:
+        """Keep the call's tensors until the subprocess is dead."""
+        self._failed.append(call_tensors)
 
     def order_after(self, end: int, stream: torch.cuda.Stream) -> bool:
         """Make the stream wait for the end of an operation; return False if that end cannot be told any
@@ -228,7 +228,7 @@ class CudaLender:
         self._private.append(event)
 
     def _forget_what_is_over(self) -> None:
-        """Retire the loans that are over, up to the first that is not: operations end nearly in their
+        """Retire the calls that are over, up to the first that is not: operations end nearly in their
         order.
         """
         while self._running and self._running[0].is_over():
@@ -237,15 +237,15 @@ class CudaLender:
                 self._peers.skip(number)
 
 
-class _CudaLoan:
-    """A `lending.Loan` of CUDA tensors.
+class _CudaCallTensors:
+    """A `tensor_sharing.CallTensors` of CUDA tensors.
 
     It goes through three states: a stream has to wait for the end of the operation (`_end`), the results have
     to be copied, and `_done` has been recorded behind the copies.
     """
 
-    def __init__(self, call: Call, lender: CudaLender) -> None:
-        self._lender = lender
+    def __init__(self, call: Call, exporter: CudaExporter) -> None:
+        self._exporter = exporter
         self._lock = threading.Lock()
         self._call: Call | None = call  # keeps the tensors alive
         self._input_ids = set(map(id, tensors_of(call.inputs)))
@@ -262,7 +262,7 @@ class _CudaLoan:
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         if (spec := self._located.get(id(tensor))) is None:
-            block, spec = self._lender.stage(tensor)
+            block, spec = self._exporter.stage(tensor)
             self._located[id(tensor)] = spec
             self._blocks.append(block)
             staged = tensor_at(block.storage, spec)
@@ -273,18 +273,18 @@ class _CudaLoan:
         return spec
 
     def context(self) -> bytes:
-        self._stream = self._lender.cuda.current_stream(self.device)
+        self._stream = self._exporter.cuda.current_stream(self.device)
         _copy(self._inputs)
         self._inputs.clear()
-        return self._lender.context(self._stream)
+        return self._exporter.context(self._stream)
 
     def settle(self, request: Request) -> None:
         if request.outcome is Outcome.DONE:
             with self._lock, beside_captures(self.device):  # the answer may be read on any thread
-                self._number = self._end = self._lender.started(request.answer)
-            self._lender.keep(self)
+                self._number = self._end = self._exporter.started(request.answer)
+            self._exporter.keep(self)
         elif request.outcome is Outcome.FAILED:
-            self._lender.keep_failed(self)
+            self._exporter.keep_failed(self)
         else:  # the operation was not begun, or the subprocess is dead
             with beside_captures(self.device):
                 self.let_go()
@@ -297,18 +297,18 @@ class _CudaLoan:
     @property
     def device(self) -> torch.device:
         """The device on which the operation runs."""
-        return self._lender.device
+        return self._exporter.device
 
     @property
     def is_lost(self) -> bool:
         """Whether the subprocess is dead before the operation's end was seen, so that its results are
         unknown.
         """
-        return self._end is not None and self._lender.is_dead
+        return self._end is not None and self._exporter.is_dead
 
     def order_current_stream(self) -> bool:
         """Make the device's current stream wait for the operation; return False if its end is lost."""
-        return self.order(self._lender.cuda.current_stream(self.device), is_callers=True)
+        return self.order(self._exporter.cuda.current_stream(self.device), is_callers=True)
 
     def order(self, stream: torch.cuda.Stream, *, is_callers: bool) -> bool:
         """Make a stream wait for the results of an operation that has been queued; return False if they are
@@ -316,10 +316,10 @@ class _CudaLoan:
 
         Args:
             is_callers: whether the stream is the caller's. Then the caller's next work comes after the
-              operation, and the loan need not keep its tensors alive.
+              operation, and this object need not keep the tensors alive.
         """
         with self._lock:
-            if self._end is not None and not self._lender.order_after(self._end, stream):
+            if self._end is not None and not self._exporter.order_after(self._end, stream):
                 return False
             self._end = None
             if self._done is None and self._blocks is not _GONE:
@@ -336,7 +336,7 @@ class _CudaLoan:
             return False
         with self._lock:
             if self._done is None and self._blocks is not _GONE and self._end is None:
-                self._bring_back(self._lender.new_stream())
+                self._bring_back(self._exporter.new_stream())
             return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def has_ended(self, patience_s: float = -1) -> bool:
@@ -344,10 +344,10 @@ class _CudaLoan:
         if not self._lock.acquire(timeout=patience_s):
             return False
         try:
-            if self._end is not None and self._lender.is_over(self._end, patience_s):
+            if self._end is not None and self._exporter.is_over(self._end, patience_s):
                 self._end, self._has_ended = None, True
             if self._end is not None:
-                return self._lender.is_dead
+                return self._exporter.is_dead
             if self._has_ended or self._done is None:
                 return True
             return bool(self._done.query())  # type: ignore[no-untyped-call]
@@ -362,8 +362,8 @@ class _CudaLoan:
             done, self._done, blocks, self._blocks = self._done, None, self._blocks, _GONE
             self._call = None
         if done is not None:
-            self._lender.give_event_back(done)
-        self._lender.give_back(blocks)
+            self._exporter.give_event_back(done)
+        self._exporter.give_back(blocks)
         return self._number
 
     def let_go(self) -> None:
@@ -372,7 +372,7 @@ class _CudaLoan:
         """
         with self._lock:
             if self._end is None and self._number >= 0 and self._done is None:
-                self._bring_back(self._lender.new_stream())
+                self._bring_back(self._exporter.new_stream())
             elif self._done is None:
                 self._call = None
                 self._outputs.clear()
@@ -380,16 +380,16 @@ class _CudaLoan:
             if self._done is not None:
                 is_past: IsPast | None = keeping(self._call, self._done.query)
             else:
-                is_past = None if self._stream is None else self._lender.cuda.mark(self._stream)
+                is_past = None if self._stream is None else self._exporter.cuda.mark(self._stream)
         if blocks:
-            self._lender.give_back(blocks, is_past)
+            self._exporter.give_back(blocks, is_past)
 
     def _bring_back(self, stream: torch.cuda.Stream) -> None:
         """Make a stream that comes after the operation copy its outputs, once."""
         outputs, self._outputs = self._outputs, []
-        self._done = self._lender.take_event()
+        self._done = self._exporter.take_event()
         try:
-            with self._lender.cuda.on(stream):
+            with self._exporter.cuda.on(stream):
                 _copy(outputs)
         finally:
             self._done.record(stream)
@@ -424,22 +424,22 @@ class RemoteCudaOperation(RemoteOperation):
         request: Request,
         result: list[Any],
         failures: Failures,
-        loan: _CudaLoan,
+        call_tensors: _CudaCallTensors,
     ) -> None:
         super().__init__(requests, request, result, failures)
-        self._loan = loan
+        self._call_tensors = call_tensors
 
     def wait(self, deadline: float = FOREVER) -> None:
         """Make the current stream wait; the errors are those of RemoteOperation.wait."""
         super().wait(deadline)
-        if not self._loan.order_current_stream():
+        if not self._call_tensors.order_current_stream():
             raise self._lost_error().with_traceback(None)
 
     def is_over(self) -> bool:
         """Return whether the device has come to the operation's end, or it has failed."""
         if not super().is_over():
             return False
-        return self._request.outcome is not Outcome.DONE or self._loan.is_over()
+        return self._request.outcome is not Outcome.DONE or self._call_tensors.is_over()
 
     def error(self) -> Exception | None:
         """Return why the operation failed, or that the subprocess is gone before the device reached its
@@ -447,21 +447,21 @@ class RemoteCudaOperation(RemoteOperation):
         """
         if (error := self._error_of_request()) is not None:
             return error
-        return self._lost_error() if self._request.is_settled and self._loan.is_lost else None
+        return self._lost_error() if self._request.is_settled and self._call_tensors.is_lost else None
 
     def source_rank(self) -> int:
         """Return -1: NCCL has no receive from any source."""
         return -1
 
     def _new_future(self) -> Future[Any]:
-        return Future(devices=[self._loan.device])
+        return Future(devices=[self._call_tensors.device])
 
     def _set_result(self, future: Future[Any]) -> None:
-        with beside_captures(self._loan.device):
+        with beside_captures(self._call_tensors.device):
             # The future records this stream's position, and a stream that waits for the future waits for
             # that.
-            stream = torch.cuda.Stream(self._loan.device)  # type: ignore[no-untyped-call]
-            if not self._loan.order(stream, is_callers=False):
+            stream = torch.cuda.Stream(self._call_tensors.device)  # type: ignore[no-untyped-call]
+            if not self._call_tensors.order(stream, is_callers=False):
                 future.set_exception(self._lost_error())
                 return
             with torch.cuda.stream(stream):

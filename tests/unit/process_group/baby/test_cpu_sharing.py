@@ -1,0 +1,46 @@
+"""The trainer's side of shared CPU tensors: what is said to the subprocess before a request."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from torchft_like.process_group.baby.cpu_memory import Staging
+from torchft_like.process_group.baby.cpu_sharing import CpuExporter
+from torchft_like.process_group.baby.protocol import ToChild
+
+
+def test_preambles_come_in_order_and_each_once() -> None:
+    staging = Staging()
+    exporter = CpuExporter(staging)
+    blocks = [exporter.stage(torch.zeros(size))[0] for size in (10, 1_000_000)]
+    preambles = []
+    while (preamble := exporter.next_preamble()) is not None:
+        preambles.append(preamble)
+        exporter.preamble_sent()
+    assert [(message[0], message[2]) for message, _ in preambles] == [
+        (ToChild.MAP, block.segment.number) for block in blocks
+    ]
+    staging.close()
+
+
+def test_an_exporter_that_is_closed_while_a_preamble_is_sent_lets_the_sender_finish() -> None:
+    staging = Staging()
+    exporter = CpuExporter(staging)
+    for size in (10, 1_000_000):
+        exporter.stage(torch.zeros(size))
+    preamble = exporter.next_preamble()
+    assert preamble is not None
+    (descriptor,) = preamble[1]
+    exporter.close()
+    staging.close()
+    gc.collect()
+    os.fstat(descriptor)  # it may be on its way
+    exporter.preamble_sent()
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert exporter.next_preamble() is None
