@@ -13,7 +13,7 @@ NO_QUORUM = -1
 Link = tuple[str, str]  # two replicas; the first has the smaller id
 
 
-class Verdict(enum.Enum):
+class QuorumState(enum.Enum):
     """The outcome of the rules: why there is no quorum yet, or by which rule there is one.
 
     Attributes:

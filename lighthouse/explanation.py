@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lighthouse.decisions import Link, Verdict
+from lighthouse.decisions import Link, QuorumState
 
 _NAMES_MAX = 32
 
@@ -23,7 +23,7 @@ class Facts:
     expected: Collection[str]
     left_out: Collection[str]
     links: Collection[Link]
-    verdict: Verdict
+    state: QuorumState
     candidates: int
     min_replicas: int
     is_shrinking: bool
@@ -52,16 +52,16 @@ def describe(facts: Facts) -> str:
 
 
 def _why_no_quorum(facts: Facts) -> str:
-    verdict, joined, healthy = facts.verdict, len(facts.joined), len(facts.healthy)
+    state, joined, healthy = facts.state, len(facts.joined), len(facts.healthy)
     details = {
-        Verdict.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"
+        QuorumState.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"
         + (", as only members of the last quorum count (shrink_only)" if facts.is_shrinking else ""),
-        Verdict.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
-        Verdict.STRAGGLERS: f"{joined} of {healthy}",
+        QuorumState.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
+        QuorumState.STRAGGLERS: f"{joined} of {healthy}",
     }
-    why = f"no quorum yet: {verdict.value}"
-    why += f" ({details[verdict]})" if verdict in details else ""
-    if verdict is Verdict.STRAGGLERS:
+    why = f"no quorum yet: {state.value}"
+    why += f" ({details[state]})" if state in details else ""
+    if state is QuorumState.STRAGGLERS:
         why += f"; they are left behind in {facts.late_s:.3f} s"
     if joined < healthy and joined and facts.expiry_s < math.inf:
         why += f"; the next silent one is given up in {facts.expiry_s:.3f} s"

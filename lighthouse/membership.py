@@ -38,7 +38,7 @@ class Session:
     last: QuorumNumber
 
 
-class Membership:
+class HealthyReplicas:
     """The healthy replicas. Each operation takes constant time, apart from `expect`."""
 
     def __init__(self, heartbeat_timeout: float) -> None:

@@ -63,12 +63,12 @@ from lighthouse.decisions import (
     QuorumBroken,
     QuorumFormed,
     QuorumOver,
+    QuorumState,
     SessionSuperseded,
-    Verdict,
 )
 from lighthouse.explanation import Facts, describe
 from lighthouse.links import Links, leave_out
-from lighthouse.membership import Membership, QuorumNumber, Session
+from lighthouse.membership import HealthyReplicas, QuorumNumber, Session
 
 __all__ = [
     "ALARMS_PER_QUORUM_MAX",
@@ -116,7 +116,7 @@ class QuorumCore:
         self._min_replicas = config.min_replicas
         self._join_timeout = config.join_timeout_ms / 1000
         self._reconnect_grace = config.reconnect_grace_ms / 1000
-        self._members = Membership(config.heartbeat_timeout_ms / 1000)
+        self._healthy = HealthyReplicas(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
         self._leap = first_quorum_id % _LEAP_MAX
         self._highest_round = 0
@@ -147,7 +147,7 @@ class QuorumCore:
         that does not know of rounds, its round is 0.
         """
         decisions = self.advance(now)
-        older = self._members.open_session(replica_id, Session(session, last))
+        older = self._healthy.open_session(replica_id, Session(session, last))
         if older is not None:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
@@ -165,7 +165,7 @@ class QuorumCore:
         ignored.
         """
         decisions = self.advance(now)
-        if self._members.owner_of(session) == member.replica_id:
+        if self._healthy.owner_of(session) == member.replica_id:
             self._enter(member, now).in_session = True
             if 0 < member.broken_quorum_id == self._number.quorum_id:
                 self._break(member.replica_id, decisions)
@@ -177,7 +177,7 @@ class QuorumCore:
         heed it.
         """
         decisions = self.advance(now)
-        replica_id = self._members.owner_of(session)
+        replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
             self._links.report(replica_id, unreachable)
         return decisions
@@ -185,7 +185,7 @@ class QuorumCore:
     def leave(self, session: int, now: float) -> list[Decision]:
         """Handle the orderly end of a replica, which alarms no other."""
         decisions = self.advance(now)
-        replica_id = self._members.owner_of(session)
+        replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
             self._forget(replica_id)
             if replica_id in self._last:
@@ -196,7 +196,7 @@ class QuorumCore:
     def lost(self, session: int, reason: str, now: float) -> list[Decision]:
         """Handle a session that ended without a leave."""
         decisions = self.advance(now)
-        replica_id = self._members.owner_of(session)
+        replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
             self._lose(replica_id, reason, decisions)
             self._form(now, decisions)
@@ -207,7 +207,7 @@ class QuorumCore:
     def call(self, member: Member, now: float) -> list[Decision]:
         """Handle a unary Quorum call: the replica is healthy while it is open, and has joined."""
         decisions = self.advance(now)
-        self._members.open_call(member.replica_id)
+        self._healthy.open_call(member.replica_id)
         self._enter(member, now).in_call = True
         self._form(now, decisions)
         return decisions
@@ -215,7 +215,7 @@ class QuorumCore:
     def withdraw(self, replica_id: str, now: float) -> list[Decision]:
         """Handle the cancellation of the last open unary Quorum call of this replica by its caller."""
         decisions = self.advance(now)
-        self._members.close_call(replica_id, now)
+        self._healthy.close_call(replica_id, now)
         self._answer_no_more(replica_id, session=False)
         self._form(now, decisions)
         return decisions
@@ -225,7 +225,7 @@ class QuorumCore:
         joined.
         """
         decisions = self.advance(now)
-        self._members.saw(replica_id, now)
+        self._healthy.saw(replica_id, now)
         self._form(now, decisions)
         return decisions
 
@@ -235,7 +235,7 @@ class QuorumCore:
         """Decide what is due by now; every event does this first. Nothing happens when nothing is due."""
         decisions: list[Decision] = []
         if now >= self._deadline:
-            silent, missed = self._members.expire(now)
+            silent, missed = self._healthy.expire(now)
             for replica_id in silent:
                 self._lose(replica_id, "no heartbeat within heartbeat_timeout", decisions)
             for replica_id in missed:
@@ -251,15 +251,15 @@ class QuorumCore:
 
     def __len__(self) -> int:
         """Return how many replicas are healthy."""
-        return len(self._members)
+        return len(self._healthy)
 
     def __contains__(self, replica_id: str) -> bool:
         """Return whether the replica is healthy."""
-        return replica_id in self._members
+        return replica_id in self._healthy
 
     def replica_of(self, session: int) -> str | None:
         """Return the replica that a session speaks for; None if it ended or was superseded."""
-        return self._members.owner_of(session)
+        return self._healthy.owner_of(session)
 
     @property
     def highest(self) -> QuorumNumber:
@@ -268,7 +268,7 @@ class QuorumCore:
 
     def session_of(self, replica_id: str) -> int | None:
         """Return the open session of a replica."""
-        session = self._members.session_of(replica_id)
+        session = self._healthy.session_of(replica_id)
         return None if session is None else session.number
 
     def describe(self, now: float) -> str:
@@ -277,35 +277,35 @@ class QuorumCore:
             last_id=self._number.quorum_id,
             last=self._last,
             departed=self._departed,
-            healthy=self._members.ids(),
+            healthy=self._healthy.ids(),
             joined=self._joined.keys(),
-            expected=self._members.expected_ids(),
+            expected=self._healthy.expected_ids(),
             left_out=[i for i, join in self._joined.items() if join.left_out],
-            links=self._links.among(set(self._members.ids())),
-            verdict=self._verdict(now),
+            links=self._links.among(set(self._healthy.ids())),
+            state=self._state(now),
             candidates=self._candidates(),
             min_replicas=self._min_replicas,
             is_shrinking=self._is_shrinking(),
             late_s=self._late_at() - now if self._joined else math.inf,
-            expiry_s=self._members.next_expiry() - now,
+            expiry_s=self._healthy.next_expiry() - now,
         )
         return describe(facts)
 
     # -- the rules
 
-    def _verdict(self, now: float) -> Verdict:
-        joined, healthy = len(self._joined), len(self._members)
+    def _state(self, now: float) -> QuorumState:
+        joined, healthy = len(self._joined), len(self._healthy)
         if not joined:
-            return Verdict.NOBODY
+            return QuorumState.NOBODY
         if self._candidates() < self._min_replicas:
-            return Verdict.TOO_FEW
+            return QuorumState.TOO_FEW
         if self._last and not self._missing:
-            return Verdict.FAST
+            return QuorumState.FAST
         if joined <= healthy // 2:
-            return Verdict.NO_MAJORITY
+            return QuorumState.NO_MAJORITY
         if joined == healthy:
-            return Verdict.COMPLETE
-        return Verdict.LATE if now >= self._late_at() else Verdict.STRAGGLERS
+            return QuorumState.COMPLETE
+        return QuorumState.LATE if now >= self._late_at() else QuorumState.STRAGGLERS
 
     def _candidates(self) -> int:
         """Return how many members a quorum of the replicas that have joined would have."""
@@ -324,19 +324,19 @@ class QuorumCore:
         return (first or next(iter(self._joined.values()))).since + self._join_timeout
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
-        while (verdict := self._verdict(now)).forms:
+        while (state := self._state(now)).forms:
             last_id = self._number.quorum_id
             chosen, links = self._choose()
             formed = self._next_quorum(chosen, now)
             for replica_id in formed.left:  # present, but too slow: the others have gone on
-                session = self._members.session_of(replica_id)
+                session = self._healthy.session_of(replica_id)
                 if session is not None and replica_id not in self._joined:
                     decisions.append(QuorumOver(session.number, replica_id, last_id))
             decisions.append(formed)
             if links or self._last_left_out[1]:
                 self._tell_left_out(links, decisions)
-        self._deadline = self._members.next_expiry()
-        if verdict is Verdict.STRAGGLERS:
+        self._deadline = self._healthy.next_expiry()
+        if state is QuorumState.STRAGGLERS:
             self._deadline = min(self._deadline, self._late_at())
 
     def _choose(self) -> tuple[dict[str, _Join], tuple[Link, ...]]:
@@ -355,7 +355,7 @@ class QuorumCore:
         return chosen, links
 
     def _at_least(self) -> int:
-        return max(self._min_replicas, len(self._members) // 2 + 1)
+        return max(self._min_replicas, len(self._healthy) // 2 + 1)
 
     def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
         """Tell each replica once a join, and operators of every change.
@@ -365,7 +365,7 @@ class QuorumCore:
         out = frozenset(i for link in links for i in link if i in self._joined)
         news = [i for i in sorted(out) if not self._joined[i].told]
         if links and (news or (out, links) != self._last_left_out):
-            sessions = tuple((s.number, i) for i in news if (s := self._members.session_of(i)) is not None)
+            sessions = tuple((s.number, i) for i in news if (s := self._healthy.session_of(i)) is not None)
             decisions.append(LeftOut(self._number.quorum_id, tuple(sorted(out)), links, sessions))
         self._last_left_out = out, links
         for join in map(self._joined.__getitem__, news):
@@ -383,7 +383,7 @@ class QuorumCore:
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
         for replica_id in callers:
-            self._members.close_call(replica_id, now)
+            self._healthy.close_call(replica_id, now)
         return QuorumFormed(
             Quorum(*number, tuple(chosen[i].member for i in ids)),
             sessions=self._sessions(i for i in ids if chosen[i].in_session),
@@ -449,7 +449,7 @@ class QuorumCore:
             self._missing += replica_id in self._last
 
     def _forget(self, replica_id: str) -> None:
-        self._members.forget(replica_id)
+        self._healthy.forget(replica_id)
         self._links.forget(replica_id)
         self._unjoin(replica_id)
 
@@ -488,7 +488,7 @@ class QuorumCore:
         return self._has_formed or number < self._number
 
     def _sessions(self, replica_ids: Iterable[str]) -> tuple[int, ...]:
-        sessions = (self._members.session_of(i) for i in replica_ids)
+        sessions = (self._healthy.session_of(i) for i in replica_ids)
         return tuple(session.number for session in sessions if session is not None)
 
     def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
@@ -503,13 +503,13 @@ class QuorumCore:
         self._adopt(number, ids)
         decisions += [
             QuorumOver(session.number, replica_id, session.last.quorum_id)
-            for replica_id, session in self._members.sessions()
+            for replica_id, session in self._healthy.sessions()
             if self._is_over(session.last)
         ]
         self._missing = len(ids.difference(self._joined))
-        self._members.expect(ids, now + self._reconnect_grace)
+        self._healthy.expect(ids, now + self._reconnect_grace)
         for replica_id in sorted(ids):
-            session = self._members.session_of(replica_id)
+            session = self._healthy.session_of(replica_id)
             if session is not None and session.last != number:
                 self._depart(replica_id, "came back without the quorum", decisions)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.decisions import Decision, Link, Verdict
+from lighthouse.decisions import Decision, Link, QuorumState
 from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import QuorumCore
 from tests.simulation.cores import Cores
@@ -72,11 +72,11 @@ class _ForgetsReportedIds(QuorumCore):
 
 
 class _NoMajority(QuorumCore):
-    def _verdict(self, now: float) -> Verdict:
-        verdict = super()._verdict(now)
-        if verdict is Verdict.NO_MAJORITY:
-            return Verdict.LATE if now >= self._late_at() else Verdict.STRAGGLERS
-        return verdict
+    def _state(self, now: float) -> QuorumState:
+        state = super()._state(now)
+        if state is QuorumState.NO_MAJORITY:
+            return QuorumState.LATE if now >= self._late_at() else QuorumState.STRAGGLERS
+        return state
 
 
 class _IgnoresMinReplicas(QuorumCore):

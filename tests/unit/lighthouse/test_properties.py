@@ -187,9 +187,9 @@ class LighthouseHistory(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept_of_those_who_are_gone(self) -> None:
         alive = len(set(self.owners.values())) + len(self.calling) + len(self.unary)
-        expected = len(self.core._members.expected_ids())
+        expected = len(self.core._healthy.expected_ids())
         assert len(self.core) == alive + expected
-        assert len(self.core._members._owners) == len(set(self.owners.values()))
+        assert len(self.core._healthy._owners) == len(set(self.owners.values()))
         assert set(self.core._joined) == set(self.joined)
         assert self.core._departed <= self.core._last
         assert self.core._missing == len(self.core._last - self.core._joined.keys())
