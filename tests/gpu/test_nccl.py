@@ -28,7 +28,7 @@ from torchft_like.futures import future_timeout
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.cuda_ipc import TorchCuda
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.rendezvous import meet
 from torchft_like.process_group.store import parse_store_address
 
@@ -230,10 +230,10 @@ def test_abort_reaches_a_configure_whose_peer_is_lost_while_nccl_connects(party:
     party.own(group)
     prefix = party.prefix()
     configuring = party.aside(group.configure, prefix, 0, 2)
-    membership = Membership(parse_store_address(prefix), 1, 2, timedelta(seconds=LIMIT_S))
-    with contextlib.closing(AbortableStore(membership.store, membership.timeout)) as peer:
+    members = GroupMembers(parse_store_address(prefix), 1, 2, timedelta(seconds=LIMIT_S))
+    with contextlib.closing(AbortableStore(members.store, members.timeout)) as peer:
         peer.connect()
-        meet(peer, membership)
+        meet(peer, members)
     with pytest.raises(TimeoutError):
         configuring.result(0.5)
     group.abort("a member was lost")

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Membership:
+class GroupMembers:
     """The members for which a generation is made, and the limit of its operations."""
 
     store: StoreAddress
@@ -90,14 +90,14 @@ class Backend(Protocol):
         """Release everything; this may block for a moment."""
 
 
-Create = Callable[[Membership, AbortSignal], Backend]
+Create = Callable[[GroupMembers, AbortSignal], Backend]
 
 
 @dataclass(eq=False)
 class Generation:
     """The backend of one configuration. Any thread may call `end`; only the group calls the other methods."""
 
-    membership: Membership
+    members: GroupMembers
     configuration: Configuration = field(default_factory=Configuration)
     operations: Operations = field(default_factory=Operations)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -241,11 +241,11 @@ class Generation:
     def __str__(self) -> str:
         error = self.error()
         state = "ready" if self._methods is not None else "being configured"
-        return f"{self.membership}, {state if error is None else error}"
+        return f"{self.members}, {state if error is None else error}"
 
     def _make(self, create: Create) -> None:
         try:
-            backend = create(self.membership, self.configuration)
+            backend = create(self.members, self.configuration)
         except BaseException as error:  # noqa: BLE001 - the error is raised where the group is configured
             self._failure = self._failed(error)
             self._gone.set()
@@ -275,22 +275,22 @@ class Generation:
                 if was_aborted and not self.operations.give_up(
                     backend.is_still, self._aborted(), backend.rest_s_max
                 ):
-                    _logger.warning("%s was aborted, and did not come to rest: %s", self.membership, backend)
+                    _logger.warning("%s was aborted, and did not come to rest: %s", self.members, backend)
             finally:
                 backend.close()  # else the thread that drops the last reference would destroy the backend
         except Exception:
-            _logger.exception("cleaning up after %s", self.membership)
+            _logger.exception("cleaning up after %s", self.members)
         finally:
             self._gone.set()
 
     def _unusable(self) -> Exception:
-        return self.error() or ProcessGroupNotConfiguredError(f"{self.membership} is being configured")
+        return self.error() or ProcessGroupNotConfiguredError(f"{self.members} is being configured")
 
     def _aborted(self) -> ProcessGroupAbortedError:
-        return ProcessGroupAbortedError(f"{self.membership} was aborted: {self.configuration.reason}")
+        return ProcessGroupAbortedError(f"{self.members} was aborted: {self.configuration.reason}")
 
     def _failed(self, error: BaseException) -> Exception:
-        failure = ProcessGroupNotConfiguredError(f"configuring {self.membership} failed: {error}")
+        failure = ProcessGroupNotConfiguredError(f"configuring {self.members} failed: {error}")
         failure.__cause__ = error.with_traceback(None)
         return failure
 

@@ -29,7 +29,7 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.exchange import ExchangeStore
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
 from torchft_like.process_group.gloo_device import GlooDevice
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
@@ -63,16 +63,16 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         """Return `torchft-gloo`."""
         return "torchft-gloo"
 
-    def _create(self, membership: Membership, abort: AbortSignal) -> _GlooBackend:
-        if membership.world_size == 1:
-            return _GlooBackend(HashStore(), LOOPBACK, membership, abort)
-        store = AbortableStore(membership.store, membership.timeout)
+    def _create(self, members: GroupMembers, abort: AbortSignal) -> _GlooBackend:
+        if members.world_size == 1:
+            return _GlooBackend(HashStore(), LOOPBACK, members, abort)
+        store = AbortableStore(members.store, members.timeout)
         with contextlib.closing(store), abort.ends(store.abort):
             store.connect()
-            claim_prefix(store, membership)
-            host = local_host_towards(membership.store.server.host, membership.store.server.port)
-            heard = ExchangeStore(store, membership.rank, membership.world_size)
-            return _GlooBackend(heard, host, membership, abort)
+            claim_prefix(store, members)
+            host = local_host_towards(members.store.server.host, members.store.server.port)
+            heard = ExchangeStore(store, members.rank, members.world_size)
+            return _GlooBackend(heard, host, members, abort)
 
 
 class _GlooBackend:
@@ -80,19 +80,19 @@ class _GlooBackend:
 
     rest_s_max = None
 
-    def __init__(self, store: Store, host: str, membership: Membership, abort: AbortSignal) -> None:
+    def __init__(self, store: Store, host: str, members: GroupMembers, abort: AbortSignal) -> None:
         self._abort = abort
-        self._membership = membership
+        self._members = members
         self._device = GlooDevice(host)
         self._idle_watch = IdleWatch(GLOO_THREADS)
         self._looks = 0
         self._rest: SleepWatch | None = None  # the rest of Gloo's loop since connections were silenced
         abort.add(self._device.cut)
         try:
-            with _broken_off(self._device, membership, abort):
-                self._gloo: TorchGloo | None = _make_gloo(store, self._device, membership)
+            with _broken_off(self._device, members, abort):
+                self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
             self._device.hand_over()
-            self._shell: TorchProcessGroup | None = _shell_around(self._gloo, membership)
+            self._shell: TorchProcessGroup | None = _shell_around(self._gloo, members)
         except BaseException:
             self.close()
             raise
@@ -114,7 +114,7 @@ class _GlooBackend:
         """
         if (gloo := self._gloo) is None:
             return ()
-        gaps = GlooGaps(gloo, self._shell, self._membership.rank, self._membership.world_size)
+        gaps = GlooGaps(gloo, self._shell, self._members.rank, self._members.world_size)
         return _Replacements(gaps, self._abort), gaps, gloo, self._shell
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -179,27 +179,27 @@ class _Replacements:
         self._abort.check()
 
 
-def _make_gloo(store: Store, device: GlooDevice, membership: Membership) -> TorchGloo:
+def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> TorchGloo:
     options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
-    options._timeout = membership.timeout
+    options._timeout = members.timeout
     options._devices = [device.torch_device]
-    options.group_name = membership.store.prefix
-    return TorchGloo(store, membership.rank, membership.world_size, options)
+    options.group_name = members.store.prefix
+    return TorchGloo(store, members.rank, members.world_size, options)
 
 
-def _shell_around(gloo: TorchGloo, membership: Membership) -> TorchProcessGroup:
-    shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
+def _shell_around(gloo: TorchGloo, members: GroupMembers) -> TorchProcessGroup:
+    shell = TorchProcessGroup(members.rank, members.world_size)  # type: ignore[call-arg] # the stub lacks it
     shell._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     shell._register_backend(torch.device("cpu"), TorchProcessGroup.BackendType.GLOO, gloo)
     shell._set_group_name(
-        GroupName(membership.store.prefix)
+        GroupName(members.store.prefix)
     )  # torch's flight recorder uses this name, on all ranks
     shell._set_group_desc("torchft-gloo")
     return shell
 
 
 @contextlib.contextmanager
-def _broken_off(device: GlooDevice, membership: Membership, abort: AbortSignal) -> Iterator[None]:
+def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -> Iterator[None]:
     """Break every connection at an abort, again and again, while Gloo connects in the block.
 
     Once is not enough: Gloo tries again, and goes on to the next peer. The group's timeout does not end it
@@ -209,12 +209,12 @@ def _broken_off(device: GlooDevice, membership: Membership, abort: AbortSignal) 
         TimeoutError: the timeout is over.
     """
     done, is_late = threading.Event(), threading.Event()
-    limit_s = membership.timeout.total_seconds() + CONFIGURE_GRACE_S
+    limit_s = members.timeout.total_seconds() + CONFIGURE_GRACE_S
 
     def sweep() -> None:
         pause = SWEEP_SECONDS_FIRST
         while not done.is_set():
-            device.knock(membership.world_size)
+            device.knock(members.world_size)
             device.cut()
             done.wait(pause)
             pause = min(2 * pause, SWEEP_SECONDS_MAX)

@@ -30,7 +30,7 @@ from torchft_like.errors import ConfigError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.gloo_gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.rendezvous import claim_prefix
@@ -79,23 +79,23 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
         """Return `native-gloo`."""
         return "native-gloo"
 
-    def _create(self, membership: Membership, abort: AbortSignal) -> _NativeBackend:
+    def _create(self, members: GroupMembers, abort: AbortSignal) -> _NativeBackend:
         with contextlib.ExitStack() as until_met:
             until_met.enter_context(self._meeting)
             abort.check()
-            self._gloo._set_default_timeout(membership.timeout)
-            self._latest = backend = _NativeBackend(self, membership)
-            if membership.world_size == 1:
-                reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], membership.timeout)
+            self._gloo._set_default_timeout(members.timeout)
+            self._latest = backend = _NativeBackend(self, members)
+            if members.world_size == 1:
+                reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], members.timeout)
                 return backend
             store = until_met.enter_context(
-                contextlib.closing(AbortableStore(membership.store, membership.timeout))
+                contextlib.closing(AbortableStore(members.store, members.timeout))
             )
             until_met.enter_context(abort.ends(store.abort))
             store.connect()
-            claim_prefix(store, membership)
-            seat = membership.rank, membership.world_size
-            exchange_and_reconfigure(self._torchs, store, seat, membership.timeout)
+            claim_prefix(store, members)
+            seat = members.rank, members.world_size
+            exchange_and_reconfigure(self._torchs, store, seat, members.timeout)
             return backend
 
     def _leave(self, backend: _NativeBackend) -> None:
@@ -115,12 +115,12 @@ class _NativeBackend:
 
     rest_s_max = math.inf  # torch ends every operation at its timeout, and nothing ends one before
 
-    def __init__(self, owner: NativeProcessGroup, membership: Membership) -> None:
+    def __init__(self, owner: NativeProcessGroup, members: GroupMembers) -> None:
         self._owner = owner
-        self._membership = membership
+        self._members = members
 
     def __str__(self) -> str:
-        return f"torch's Gloo: {self._membership}"
+        return f"torch's Gloo: {self._members}"
 
     @property
     def inner(self) -> object:
@@ -130,7 +130,7 @@ class _NativeBackend:
     def targets(self) -> tuple[object, ...]:
         """Return Gloo, and torch's group around it for the methods that Gloo does not offer to Python."""
         gloo, pg = self._owner._gloo, self._owner._torchs
-        return GlooGaps(gloo, pg, self._membership.rank, self._membership.world_size), gloo, pg
+        return GlooGaps(gloo, pg, self._members.rank, self._members.world_size), gloo, pg
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._owner._gloo._set_default_timeout(timeout)

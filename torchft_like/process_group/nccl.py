@@ -48,7 +48,7 @@ from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.device_watch import DeviceWatch, IsOver
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, Membership
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
 from torchft_like.process_group.nccl_work import NcclOperation
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
@@ -116,7 +116,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort; TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace first."""
         if flight_recorder.is_wanted_on_abort() and (generation := self._generation) is not None:
-            rank = dist.get_rank() if dist.is_initialized() else generation.membership.rank
+            rank = dist.get_rank() if dist.is_initialized() else generation.members.rank
             flight_recorder.trigger_nccl_fr_trace_through_pipe(rank)
         super().abort(reason)
 
@@ -143,26 +143,26 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda")]
 
-    def _create(self, membership: Membership, abort: AbortSignal) -> _NcclBackend:
+    def _create(self, members: GroupMembers, abort: AbortSignal) -> _NcclBackend:
         device = self._device or torch.device("cuda", torch.cuda.current_device())
         with beside_captures(device):
             for backend in tuple(self._backends):
-                backend.wait_still(membership.timeout, abort)
+                backend.wait_still(members.timeout, abort)
                 with contextlib.suppress(ValueError):  # an aborted `configure` may be doing the same
                     self._backends.remove(backend)
-            backend = self._connect(membership, abort, device)
+            backend = self._connect(members, abort, device)
         self._backends.append(backend)
         return backend
 
-    def _connect(self, membership: Membership, abort: AbortSignal, device: torch.device) -> _NcclBackend:
-        if membership.world_size == 1:
-            return _NcclBackend(HashStore(), membership, abort, device)
-        store = AbortableStore(membership.store, membership.timeout)
+    def _connect(self, members: GroupMembers, abort: AbortSignal, device: torch.device) -> _NcclBackend:
+        if members.world_size == 1:
+            return _NcclBackend(HashStore(), members, abort, device)
+        store = AbortableStore(members.store, members.timeout)
         with contextlib.closing(store), abort.ends(store.abort):
             store.connect()
-            claim_prefix(store, membership)
-            meet(store, membership)
-            return _NcclBackend(store, membership, abort, device)
+            claim_prefix(store, members)
+            meet(store, members)
+            return _NcclBackend(store, members, abort, device)
 
 
 class _NcclBackend:
@@ -170,14 +170,12 @@ class _NcclBackend:
 
     rest_s_max = None
 
-    def __init__(
-        self, store: Store, membership: Membership, abort: AbortSignal, device: torch.device
-    ) -> None:
+    def __init__(self, store: Store, members: GroupMembers, abort: AbortSignal, device: torch.device) -> None:
         self.abort_signal = abort
         self.watch = DeviceWatch(self._failure, abort.set, lambda: beside_captures(device))
-        self._membership = membership
+        self._members = members
         self._device = device
-        self._timeout = membership.timeout
+        self._timeout = members.timeout
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._questions = _Questions()
         self._is_in_reach = threading.Event()
@@ -185,8 +183,8 @@ class _NcclBackend:
         self._end_begins = threading.Lock()
         self._ended = threading.Event()
         self._probe: Work | None = None
-        self._nccl: Any = _make_nccl(store, membership)
-        self._shell: Any = _shell_around(self._nccl, membership, device)
+        self._nccl: Any = _make_nccl(store, members)
+        self._shell: Any = _shell_around(self._nccl, members, device)
         abort.add(self.break_off)
         try:
             self._connect()
@@ -232,7 +230,7 @@ class _NcclBackend:
             abort.check()
             if time.monotonic() > deadline:
                 raise ProcessGroupError(
-                    f"NCCL did not end the operations of {self._membership} within "
+                    f"NCCL did not end the operations of {self._members} within "
                     f"{timeout.total_seconds():g} s of the abort: restart this process, or use "
                     "ProcessGroupBabyNCCL, whose operations end with their subprocess"
                 )
@@ -256,7 +254,7 @@ class _NcclBackend:
         if not (names := self.watch.cut_off_operations()):
             return None
         return ProcessGroupError(
-            f"{', '.join(sorted(set(names)))} ({len(names)} operations) of {self._membership} "
+            f"{', '.join(sorted(set(names)))} ({len(names)} operations) of {self._members} "
             f"cut off: {self.abort_signal.reason}"
         )
 
@@ -334,7 +332,7 @@ class _NcclBackend:
 
     def _prove_usable(self) -> Work:
         """Run a first operation: a communicator that does not block is connected only when that is over."""
-        deadline = time.monotonic() + self._membership.timeout.total_seconds()
+        deadline = time.monotonic() + self._members.timeout.total_seconds()
         # The default stream is not used, because the trainer's own kernels may be there.
         with torch.cuda.stream(self._side):
             count = torch.ones(1, device=self._device)
@@ -342,14 +340,14 @@ class _NcclBackend:
             while not self._questions.ask(work.is_completed, otherwise=True):
                 self.abort_signal.check()
                 if time.monotonic() > deadline:
-                    raise ProcessGroupError(f"NCCL did not connect {self._membership} in time")
+                    raise ProcessGroupError(f"NCCL did not connect {self._members} in time")
                 time.sleep(POLL_S)
             self.abort_signal.check()
             if (error := work.exception()) is not None:
-                raise ProcessGroupError(f"NCCL did not connect {self._membership}: {error}") from error
+                raise ProcessGroupError(f"NCCL did not connect {self._members}: {error}") from error
             work.block_current_stream()
-            if (found := int(count.item())) != self._membership.world_size:
-                raise ProcessGroupError(f"NCCL connected {found} members for {self._membership}")
+            if (found := int(count.item())) != self._members.world_size:
+                raise ProcessGroupError(f"NCCL connected {found} members for {self._members}")
         return work
 
     def _end(self) -> None:
@@ -362,7 +360,7 @@ class _NcclBackend:
                 # The shell's method releases the GIL.
                 self._shell.abort()
         except Exception:
-            _logger.exception("aborting NCCL's communicator of %s", self._membership)
+            _logger.exception("aborting NCCL's communicator of %s", self._members)
         finally:
             self._ended.set()
 
@@ -425,18 +423,18 @@ def _rank_in_job(rank: int, global_ranks: Sequence[int] | None) -> int:
     return global_ranks[rank] if global_ranks else rank
 
 
-def _make_nccl(store: Store, membership: Membership) -> Any:
+def _make_nccl(store: Store, members: GroupMembers) -> Any:
     from torch._C._distributed_c10d import ProcessGroupNCCL as TorchNCCL  # noqa: PLC0415 - CUDA builds only
 
     options = TorchNCCL.Options()
     options.config.blocking = 0
-    options._timeout = membership.timeout
+    options._timeout = members.timeout
     with _constructor_environment():
-        return TorchNCCL(store, membership.rank, membership.world_size, options)
+        return TorchNCCL(store, members.rank, members.world_size, options)
 
 
-def _shell_around(nccl: Any, membership: Membership, device: torch.device) -> TorchProcessGroup:
-    shell = TorchProcessGroup(membership.rank, membership.world_size)  # type: ignore[call-arg] # the stub lacks it
+def _shell_around(nccl: Any, members: GroupMembers, device: torch.device) -> TorchProcessGroup:
+    shell = TorchProcessGroup(members.rank, members.world_size)  # type: ignore[call-arg] # the stub lacks it
     # The device is set before the backend, which takes it over, so that a tensor on another device is
     # refused.
     shell.bound_device_id = device

@@ -21,7 +21,7 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
-from torchft_like.process_group.generation import Backend, Generation, Membership
+from torchft_like.process_group.generation import Backend, Generation, GroupMembers
 from torchft_like.process_group.handles import parse_handle
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
@@ -160,10 +160,10 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._is_checking = is_wanted(check_collectives)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
-        self._members: Membership | None = None  # the members of the last generation that was made
+        self._members: GroupMembers | None = None  # the members of the last generation that was made
         self._store: Store | None = None  # the store that those share, once a caller has asked for it
 
-    def _create(self, membership: Membership, abort: AbortSignal) -> Backend:
+    def _create(self, members: GroupMembers, abort: AbortSignal) -> Backend:
         """Make the backend. This may block, and ends early when `abort` is set.
 
         It runs on a thread of its own. Whatever it has made is closed before it raises an error.
@@ -188,7 +188,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     ) -> None:
         store = parse_store_address(store_addr)
         limit = about.get("timeout") or self._timeout
-        members = Membership(store, rank, world_size, limit)
+        members = GroupMembers(store, rank, world_size, limit)
         global_ranks = about.get("global_ranks")
         if global_ranks is not None and len(global_ranks) != world_size:
             raise ValueError(f"{len(global_ranks)} global ranks for a world of {world_size}")
@@ -250,7 +250,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def adopt_seat(self, rank: int, world_size: int) -> None:
         """Set the caller's rank, and the number of members, until the first `configure`."""
         own = parse_handle(self.get_reconfigure_handle()).store
-        self._members = Membership(parse_store_address(own), rank, world_size, self._timeout)
+        self._members = GroupMembers(parse_store_address(own), rank, world_size, self._timeout)
 
     @property
     def store_address(self) -> StoreAddress | None:
@@ -294,7 +294,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
         return generation
 
-    def _last_members(self) -> Membership:
+    def _last_members(self) -> GroupMembers:
         if self._members is None:
             raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
         return self._members

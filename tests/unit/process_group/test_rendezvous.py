@@ -11,7 +11,7 @@ import pytest
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import parse_store_address
 
@@ -21,20 +21,20 @@ LONG = timedelta(seconds=LIMIT_S)
 @contextlib.contextmanager
 def member(
     prefix: str, rank: int, world_size: int, timeout: timedelta = LONG
-) -> Iterator[tuple[AbortableStore, Membership]]:
-    membership = Membership(parse_store_address(prefix), rank, world_size, timeout)
-    store = AbortableStore(membership.store, LONG)
+) -> Iterator[tuple[AbortableStore, GroupMembers]]:
+    members = GroupMembers(parse_store_address(prefix), rank, world_size, timeout)
+    store = AbortableStore(members.store, LONG)
     with contextlib.closing(store):
         store.connect()
-        yield store, membership
+        yield store, members
 
 
 def test_all_members_meet(party: Party) -> None:
     prefix = party.prefix()
 
     def come(rank: int) -> None:
-        with member(prefix, rank, 3) as (store, membership):
-            meet(store, membership)
+        with member(prefix, rank, 3) as (store, members):
+            meet(store, members)
 
     for future in [party.aside(come, rank) for rank in range(3)]:
         future.result(LIMIT_S)
@@ -42,16 +42,16 @@ def test_all_members_meet(party: Party) -> None:
 
 def test_who_did_not_come_is_named(party: Party) -> None:
     with (
-        member(party.prefix(), 0, 2, timedelta(seconds=0.05)) as (store, membership),
+        member(party.prefix(), 0, 2, timedelta(seconds=0.05)) as (store, members),
         pytest.raises(ProcessGroupError, match=r"rank 1 of 2 did not come within 0\.05 s"),
     ):
-        meet(store, membership)
+        meet(store, members)
 
 
 @pytest.mark.progress
 def test_abort_of_the_store_ends_the_meeting(party: Party) -> None:
-    with member(party.prefix(), 0, 2) as (store, membership):
-        waiting = party.aside(meet, store, membership)
+    with member(party.prefix(), 0, 2) as (store, members):
+        waiting = party.aside(meet, store, members)
         assert not waiting.done()
         store.abort()
         with pytest.raises(ProcessGroupAbortedError):
@@ -62,10 +62,10 @@ def test_abort_of_the_store_ends_the_meeting(party: Party) -> None:
 def test_prefix_is_claimed_once_by_each_rank(party: Party) -> None:
     prefix = party.prefix()
     for rank in range(2):
-        with member(prefix, rank, 2) as (store, membership):
-            claim_prefix(store, membership)
+        with member(prefix, rank, 2) as (store, members):
+            claim_prefix(store, members)
     with (
-        member(prefix, 1, 2) as (store, membership),
+        member(prefix, 1, 2) as (store, members),
         pytest.raises(ProcessGroupError, match="rank 1 has already used the store prefix"),
     ):
-        claim_prefix(store, membership)
+        claim_prefix(store, members)

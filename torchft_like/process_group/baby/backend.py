@@ -30,7 +30,7 @@ from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_sharing import CallTensors, Exporter
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.work import OperationWork
 from torchft_like.runtime.spin_wait import growing_pauses
 
@@ -76,18 +76,18 @@ class RemoteBackend:
         self._cut_off: int | None = None
         abort.add(self._kill)
 
-    def begin(self, recipe: Recipe, membership: Membership) -> None:
+    def begin(self, recipe: Recipe, members: GroupMembers) -> None:
         """Make the subprocess create its backend.
 
         Raises:
             ProcessGroupError: the subprocess could not; the text says why.
         """
-        self._timeout_s = membership.timeout.total_seconds()
-        members = (str(membership.store), membership.rank, membership.world_size, self._timeout_s)
+        self._timeout_s = members.timeout.total_seconds()
+        place = (str(members.store), members.rank, members.world_size, self._timeout_s)
         how = (recipe.group, recipe.importer, self._exporter.greeting())
         with self._sending:
             request = self._requests.add(self._patience_s(None))
-            self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *members))
+            self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *place))
         self._requests.wait(request, FOREVER)
         if request.outcome is not Outcome.DONE:
             raise self.describe(request)

@@ -36,7 +36,7 @@ from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
 from torchft_like.process_group.baby.tensor_sharing import Importer
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, Membership
+from torchft_like.process_group.generation import Backend, GroupMembers
 from torchft_like.process_group.store import parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import AdaptiveSpin
@@ -104,10 +104,10 @@ class _Server:
     ) -> None:
         os.environ.clear()
         os.environ.update(environment)
-        greeting, *membership = more
+        greeting, *place = more
         try:
             self._importer = _load(importer)(greeting)
-            self._backend = _make(_load(group), *membership, abort=self._abort)
+            self._backend = _make(_load(group), *place, abort=self._abort)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
             return
@@ -243,7 +243,7 @@ def _make(
     abort: AbortSignal,
 ) -> Backend:
     timeout = timedelta(seconds=timeout_s)
-    members = Membership(parse_store_address(store), rank, world_size, timeout)
+    members = GroupMembers(parse_store_address(store), rank, world_size, timeout)
     return group(timeout)._create(members, abort)
 
 

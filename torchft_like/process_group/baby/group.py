@@ -25,7 +25,7 @@ from torchft_like.process_group.baby.protocol import UNASKED, ToChild
 from torchft_like.process_group.baby.tensor_sharing import Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import OperationWork
@@ -90,12 +90,12 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         except ProcessGroupError:
             return None
 
-    def _create(self, membership: Membership, abort: AbortSignal) -> RemoteBackend:
+    def _create(self, members: GroupMembers, abort: AbortSignal) -> RemoteBackend:
         exporter = self._exporter()
-        child = fork_pool.take(abort, membership.timeout.total_seconds())
+        child = fork_pool.take(abort, members.timeout.total_seconds())
         self._latest = backend = RemoteBackend(child, exporter, abort)
         try:
-            backend.begin(self.RECIPE, membership)
+            backend.begin(self.RECIPE, members)
         except BaseException:
             backend.close()
             raise

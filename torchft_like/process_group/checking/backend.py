@@ -46,7 +46,7 @@ from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request
 from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedOperation
 from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, Create, Membership
+from torchft_like.process_group.generation import Backend, Create, GroupMembers
 from torchft_like.process_group.work import Operation, OperationWork
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
@@ -60,12 +60,12 @@ Take = Callable[[Collective, Work], Operation]
 def checked(create: Create, take: Take) -> Create:
     """Return a `create` whose backend has a referee in front of it. A group of one rank needs none."""
 
-    def create_checked(membership: Membership, abort: AbortSignal) -> Backend:
-        backend = create(membership, abort)
-        if membership.world_size == 1:
+    def create_checked(members: GroupMembers, abort: AbortSignal) -> Backend:
+        backend = create(members, abort)
+        if members.world_size == 1:
             return backend
         try:
-            return CheckedBackend(backend, take, join(membership, abort), membership, abort)
+            return CheckedBackend(backend, take, join(members, abort), members, abort)
         except BaseException:
             backend.close()
             raise
@@ -103,15 +103,15 @@ class CheckedBackend:
     """
 
     def __init__(
-        self, backend: Backend, take: Take, link: Link, membership: Membership, abort: AbortSignal
+        self, backend: Backend, take: Take, link: Link, members: GroupMembers, abort: AbortSignal
     ) -> None:
         self._backend = backend
         self.rest_s_max = backend.rest_s_max
         self._take = take
         self._methods = _methods_of(backend)
         self._link = link
-        self._rank, self._world_size = membership.rank, membership.world_size
-        self._timeout = membership.timeout
+        self._rank, self._world_size = members.rank, members.world_size
+        self._timeout = members.timeout
         self._abort = abort
         self._lock = threading.Lock()  # calls reach the referee in the order of their tickets
         self._tickets = itertools.count()

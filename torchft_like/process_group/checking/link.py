@@ -43,7 +43,7 @@ from torchft_like.process_group.checking.messages import (
     take_request,
 )
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Membership
+from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
@@ -303,21 +303,21 @@ class Hub:
             return False
 
 
-def join(membership: Membership, abort: AbortSignal) -> Link:
+def join(members: GroupMembers, abort: AbortSignal) -> Link:
     """Connect the ranks of a group that is being configured; block until all are there.
 
     Raises:
         ProcessGroupAbortedError: the group was aborted during the wait.
         ProcessGroupError: a rank did not come in time.
     """
-    address = StoreAddress(membership.store.server, f"{membership.store.prefix}/checking")
-    store = AbortableStore(address, membership.timeout)
+    address = StoreAddress(members.store.server, f"{members.store.prefix}/checking")
+    store = AbortableStore(address, members.timeout)
     sockets = Sockets()
     with contextlib.closing(store), abort.ends(store.abort), abort.ends(sockets.cut):
         try:
             store.connect()
-            meet = _gather if membership.rank == 0 else _reach
-            return meet(store, membership, sockets)
+            meet = _gather if members.rank == 0 else _reach
+            return meet(store, members, sockets)
         except (OSError, ProcessGroupError) as error:
             sockets.close()
             abort.check()
@@ -329,10 +329,10 @@ def join(membership: Membership, abort: AbortSignal) -> Link:
             raise
 
 
-def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
+def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets) -> Link:
     """Publish rank 0's address, and accept the connections of all other ranks."""
-    host = local_host_towards(membership.store.server.host, membership.store.server.port)
-    deadline_s = time.monotonic() + membership.timeout.total_seconds()
+    host = local_host_towards(members.store.server.host, members.store.server.port)
+    deadline_s = time.monotonic() + members.timeout.total_seconds()
     token = secrets.token_bytes(TOKEN_BYTES)
     own, theirs = socket.socketpair()
     connections = {0: theirs}
@@ -340,23 +340,23 @@ def _gather(store: AbortableStore, membership: Membership, sockets: Sockets) -> 
         for one in (own, theirs, listener):
             sockets.add(one)
         store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex()]))
-        while len(connections) < membership.world_size:
-            listener.settimeout(_left_s(deadline_s, membership, connections))
+        while len(connections) < members.world_size:
+            listener.settimeout(_left_s(deadline_s, members, connections))
             with contextlib.suppress(TimeoutError):
                 connection = listener.accept()[0]
                 sockets.add(connection)
                 rank = _greeted(connection, token)
-                if rank is not None and 0 < rank < membership.world_size:
+                if rank is not None and 0 < rank < members.world_size:
                     connections[rank] = connection
                 else:
                     sockets.drop(connection)
-    return Link(own, Hub([connections[rank] for rank in range(membership.world_size)]))
+    return Link(own, Hub([connections[rank] for rank in range(members.world_size)]))
 
 
-def _left_s(deadline_s: float, membership: Membership, connections: Iterable[int]) -> float:
+def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        missing = sorted({*range(membership.world_size)} - {*connections})
+        missing = sorted({*range(members.world_size)} - {*connections})
         raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
     return left_s
 
@@ -372,13 +372,13 @@ def _greeted(connection: socket.socket, token: bytes) -> int | None:
     return None
 
 
-def _reach(store: AbortableStore, membership: Membership, sockets: Sockets) -> Link:
+def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets) -> Link:
     """Connect any other rank to rank 0."""
     address, token = _read_referee(store.get("referee"))
-    connection = connect_tcp(address, membership.timeout.total_seconds(), sockets.add)
+    connection = connect_tcp(address, members.timeout.total_seconds(), sockets.add)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(token, membership.rank))
+    connection.sendall(_HELLO.pack(token, members.rank))
     return Link(connection)
 
 
