@@ -5,10 +5,10 @@
 starts three processes on this machine. Each has some of the experts and answers requests of its own: the
 tokens of all go to all (`dispatch`), every process asks its experts, and the sums come back (`combine`).
 One process is killed with SIGKILL; the others share out its experts and go on; it is started again and
-takes its share. What you should see: three epochs, and not one answer that differs from what a single
-process with all experts gives.
+takes its share. What you should see: who the members are, each time that this changes, and not one answer
+that differs from what a single process with all experts gives.
 
-The launcher is a stand-in for a scheduler: it knows who lives, and announces who is a member.
+The launcher is a stand-in for a scheduler: it starts processes, and a lighthouse that says who is a member.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from torchft_like import LighthouseServer
 from torchft_like.errors import ChangeRolledBackError, GroupCoordinatorError
-from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator, MembershipBoard
+from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator
 from torchft_like.process_group import create_store_client
 from torchft_like.process_group.served_store import serve_store
 
 EXPERTS, WIDTH, CHOICES = 8, 16, 2
-ENOUGH = 20  # answers in an epoch, until the launcher goes on
+ENOUGH = 20  # answers with the same members, until the launcher goes on
 PAUSE_S = 0.005
 STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -46,24 +47,25 @@ def main() -> None:
 
 def launch() -> int:
     """Start, kill and start again; the number of workers that were not content."""
+    lighthouse = LighthouseServer(join_timeout_ms=60_000)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     _store, served_at = serve_store("127.0.0.1", STORE_TIMEOUT)  # for as long as it is referred to
     address = f"{served_at}/experts"
-    board = MembershipBoard(address)
     workers = {name: start(name, address) for name in "abc"}
     everybody = list(workers.values())
     try:
         say("a, b and c are started")
-        serve_for_a_while(board, "abc", address)
+        wait_until_served("abc", address)
 
         say(f"b (process {workers['b'].pid}) is killed")
         workers["b"].send_signal(signal.SIGKILL)
         workers.pop("b").wait()
-        serve_for_a_while(board, "ac", address)
+        wait_until_served("ac", address)
 
         say("b is started again")
         workers["b"] = start("b", address)
         everybody.append(workers["b"])
-        serve_for_a_while(board, "acb", address)
+        wait_until_served("abc", address, "again ")
 
         create_store_client(address).set("stop", "1")
         return sum(worker.wait() != 0 for worker in workers.values())
@@ -71,6 +73,7 @@ def launch() -> int:
         for worker in everybody:
             worker.kill()
             worker.wait()
+        lighthouse.shutdown()
 
 
 def start(name: str, address: str) -> subprocess.Popen[bytes]:
@@ -78,10 +81,9 @@ def start(name: str, address: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, name, address], env=environment)
 
 
-def serve_for_a_while(board: MembershipBoard, members: str, address: str) -> None:
-    """Announce the members, and wait until each has given enough answers in that epoch."""
-    epoch = board.announce(members).epoch
-    create_store_client(address).wait([f"served/{name}/{epoch}" for name in members])
+def wait_until_served(members: str, address: str, again: str = "") -> None:
+    """Until each of the members has given enough answers together with the others."""
+    create_store_client(address).wait([f"{again}served by {name} of {members}" for name in members])
 
 
 # ------------------------------------------------------------------------------ the workers
@@ -93,15 +95,13 @@ class Worker:
     def __init__(self, name: str, address: str) -> None:
         torch.set_num_threads(1)
         self.name = name
-        self.board = MembershipBoard(address)
         self.store = create_store_client(address)
         self.group = ElasticCoordinator(name, group_name="experts", options=CoordinatorOptions(timeout=30.0))
-        self.change: Change | None = None
         self.layer = Layer(self.group)
         self.answers, self.wrong, self.in_epoch = 0, 0, 0
 
     def serve(self) -> None:
-        self.group.follow(self.board)
+        self.group.follow()
         self.begin_epoch()
         while True:
             try:
@@ -113,7 +113,7 @@ class Worker:
             except GroupCoordinatorError as error:
                 call = str(error).partition(" failed")[0]
                 say(f"{self.name}: {call} was broken off; waits for other members")
-                self.group.follow(self.board)
+                self.group.follow()
                 self.begin_epoch()
         say(f"{self.name}: {self.answers} answers, {self.wrong} of them wrong")
         self.group.destroy()
@@ -124,34 +124,38 @@ class Worker:
         return bool(self.group.broadcast_object(self.store.check(["stop"])))
 
     def has_switched(self) -> bool:
-        """Prepare what was announced, and switch when all members are ready for it."""
-        announced = self.board.latest()
-        if announced is not None and announced.epoch > self.group.epoch_tried:
-            self.change = self.group.begin_change(announced)
-        is_due = self.group.is_due(self.change)
-        if self.change is None or not is_due:
+        """Ask who is a member, and switch when all members are ready for it."""
+        change = self.group.begin_change()
+        if not self.group.is_due(change):
             return False
         try:
-            self.change.complete()
+            change.complete()
         except ChangeRolledBackError as error:
             say(f"{self.name}: {error}")
         self.begin_epoch()
         return True
+
+    def members(self) -> tuple[str, ...]:
+        return self.group.membership.members if self.group.membership else ()
 
     def begin_epoch(self) -> None:
         """Say which experts this process has now."""
         self.in_epoch = 0
         experts = ", ".join(str(expert) for expert in self.layer.own_experts())
         place = f"rank {self.group.rank_in_group} of {self.group.world_size}"
-        say(f"{self.name}: epoch {self.group.epoch}, {place}, experts {experts}")
+        say(f"{self.name}: members {', '.join(self.members())}, {place}, experts {experts}")
 
     def answer(self, tokens: Tensor) -> None:
         self.wrong += not torch.allclose(self.layer(tokens), self.layer.reference(tokens), atol=1e-5)
         self.answers += 1
         self.in_epoch += 1
         if self.in_epoch == ENOUGH:
-            self.store.set(f"served/{self.name}/{self.group.epoch}", "1")
+            self.tell_launcher()
         time.sleep(PAUSE_S)
+
+    def tell_launcher(self) -> None:
+        key = f"served by {self.name} of {''.join(self.members())}"
+        self.store.set(f"again {key}" if self.store.check([key]) else key, "1")
 
 
 class Layer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,42 +14,92 @@ import torch
 
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.group_coordinator import (
+    Change,
     CoordinatorOptions,
     ElasticCoordinator,
     ManagedCoordinator,
     Membership,
 )
-from torchft_like.group_coordinator.elastic.ballot import Ballot
+from torchft_like.group_coordinator.elastic.change import EpochGroups
+from torchft_like.group_coordinator.elastic.member import Member
 
 Here = SimpleNamespace
+PAUSE_S = 0.005
 PATIENCE_S = 300.0  # far above any limit of the tests, so that a test fails that ends by it
 
 
-def make(here: Here, rank: int, name: str) -> None:
+def make(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"  # on all members alike, whichever fixture started them
-    here.coordinator = ElasticCoordinator(name, options=CoordinatorOptions(timeout=PATIENCE_S))
+    options = CoordinatorOptions(timeout=PATIENCE_S)
+    here.coordinator = ElasticCoordinator(name, lighthouse=lighthouse, options=options)
 
 
-def begin(here: Here, rank: int, epoch: int, address: str, members: Sequence[str]) -> None:
-    here.change = here.coordinator.begin_change(Membership(epoch, address, tuple(members)))
+def follow(here: Here, rank: int, members: str) -> int:
+    """Follow until these are the members; return the epoch."""
+    while here.coordinator.follow().members != tuple(members):
+        time.sleep(PAUSE_S)
+    return int(here.coordinator.epoch)
 
 
-def begin_and_say_nothing(here: Here, rank: int, epoch: int, address: str, members: Sequence[str]) -> bool:
-    """Meet the others and then stop for ever; return when the member has come so far."""
-    has_met = threading.Event()
+def begin(here: Here, rank: int, members: str) -> None:
+    """Begin the change to these members, and wait until they have met; other proposals are rolled back."""
+    while True:
+        here.change = here.coordinator.begin_change()
+        here.change.wait_ready(PAUSE_S)
+        proposed = here.change.membership
+        if here.change.has_met and proposed.members == tuple(members):
+            return
+        if here.change.has_met:
+            here.change.roll_back("the test wants others")
+        time.sleep(PAUSE_S)
 
-    def say_nothing(ballot: Ballot, rank: int, text: str) -> None:
-        has_met.set()
+
+def ask(here: Here, rank: int) -> None:
+    """Begin a change, and wait for nothing."""
+    here.change = here.coordinator.begin_change()
+
+
+def ask_and_meet_nobody(here: Here, rank: int) -> bool:
+    """Begin a change, and stop for ever where the others are to be met; returns when it has come so far."""
+    is_meeting = threading.Event()
+
+    def meet_nobody(groups: EpochGroups, membership: Membership, rank: int) -> None:
+        is_meeting.set()
         threading.Event().wait()
 
-    setattr(Ballot, "say", say_nothing)  # noqa: B010 - on purpose
-    begin(here, rank, epoch, address, members)
-    return has_met.wait(50)
+    setattr(EpochGroups, "configure", meet_nobody)  # noqa: B010 - on purpose
+    ask(here, rank)
+    return is_meeting.wait(50)
 
 
-def wait_ready(here: Here, rank: int) -> bool:
-    return bool(here.change.wait_ready(50))
+def proposed(here: Here, rank: int) -> str:
+    """Wait until the lighthouse proposes members; return their letters."""
+    while (found := here.coordinator.begin_change()).membership is None:
+        time.sleep(PAUSE_S)
+    here.change = found
+    return "".join(found.membership.members)
+
+
+def hold_votes(here: Here, rank: int) -> None:
+    """Vote only after `release_votes`."""
+    here.may_vote, vote = threading.Event(), Member.vote
+
+    def held(member: Member, change: Change) -> bool:
+        here.may_vote.wait(50)
+        return vote(member, change)
+
+    setattr(Member, "vote", held)  # noqa: B010 - on purpose
+
+
+def release_votes(here: Here, rank: int) -> None:
+    here.may_vote.set()
+
+
+def wait_voted(here: Here, rank: int) -> bool:
+    while not here.change._has_voted:
+        time.sleep(PAUSE_S)
+    return True
 
 
 def complete(here: Here, rank: int) -> str:
@@ -62,7 +112,16 @@ def complete(here: Here, rank: int) -> str:
 
 
 def complete_aside(here: Here, rank: int) -> None:
-    threading.Thread(target=complete, args=(here, rank), daemon=True).start()
+    here.completed = []
+    here.completing = threading.Thread(
+        target=lambda: here.completed.append(complete(here, rank)), daemon=True
+    )
+    here.completing.start()
+
+
+def completed(here: Here, rank: int) -> str:
+    here.completing.join(50)
+    return str(here.completed[0]) if here.completed else "still blocked"
 
 
 def total(here: Here, rank: int) -> float | str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 
 from tests.integration import elastic_job
-from tests.integration.gloo_member import serve_store
 from torchft_like import LighthouseServer
-from torchft_like.group_coordinator import Membership, MembershipBoard
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.store import StoreAddress
+from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Rank, Ranks, running
 
@@ -22,28 +17,23 @@ pytestmark = pytest.mark.integration
 
 
 class Crew:
-    """Members by name; `board` is theirs."""
+    """Members by name, and their lighthouse."""
 
-    def __init__(self) -> None:
-        self._store = serve_store()
-        self.board = MembershipBoard(f"127.0.0.1:{self._store.port}/job")
+    def __init__(self, lighthouse: str) -> None:
+        self._lighthouse = lighthouse
         self.ranks: dict[str, Rank] = {}
 
     def hire(self, names: str, ranks: Ranks) -> None:
         for name, rank in zip(names, ranks, strict=True):
             self.ranks[name] = rank
-            rank.ask(elastic_job.make, 0, name)
+            rank.ask(elastic_job.make, 0, name, self._lighthouse)
 
     def of(self, names: str) -> Ranks:
         return Ranks(self.ranks[name] for name in names)
 
-    def begin(self, names: str, membership: Membership) -> None:
-        told = membership.epoch, membership.store_address, membership.members
-        self.of(names).ask(elastic_job.begin, *told)
-
-    def change(self, members: str) -> None:
-        self.begin(members, self.board.announce(members))
-        assert self.of(members).ask(elastic_job.complete) == [""] * len(members)
+    def follow(self, members: str) -> None:
+        """Have these members, whatever was before."""
+        assert len(set(self.of(members).ask(elastic_job.follow, members))) == 1
         assert self.of(members).ask(elastic_job.total) == [len(members)] * len(members)
 
     def kill(self, name: str) -> None:
@@ -52,86 +42,104 @@ class Crew:
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    """Two members, a and b, for all tests; each brings a third one, c."""
-    with running(2) as ranks:
-        crew = Crew()
-        crew.hire("ab", ranks)
+    """Two members, b and c, for all tests; each brings a third one, a."""
+    with LighthouseProcess() as lighthouse, running(2) as ranks:
+        crew = Crew(lighthouse.url)
+        crew.hire("bc", ranks)
         yield crew
 
 
 @pytest.fixture
-def with_c(crew: Crew) -> Iterator[Crew]:
-    """c is rank 0 of the members, and is killed in the test."""
+def with_a(crew: Crew) -> Iterator[Crew]:
+    """a is rank 0 of the members, and is killed in the test."""
     with running(1) as victim:
-        crew.hire("c", victim)
-        crew.change("cab")
+        crew.hire("a", victim)
+        crew.follow("abc")
         yield crew
-    crew.change("ba")  # whatever was, those who live go on
+    crew.follow("bc")  # whatever was, those who live go on
 
 
-def test_one_killed_before_it_has_met_the_others(with_c: Crew) -> None:
-    membership = with_c.board.announce("bca")
-    with_c.kill("c")
-    with_c.begin("ab", membership)
-    with_c.board.withdraw(membership, "c has died")
-    assert with_c.of("ab").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
+@pytest.fixture
+def newcomer(crew: Crew) -> Iterator[Crew]:
+    """b and c are members, and d is killed when it is about to be one."""
+    with running(1) as victim:
+        crew.hire("d", victim)
+        crew.follow("bc")
+        yield crew
+    assert crew.of("bc").ask(elastic_job.total) == [2, 2]  # d was none of the members
 
 
-def test_one_killed_when_it_has_met_the_others_and_has_not_said_so(with_c: Crew) -> None:
-    membership = with_c.board.announce("bca")
-    told = membership.epoch, membership.store_address, membership.members
-    (victim,) = with_c.of("c")
-    victim.tell(elastic_job.begin_and_say_nothing, 0, *told)
-    with_c.begin("ab", membership)
+def test_one_killed_before_it_has_asked(with_a: Crew) -> None:
+    with_a.of("bc").ask(elastic_job.ask)
+    with_a.kill("a")
+    assert with_a.of("bc").ask(elastic_job.complete) == ["", ""]
+    assert {size for _, _, size in with_a.of("bc").ask(elastic_job.place)} == {2}
+
+
+def test_one_killed_when_it_has_asked_and_has_not_met_the_others(newcomer: Crew) -> None:
+    (victim,) = newcomer.of("d")
+    victim.tell(elastic_job.ask_and_meet_nobody, 0)
+    assert newcomer.of("bc").ask(elastic_job.proposed) == ["bcd"] * 2
     assert victim.answer()
-    with_c.kill("c")
-    assert with_c.of("ab").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
+    newcomer.kill("d")
+    assert newcomer.of("bc").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
 
 
-def test_one_killed_when_it_is_ready_and_has_not_voted(with_c: Crew) -> None:
-    with_c.begin("abc", with_c.board.announce("bca"))
-    assert with_c.of("abc").ask(elastic_job.wait_ready) == [True] * 3
-    with_c.kill("c")
-    assert with_c.of("ab").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
+def test_one_killed_when_it_has_met_the_others_and_has_not_voted(newcomer: Crew) -> None:
+    newcomer.of("bcd").ask(elastic_job.begin, "bcd")
+    newcomer.kill("d")
+    assert newcomer.of("bc").ask(elastic_job.complete) == ["ChangeRolledBackError"] * 2
 
 
-def test_one_killed_between_its_vote_and_the_decision(with_c: Crew) -> None:
-    membership = with_c.board.announce("bca")
-    with_c.begin("abc", membership)
-    assert with_c.of("abc").ask(elastic_job.wait_ready) == [True] * 3
-    with_c.of("c").ask(elastic_job.complete_aside)
-    wait_for_vote(membership, membership.rank_of("c"))
-    with_c.kill("c")
-    outcomes = with_c.of("ab").ask(elastic_job.complete)
-    assert outcomes in (["ChangeRolledBackError"] * 2, ["", ""])  # both the same, whichever was first
-    epochs = {epoch for epoch, _, _ in with_c.of("ab").ask(elastic_job.place)}
-    assert epochs == {membership.epoch if outcomes == ["", ""] else membership.epoch - 1}
+def test_one_killed_between_its_vote_and_the_decision(newcomer: Crew) -> None:
+    newcomer.of("bcd").ask(elastic_job.begin, "bcd")
+    newcomer.of("bc").ask(elastic_job.hold_votes)
+    newcomer.of("bcd").ask(elastic_job.complete_aside)
+    assert newcomer.of("d").ask(elastic_job.wait_voted) == [True]
+    newcomer.kill("d")
+    newcomer.of("bc").ask(elastic_job.release_votes)
+    assert newcomer.of("bc").ask(elastic_job.completed) == ["ChangeRolledBackError"] * 2
 
 
-def test_one_killed_after_the_decision(with_c: Crew) -> None:
-    with_c.begin("abc", with_c.board.announce("bca"))
-    assert with_c.of("abc").ask(elastic_job.complete) == [""] * 3
-    with_c.kill("c")
-    assert with_c.of("ab").ask(elastic_job.total) == ["GroupCoordinatorError"] * 2
-
-
-def test_one_killed_inside_a_call_is_replaced(with_c: Crew) -> None:
-    with_c.of("ac").ask(elastic_job.begin_total)
-    with_c.kill("c")
-    with_c.of("b").ask(elastic_job.begin_total)
-    assert with_c.of("ab").ask(elastic_job.end_total) == ["GroupCoordinatorError"] * 2
+def test_one_killed_while_all_vote(with_a: Crew) -> None:
+    before = {epoch for epoch, _, _ in with_a.of("bc").ask(elastic_job.place)}
     with running(1) as fresh:
-        with_c.hire("d", fresh)
-        with_c.change("dba")
-        with_c.kill("d")
+        with_a.hire("d", fresh)
+        with_a.of("abcd").ask(elastic_job.begin, "abcd")
+        with_a.of("abcd").ask(elastic_job.complete_aside)
+        with_a.kill("d")
+        outcomes = with_a.of("abc").ask(elastic_job.completed)
+        epochs = {epoch for epoch, _, _ in with_a.of("abc").ask(elastic_job.place)}
+    assert outcomes in (["ChangeRolledBackError"] * 3, [""] * 3)  # all the same, whichever was first
+    assert (epochs == before) == (outcomes != [""] * 3)
+    with_a.kill("a")
 
 
-def wait_for_vote(membership: Membership, rank: int | None) -> None:
-    place = membership.store
-    store = AbortableStore(StoreAddress(place.server, f"{place.prefix}/ballot"), timedelta(seconds=50))
-    with contextlib.closing(store):
-        store.connect()
-        store.wait([f"vote/{rank}"])
+def test_one_killed_after_the_decision(with_a: Crew) -> None:
+    with running(1) as fresh:
+        with_a.hire("d", fresh)
+        with_a.of("abcd").ask(elastic_job.begin, "abcd")
+        assert with_a.of("abcd").ask(elastic_job.complete) == [""] * 4
+        with_a.kill("a")
+        assert with_a.of("bcd").ask(elastic_job.total) == ["GroupCoordinatorError"] * 3
+
+
+def test_one_killed_inside_a_call_is_replaced(with_a: Crew) -> None:
+    with_a.of("ba").ask(elastic_job.begin_total)
+    with_a.kill("a")
+    with_a.of("c").ask(elastic_job.begin_total)
+    assert with_a.of("bc").ask(elastic_job.end_total) == ["GroupCoordinatorError"] * 2
+    with running(1) as fresh:
+        with_a.hire("d", fresh)
+        with_a.follow("bcd")
+        with_a.kill("d")
+
+
+def test_one_stopped_inside_a_call_holds_up_nobody(with_a: Crew) -> None:
+    with_a.of("bc").ask(elastic_job.begin_total)
+    with_a.ranks["a"].stop()
+    assert with_a.of("bc").ask(elastic_job.end_total) == ["GroupCoordinatorError"] * 2
+    with_a.follow("bc")
 
 
 @pytest.mark.slow
@@ -139,7 +147,7 @@ def test_the_example_gives_no_wrong_answer(processes: Processes) -> None:
     example = processes.start(sys.executable, "examples/elastic_experts.py")
     assert example.wait(110) == 0
     assert example.output.count(", 0 of them wrong") == 3
-    assert "b: epoch 3, rank 2 of 3" in example.output
+    assert "b: members a, b, c, rank 1 of 3" in example.output
 
 
 def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() -> None:

@@ -57,6 +57,7 @@ CORES = (
     "torchft_like/manager/assignment.py",
     "torchft_like/divergence/comparison.py",
     "torchft_like/divergence/slices.py",
+    "torchft_like/group_coordinator/elastic/candidate.py",
     "torchft_like/agreement/statements.py",
     "torchft_like/agreement/rules.py",
     "torchft_like/agreement/referee.py",

@@ -37,6 +37,7 @@ from torchft_like.agreement.statements import (
     unpack_all,
 )
 from torchft_like.communicator.channel import Channel, Group, Started
+from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
 from torchft_like.errors import (
@@ -70,26 +71,6 @@ class Ending(Protocol):
 
     def shutdown(self, timeout: float) -> None:
         """End the object; any thread may call this, any number of times."""
-
-
-class Epoch(Protocol):
-    """The time for which members that change are the present ones.
-
-    Attributes:
-        number: the number of the epoch.
-        mark: a number that tells its messages from those of other epochs; the same on all members.
-        ended: why the epoch is over; None while it is not.
-    """
-
-    number: int
-    mark: int
-    ended: str | None
-
-    def check(self, what: str) -> None:
-        """Raise StaleEpochError if the epoch is over; `what` is an object of these members."""
-
-    def explained(self, what: str, error: BaseException) -> BaseException:
-        """Return the error to raise for `what`, which failed with `error`."""
 
 
 class ToldToAllError(Exception):

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 
-from torchft_like.communicator.communicator import Epoch
+from torchft_like.communicator.epoch import Epoch
 from torchft_like.errors import StillUnderWayError
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
-from torchft_like.group_coordinator.elastic.board import MembershipBoard
 from torchft_like.group_coordinator.elastic.change import Change
 from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinator
 from torchft_like.group_coordinator.elastic.managed import ManagedCoordinator
@@ -20,6 +19,5 @@ __all__ = [
     "Handle",
     "ManagedCoordinator",
     "Membership",
-    "MembershipBoard",
     "MessageQueue",
 ]

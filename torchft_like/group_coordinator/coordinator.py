@@ -20,7 +20,8 @@ from torchft_like.agreement.statements import Statement, Terms, specification
 from torchft_like.communicator import collectives, messages
 from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.collectives import Sizes
-from torchft_like.communicator.communicator import Communicator, Epoch
+from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_rank

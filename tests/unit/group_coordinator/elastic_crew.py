@@ -1,42 +1,48 @@
-"""Elastic coordinators in threads of one process, and a board on which their members are announced."""
+"""Elastic coordinators in threads of one process, and a lighthouse that says who is a member."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
-from tests.integration.gloo_member import serve_store
-from torchft_like.group_coordinator import (
-    Change,
-    CoordinatorOptions,
-    ElasticCoordinator,
-    Membership,
-    MembershipBoard,
-)
+from torchft_like.errors import ChangeRolledBackError
+from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator
+from torchft_like.testing.lighthouse import LighthouseProcess
 
 T = TypeVar("T")
 LIMIT_S = 60.0
+PAUSE_S = 0.005
 
 
 class Crew:
-    """Coordinators by name."""
+    """Coordinators by name.
 
-    def __init__(self) -> None:
-        self.store: TCPStore | None = serve_store()
-        self.port = self.store.port
-        self.board = MembershipBoard(f"127.0.0.1:{self.port}/job")
+    Args:
+        flags: of the lighthouse.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
+        self.lighthouse = LighthouseProcess(*flags)
         self.coordinators: dict[str, ElasticCoordinator] = {}
         self._threads = ThreadPoolExecutor(16)
 
     def __getitem__(self, name: str) -> ElasticCoordinator:
         if name not in self.coordinators:
-            options = CoordinatorOptions(timeout=30.0)
-            self.coordinators[name] = ElasticCoordinator(name, options=options)
+            self.hire(name, 30.0)
         return self.coordinators[name]
+
+    def hire(self, names: str, timeout: float) -> None:
+        """Coordinators with a timeout of their own."""
+        for name in names:
+            options = CoordinatorOptions(timeout=timeout)
+            self.coordinators[name] = ElasticCoordinator(
+                name, lighthouse=self.lighthouse.url, options=options
+            )
 
     def aside(self, act: Callable[..., T], *args: Any) -> Future[T]:
         return self._threads.submit(act, *args)
@@ -58,32 +64,74 @@ class Crew:
 
         return self.together(names, caught)
 
-    def change(self, members: str, *leaving: str) -> Membership:
-        """Give them these members, by their letters; those who leave take part."""
-        membership = self.board.announce(members)
-        self.together([*members, *leaving], lambda c: c.change(membership))
-        return membership
+    def change(self, members: str, leaving: str = "") -> None:
+        """Have these members, by their letters; those who leave say so first, and go last."""
+        departures = [self[name].begin_change(leaving=True) for name in leaving]
+        changes = self.begin(members)
+        assert self.complete(changes) == [""] * len(members)
+        for change in departures:
+            change.complete()
 
-    def begin(
-        self, names: str, membership: Membership, timeout: float = LIMIT_S, *, ready: bool = True
-    ) -> dict[str, Change]:
-        """Each begins the change; returns when they are ready."""
-        changes = {name: self[name].begin_change(membership, timeout) for name in names}
-        assert not ready or all(change.wait_ready(LIMIT_S) for change in changes.values())
-        return changes
+    def begin(self, members: str, timeout: float = LIMIT_S) -> dict[str, Change]:
+        """Each begins the change to these members; returns when they have met.
 
-    def complete(self, changes: dict[str, Change]) -> list[str]:
+        Who comes when decides what the lighthouse proposes first: other proposals are rolled back.
+        """
+        wanted = tuple(sorted(members))
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            changes = {name: self[name].begin_change(timeout) for name in members}
+            met = [(change, change.membership) for change in changes.values() if change.has_met]
+            for change, membership in met:
+                if membership is not None and membership.members != wanted:
+                    change.roll_back("the test wants others")
+            proposals = {membership for _, membership in met}
+            if len(met) == len(members) and len(proposals) == 1 and not any(c.is_over for c, _ in met):
+                return changes
+            time.sleep(PAUSE_S)
+        raise AssertionError(f"{members} have not met")
+
+    def complete(self, changes: dict[str, Change], timeout: float | None = None) -> list[str]:
         """All at once; the classes of the errors."""
-        return self.outcomes(list(changes), lambda c: changes[c.name].complete())
+        return self.outcomes(list(changes), lambda c: changes[c.name].complete(timeout))
+
+    def switch(self, names: str) -> None:
+        """As programs do it: at the same place of the program on all, as soon as a change is due."""
+
+        def serve(coordinator: ElasticCoordinator) -> None:
+            deadline = time.monotonic() + LIMIT_S
+            while time.monotonic() < deadline:
+                change = coordinator.begin_change()
+                if coordinator.is_due(change):
+                    try:
+                        change.complete()
+                    except ChangeRolledBackError:
+                        continue
+                    return
+            raise AssertionError(f"nothing was due for {coordinator}")
+
+        self.together(names, serve)
 
     def sums(self, names: str) -> list[float]:
         """What each gets for the sum of ones."""
         return self.together(names, lambda c: c.all_reduce(torch.ones(1)).item())
 
-    def lose_the_store(self) -> None:
-        self.store = None
+    def serving(self) -> str:
+        """Those who have members."""
+        return "".join(name for name, c in self.coordinators.items() if c.membership is not None)
+
+    def lose(self, name: str) -> None:
+        """To the others this member has died."""
+        coordinator = self.coordinators.pop(name)
+        coordinator._session.hang_up("the test", in_order=False)
+        coordinator.destroy()
+
+    def restart_lighthouse(self) -> None:
+        """At the address that it had."""
+        self.lighthouse = LighthouseProcess(*self._flags, bind=self.lighthouse.address)
 
     def end(self) -> None:
         for coordinator in self.coordinators.values():
             coordinator.destroy()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self.lighthouse.kill()

@@ -1,8 +1,8 @@
-"""A change of members, from its announcement until it has come about or is rolled back.
+"""A change of members, from the request for a quorum until it has come about or is rolled back.
 
-The new members meet on a thread of the change's own, in process groups of the new epoch, while the old
-groups serve. `complete` is for the thread that makes the calls, between two of them: it votes, waits for
-what is decided (see `ballot`), and only then touches the coordinator.
+The members of a proposal meet on a thread of the change's own, in process groups of the new epoch, while the
+old groups serve. `complete` is for the thread that makes the calls, between two of them: it votes, waits for
+the answer (see `candidate`), and only then touches the coordinator.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import BarrierOptions
 
 from torchft_like.communicator.handle import Handle
 from torchft_like.devices import beside_captures
@@ -26,262 +24,256 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     ProcessGroupError,
 )
-from torchft_like.group_coordinator.elastic.ballot import STORE_LOST, Ballot
-from torchft_like.group_coordinator.elastic.membership import Membership, Verdict, differing
+from torchft_like.group_coordinator.elastic.candidate import Answer
+from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.wrapper import as_timedelta
 
+if TYPE_CHECKING:
+    from torchft_like.group_coordinator.elastic.member import Member
+
 GRACE_S = 5.0
-TELLING_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
-class EpochGroups(NamedTuple):
-    """The process groups of one epoch; both are the same where the tensors are on a CPU."""
+class EpochGroups:
+    """The process groups of one epoch; both are the same where the tensors are on a CPU.
 
-    cpu: ProcessGroup
-    device: ProcessGroup
-    place: torch.device
-
-    def each(self) -> list[ProcessGroup]:
-        """Every group once."""
-        return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
-
-    def configure(self, store_address: str, rank: int, world_size: int, ends_with: AbortSignal) -> None:
-        """Meet the other members, each group under a prefix of its own."""
-        with beside_captures(self.place):
-            for number, group in enumerate(self.each()):
-                group.configure(f"{store_address}/{number}", rank, world_size, ends_with=ends_with)
-
-    def abort(self, reason: str) -> None:
-        """End what is under way, and give everything back aside."""
-        for group in self.each():
-            group.abort(reason)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of each operation from now on."""
-        for group in self.each():
-            group.set_timeout(timeout)
-
-
-class Settling(NamedTuple):
-    """What a coordinator does when a change is decided.
-
-    Attributes:
-        enter: it has these members, and groups, from now on.
-        leave: it has none any more, as it is not one of them.
-        lose: it has none, as it does not know who they are.
+    Args:
+        cpu, device: groups that are not configured yet.
+        place: the device of the tensors.
     """
 
-    enter: Callable[[Membership, EpochGroups], None]
-    leave: Callable[[Membership], None]
-    lose: Callable[[ChangeInDoubtError], None]
+    def __init__(self, cpu: ProcessGroup, device: ProcessGroup, place: torch.device) -> None:
+        self.cpu = cpu
+        self.device = device
+        self._place = place
+        self._ending = AbortSignal()
+
+    def _each(self) -> list[ProcessGroup]:
+        return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
+
+    def configure(self, membership: Membership, rank: int) -> None:
+        """Meet the other members; each group has a prefix of its own in the store."""
+        size = len(membership.members)
+        with beside_captures(self._place):
+            for number, group in enumerate(self._each()):
+                group.configure(f"{membership.store_address}/{number}", rank, size, ends_with=self._ending)
+
+    @property
+    def ended(self) -> str | None:
+        """The reason for which the groups were aborted; None if they were not."""
+        return self._ending.reason
+
+    def abort(self, reason: str) -> None:
+        """Abort the groups; any thread may call this, and the first reason counts."""
+        self._ending.set(reason)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of each operation from now on."""
+        for group in self._each():
+            group.set_timeout(timeout)
+
+    def barrier(self, timeout: timedelta) -> None:
+        """Wait until all members have come.
+
+        Raises:
+            RuntimeError: they have not, within `timeout`, or one of them died.
+        """
+        options = BarrierOptions()
+        options.timeout = timeout
+        self.cpu.barrier(options).wait(timeout)
 
 
 class Change:
-    """A membership that is prepared beside the present one; `ElasticCoordinator.begin_change` makes it.
+    """A membership that is asked for and prepared beside the present one; `begin_change` makes it.
+
+    Args:
+        member: whose change it is.
+        groups: for the members of the proposal; not configured yet, and None where the caller leaves.
+        timeout: for the members to meet, and for the decision.
+        shrink_only: newcomers shall wait.
 
     Attributes:
-        membership: the one that is prepared.
-        rank: the caller's among its members; None if it leaves.
-        is_over: whether it has come about, or never will.
+        membership: the one that is prepared; None while the lighthouse has not said which.
+        is_over: whether it has come about, or never will, or the members stay as they are.
+        shrink_only: as it was given.
     """
 
     def __init__(
-        self,
-        name: str,
-        membership: Membership,
-        timeout: timedelta | float,
-        make: Callable[[timedelta], EpochGroups],
-        settling: Settling,
+        self, member: Member, groups: EpochGroups | None, timeout: timedelta, *, shrink_only: bool = False
     ) -> None:
-        self.membership = membership
-        self.rank = membership.rank_of(name)
-        self._name = name
-        self._timeout = as_timedelta(timeout)
-        self._settling = settling
-        self._ballot = Ballot(membership.store, len(membership.members), self._timeout)
-        self._groups = make(self._timeout) if self.rank is not None else None
-        self._prepared = threading.Event()
-        self._ending = AbortSignal()
-        self._failure: Exception | None = None
+        self.membership: Membership | None = None
         self.is_over = False
-        threading.Thread(target=self._prepare, name="torchft-change", daemon=True).start()
+        self.shrink_only = shrink_only
+        self.groups = groups
+        self.timeout = timeout
+        self._member = member
+        self._failure: Exception | None = None
+        self._reason: str | None = None  # for which it is off
+        self._prepared = threading.Event()
+        self._decided = threading.Event()
+        self._answer: Answer | None = None
+        self._has_voted = False
+        if groups is None:
+            self._prepared.set()
+
+    @property
+    def rank(self) -> int | None:
+        """The caller's rank among the new members; None if they are not known yet, or the caller leaves."""
+        return None if self.membership is None else self.membership.rank_of(self._member.name)
 
     @property
     def is_ready(self) -> bool:
         """Whether `complete` need not wait for the members to meet: they have, or could not."""
         return self._prepared.is_set()
 
+    @property
+    def has_met(self) -> bool:
+        """Whether the members have met, and nothing has come between since."""
+        is_asked_for = self.groups is not None and self.membership is not None
+        return self.is_ready and is_asked_for and not self.is_over and self.failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """The reason for which the change cannot come about; None while it can."""
+        if self._reason is not None:
+            return self._reason
+        return None if self.groups is None else self.groups.ended
+
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Until `is_ready`, for `timeout` seconds at the most; whether it is."""
+        """Wait until `is_ready`, for `timeout` seconds at the most; return whether it is."""
         return self._prepared.wait(timeout)
 
     def complete(self, timeout: timedelta | float | None = None) -> None:
         """Switch together with all other new members, or roll back together with them.
 
         Every new member calls it, and those who leave, between two calls to the coordinator. Afterwards the
-        coordinator has the new members; handles of the old epoch are stale.
+        coordinator has the new members; handles of the old epoch are stale. Where the lighthouse has said
+        that the members stay as they are, it does nothing.
 
         Args:
             timeout: how long to wait for the others, seconds or timedelta; that of the change if left out.
 
         Raises:
             ChangeRolledBackError: on every member; the coordinator goes on with the members it has.
-            ChangeInDoubtError: the store was lost between this member's vote and the decision; the
+            ChangeInDoubtError: the lighthouse was lost between this member's vote and the answer; the
                 coordinator has no members until the next change.
             GroupCoordinatorError: it is over already.
         """
-        if self.is_over:
-            raise GroupCoordinatorError(f"the change to {self.membership} is over: begin another")
-        limit = self._timeout if timeout is None else as_timedelta(timeout)
+        if self.is_over and self._reason is not None:
+            raise GroupCoordinatorError(f"the change is over: {self._reason}; begin another")
+        limit = self.timeout if timeout is None else as_timedelta(timeout)
         deadline = time.monotonic() + limit.total_seconds()
-        try:
-            verdict = self._decided(deadline)
-        except ChangeInDoubtError as error:
-            self._give_up(str(error))
-            self._settling.lose(error)
-            raise
-        if not verdict.switches:
-            self._give_up(f"rolled back: {verdict.reason}")
-            raise ChangeRolledBackError(
-                f"epoch {self.membership.epoch} was rolled back: {verdict.reason}"
-            ) from self._failure
-        self.is_over = True
-        self._ballot.close()
-        if self._groups is None:
-            self._settling.leave(self.membership)
-        else:
-            self._settling.enter(self.membership, self._groups)
+        if self.groups is None:
+            self._member.settle.leave(self)
+        elif self._has_voted or self._meet(deadline):
+            self._vote(deadline)
+            self._settle(deadline)
 
     def roll_back(self, reason: str) -> None:
-        """Instead of `complete`: nobody switches. Does nothing if it is over, or decided otherwise.
+        """Have nobody switch, instead of `complete`. Does nothing if the change is over.
 
         Raises:
             ChangeInDoubtError: `complete` is under way in another thread, and may have voted.
         """
-        if self.is_over:
+        self._member.roll_back(self, f"{self._member.name}: {reason}")
+
+    # ------------------------------------------------------------------ what `complete` consists of
+
+    def _meet(self, deadline: float) -> bool:
+        """Wait until the members have met; return whether there is anything to decide."""
+        if not self._prepared.wait(_left(deadline).total_seconds()):
+            self._raise_rolled_back("has waited for the others in vain")
+        if self.is_over and self._reason is None:
+            return False
+        if self.failure is not None:
+            self._raise_rolled_back(self.failure)
+        return True
+
+    def _vote(self, deadline: float) -> None:
+        """Vote, once, when all members have come to this point."""
+        if self._has_voted:  # and was interrupted before it had the answer
             return
-        if self._ballot.has_voted:
-            raise ChangeInDoubtError(f"{self._name} has voted for epoch {self.membership.epoch} already")
-        self._tell(f"{self._name}: {reason}")
-        self._give_up(reason)
-
-    def abandon(self, reason: str) -> None:
-        """Instead of `complete`, after the vote: the others, if they switch, find this member gone."""
-        if not self.is_over:
-            self._give_up(reason)
-
-    # ------------------------------------------------------------- meeting, on a thread aside
-
-    def _prepare(self) -> None:
         try:
-            self._ballot.listen()
-            self._ballot.verdict.add_done_callback(self._end_meeting)
-            if self._groups is not None and self.rank is not None:
-                self._meet(self._groups, self.rank)
+            if self.groups is not None:
+                self.groups.barrier(_left(deadline))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this member does not vote
+            self._failure = error
+            self._raise_rolled_back(self.failure or f"has waited for the others in vain: {error}")
+        self._has_voted = self._member.vote(self)
+        if not self._has_voted:
+            self._raise_rolled_back(self.failure or "it was rolled back")
+
+    def _settle(self, deadline: float) -> None:
+        if not self._decided.wait(max(_left(deadline), self.timeout).total_seconds()):
+            self._member.stop_waiting(self)  # unless the answer has come meanwhile
+        if self._answer is Answer.SWITCH and self.membership is not None and self.groups is not None:
+            try:
+                self._member.settle.enter(self.membership, self.groups)
+            finally:
+                self.is_over, self._reason = True, "it has come about"
+            return
+        if self._answer is Answer.ROLL_BACK:
+            self._member.settle.stay()
+            raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}")
+        doubt = ChangeInDoubtError(
+            f"{self._member.name} does not know whether {self} has come about: {self._reason}"
+        )
+        self._member.settle.lose(str(doubt))
+        raise doubt
+
+    def _raise_rolled_back(self, reason: str) -> None:
+        self._member.roll_back(self, f"{self._member.name}: {reason}")
+        self._member.settle.stay()
+        raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}") from self._failure
+
+    # ------------------------------------------------------------- told by the member, under its lock
+
+    def prepare(self, membership: Membership) -> None:
+        """Meet the members that the lighthouse proposes, on a thread of the change's own."""
+        self.membership = membership
+        threading.Thread(target=self._prepare, args=(membership,), name="torchft-change", daemon=True).start()
+
+    def _prepare(self, membership: Membership) -> None:
+        try:
+            if self.groups is not None:
+                self.groups.configure(membership, membership.members.index(self._member.name))
         except Exception as error:  # noqa: BLE001 - `complete` raises it
             self._failure = error
-            self._tell(f"{self._name} could not meet the others: {error}")
-            if self._groups is not None:  # after the reason, or the others would take it for a death
-                self._groups.abort(f"epoch {self.membership.epoch} could not be prepared")
+            self.fail(f"could not meet the others: {error}")
         self._prepared.set()
 
-    def _meet(self, groups: EpochGroups, rank: int) -> None:
-        members = len(self.membership.members)
-        groups.configure(self.membership.store_address, rank, members, self._ending)
-        met = self._watched_barrier(groups)  # before `hear`, which a member that dies now would keep waiting
-        self._ballot.say(rank, self.membership.digest)
-        if (reason := differing(self.membership, self._ballot.hear())) is not None:
-            raise ValueError(reason)
-        met.wait()
+    def fail(self, reason: str) -> None:
+        """Abort the groups: the change cannot come about, or its members cannot communicate any more."""
+        if self.groups is not None:
+            self.groups.abort(reason)
 
-    def _end_meeting(self, verdict: Future[Verdict]) -> None:
-        """It was decided, or the store lost, before the members have met: nobody has to wait for that."""
-        if self._groups is not None and not self._prepared.is_set():
-            self._ballot.close()
-            self._ending.set(f"epoch {self.membership.epoch} will not come about: {_told(verdict)}")
+    def end(self, reason: str | None, answer: Answer = Answer.ROLL_BACK) -> None:
+        """End the change for a reason; without one, the members stay as they are."""
+        self.is_over, self._reason = True, reason
+        if reason is not None:
+            self.fail(reason)
+        self._answer = answer
+        self._prepared.set()
+        self._decided.set()
 
-    # -------------------------------------------------------------------------- the decision
+    def decide(self) -> None:
+        """Let the caller of `complete` switch: all members have voted."""
+        self._answer = Answer.SWITCH
+        self._decided.set()
 
-    def _decided(self, deadline: float) -> Verdict:
-        """What binds this member.
-
-        Raises:
-            ChangeInDoubtError: nobody can tell.
-        """
-        self._prepared.wait(_left_s(deadline))
-        try:
-            is_ready = self._failure is None and self._prepared.is_set()
-            if self.rank is not None and is_ready and not self._ballot.has_voted:
-                self._vote(self.rank)
-            return self._read(deadline)
-        except STORE_LOST as error:
-            if self.rank is not None and not self._ballot.has_voted:
-                return Verdict(False, f"{self._name} lost the store before it voted: {error}")
-            raise ChangeInDoubtError(
-                f"{self._name} lost the store while epoch {self.membership.epoch} was decided: {error}"
-            ) from error
-
-    def _vote(self, rank: int) -> None:
-        """Ready; a member that dies from now on is noticed by a barrier, and not by a timeout only."""
-        if self._groups is None:
-            return
-        try:
-            self._watched_barrier(self._groups)  # here, so that it comes before any call of the new epoch
-        except ProcessGroupError as error:
-            self._ballot.refuse(f"{self._name} has lost the others after it had met them: {error}")
-            return
-        self._ballot.vote(rank)
-
-    def _watched_barrier(self, groups: EpochGroups) -> Work:
-        """Have the change rolled back if a member dies before all have come to it."""
-        met = groups.cpu.barrier()
-        threading.Thread(target=self._watch, args=(met,), name="torchft-change-watch", daemon=True).start()
-        return met
-
-    def _watch(self, met: Work) -> None:
-        try:
-            met.wait()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the members cannot meet
-            is_told = self._ballot.verdict.done() or self.is_over or self._failure is not None
-            if not is_told:
-                self._ballot.try_to_refuse(f"a member died after the others had met: {error}")
-
-    def _read(self, deadline: float) -> Verdict:
-        verdict = self._ballot.verdict
-        if self._failure is not None and not (verdict.done() and verdict.exception() is None):
-            if self.rank is None:
-                raise self._failure  # who leaves cannot reach the store
-            return Verdict(False, f"{self._name} could not meet the others: {self._failure}")
-        if not _is_done(verdict, deadline):
-            self._ballot.refuse(f"{self._name} has waited for the others in vain")
-            if not _is_done(verdict, time.monotonic() + self._timeout.total_seconds()):
-                raise TimeoutError("the store did not say what was decided")
-        return verdict.result()
-
-    def _tell(self, reason: str) -> None:
-        """Refuse. This vote is missing, so it is certain already: a silent store is not waited for."""
-        telling = threading.Thread(
-            target=self._ballot.try_to_refuse, args=(reason,), name="torchft-change-refuse", daemon=True
-        )
-        telling.start()
-        telling.join(TELLING_S)
-
-    def _give_up(self, reason: str) -> None:
-        self.is_over = True
-        if self._groups is not None:
-            self._groups.abort(reason)
-        self._ballot.close()
+    def __str__(self) -> str:
+        return "a change that was asked for" if self.membership is None else str(self.membership)
 
 
 def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
-    """Give the old groups back, aside, once all new members know that they are old.
+    """Close the old groups, on a thread, once all new members know that they are old.
 
-    Were they closed at once, what another member still waits for would look like a death to it. All new
-    members call it, those who have no old groups, too.
+    If a member closed them at once, another one that still waits for an operation would take that for a
+    death. All new members call this function, also those that have no old groups.
     """
     try:
         all_know = new.cpu.barrier()  # before any call of the new epoch
@@ -303,19 +295,5 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
     threading.Thread(target=close, name="torchft-change-retire", daemon=True).start()
 
 
-def _is_done(verdict: Future[Verdict], deadline: float) -> bool:
-    try:
-        verdict.exception(_left_s(deadline))
-    except TimeoutError:
-        return verdict.done()
-    return True
-
-
-def _left_s(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
-
-
-def _told(verdict: Future[Verdict]) -> str:
-    if (error := verdict.exception()) is not None:
-        return f"the store was lost: {error}"
-    return verdict.result().reason
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))

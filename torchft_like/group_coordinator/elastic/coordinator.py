@@ -1,22 +1,21 @@
 """A group coordinator whose members change while it is used.
 
-A change is prepared beside the old members and then comes about on all new members, or on none; how that
-is decided, and what happens to one who dies in between, is in `ballot`. The coordinator is the
-same object before and after: its epoch, rank and size change, and nothing of an old epoch, a message,
-a handle, tokens that were dispatched, is ever taken for something of a new one.
-
-Who shall be a member is not decided here: a `Membership` says it, which a launcher may announce on a
-`MembershipBoard`.
+Who is a member the lighthouse says: whoever asks it for a quorum, until it leaves or is lost. A change is
+prepared beside the old members and then comes about on all new members, or on none; how that is decided is in
+`candidate`. The coordinator is the same object before and after: its epoch, rank and size change, and nothing
+of an old epoch, a message, a handle, tokens that were dispatched, is ever taken for something of a new one.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from datetime import timedelta
 
 import torch
 
 from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import (
     ChangeInDoubtError,
@@ -26,20 +25,21 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator.coordinator import GroupCoordinator, Place
 from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
-from torchft_like.group_coordinator.elastic.board import MembershipBoard
-from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Settling, retire
-from torchft_like.group_coordinator.elastic.epoch import Epoch
+from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, retire
+from torchft_like.group_coordinator.elastic.member import Member, Settle
 from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
-_DIGEST_BITS = 62
+NAME_CHARACTERS_MAX = 200
+RETRY_S = 0.05
+_NOT_READY, _LEAVES, _ROLLED_BACK, _SWITCHED = 0, -1, 1, 2  # the present members say; or a quorum's id
 
 _logger = logging.getLogger(__name__)
 
 
 class EpochCoordinator(GroupCoordinator):
-    """What coordinators have in common whose members come and go in epochs.
+    """The common part of coordinators whose members come and go in epochs.
 
     Attributes:
         epoch: number of the present one; 0 before the first.
@@ -50,7 +50,7 @@ class EpochCoordinator(GroupCoordinator):
     _present: Epoch | None = None
 
     def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
-        """Before the first epoch."""
+        """Set the attributes as they are before the first epoch."""
         self.group_name = group_name or ANONYMOUS
         self.unique_name = unique_name(self.group_name)
         self.device = torch.device(device)
@@ -62,7 +62,7 @@ class EpochCoordinator(GroupCoordinator):
         self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
 
     def _end_present(self, reason: str) -> None:
-        """The present epoch, with the queues that were made in it, is over."""
+        """End the present epoch, with the queues that were made in it."""
         if self._present is not None:
             self._present.end(reason)
         for queue in self._queues:
@@ -71,7 +71,7 @@ class EpochCoordinator(GroupCoordinator):
         self._barriers = self.mq_broadcaster = None
 
     def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
-        """From now on these are the members; those before have ended theirs."""
+        """Begin an epoch with these members; the one before is over."""
         self._adopt(place, self.options, epoch)
         self._present, self.epoch = epoch, epoch.number
 
@@ -79,10 +79,10 @@ class EpochCoordinator(GroupCoordinator):
 class ElasticCoordinator(EpochCoordinator):
     """The communication of a group whose members grow, shrink and are replaced; any of them, rank 0 too.
 
-        coordinator = ElasticCoordinator("worker-3")
-        coordinator.follow(board)  # the first members meet
+        coordinator = ElasticCoordinator("worker-3", lighthouse="http://10.0.0.1:29510")
+        coordinator.follow()  # have members
         ...
-        change = coordinator.begin_change(membership)  # prepared aside; calls go on
+        change = coordinator.begin_change()  # asks who is a member; prepared aside, calls go on
         if coordinator.is_due(change):  # on all members, between two calls
             change.complete()
 
@@ -90,7 +90,9 @@ class ElasticCoordinator(EpochCoordinator):
     `complete`, are for one thread at a time.
 
     Args:
-        name: the caller's, as memberships have it.
+        name: the caller's, unlike that of every other member. Ranks are in the order of the names.
+        lighthouse: `http://host:port` of the lighthouse, which is first asked when members are wanted.
+            TORCHFT_LIGHTHOUSE beats it.
         device: of the tensors; on a CUDA device there is a group of NCCL beside that of Gloo.
         group_name: for messages; need not be unique.
         options: the same on every member.
@@ -98,115 +100,132 @@ class ElasticCoordinator(EpochCoordinator):
     Attributes:
         name: as it was given.
         membership: the present one; None if there is none.
-        epoch_tried: the largest epoch that a change was begun for.
+
+    Raises:
+        ValueError: the name is none.
     """
 
     def __init__(
         self,
         name: str,
         *,
+        lighthouse: str | None = None,
         device: torch.device | str = "cpu",
         group_name: str | None = None,
         options: CoordinatorOptions | None = None,
     ) -> None:
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
+            raise ValueError(
+                f"a name has 1 to {NAME_CHARACTERS_MAX} characters, all printable: {name!r:.200}"
+            )
         self.name = name
         self.membership: Membership | None = None
         self.options = options or CoordinatorOptions()
         self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
-        self._change: Change | None = None
-        self.epoch_tried = 0
+        settle = Settle(self._enter, self._stay, self._leave, self._end_epoch)
+        self._session = Member(name, lighthouse, self._make_groups, settle)
+        self._leaving: list[str] = []  # with the change that is due
         self._is_destroyed = False
-        self._why_none = "it has no members yet: begin a change"
+        self._why_none = "it has no members yet: call follow"
 
-    def change(self, membership: Membership, timeout: timedelta | float | None = None) -> None:
-        """`begin_change` and `complete` in one: blocks until it has come about.
+    def change(self, timeout: timedelta | float | None = None) -> None:
+        """Begin a change and complete it; block until it has come about.
 
         Raises:
             ChangeRolledBackError, ChangeInDoubtError: see Change.complete.
-            ValueError: see `begin_change`.
+            ConfigError, ConnectError: see `begin_change`.
         """
-        self.begin_change(membership, timeout).complete()
+        self.begin_change(timeout).complete()
 
-    def begin_change(self, membership: Membership, timeout: timedelta | float | None = None) -> Change:
-        """Begin to meet the members of `membership`, beside the present ones, with whom calls go on.
+    def begin_change(
+        self, timeout: timedelta | float | None = None, *, shrink_only: bool = False, leaving: bool = False
+    ) -> Change:
+        """Ask the lighthouse for members, and meet them aside; calls to the present ones go on.
 
-        A change that was begun before and is not over is rolled back.
-
-        Those who are to leave begin it, too, if they can: they hear of the decision in `complete`.
+        The answer comes when all members have asked. A change that was begun before, and can still come
+        about, is given again. The first call connects to the lighthouse; every other one returns at once.
 
         Args:
             timeout: for the members to meet, and for the decision; that of the options if left out.
+            shrink_only: let no newcomers in.
+            leaving: the caller shall be no member any more. It serves on until the change is due.
 
         Raises:
             GroupCoordinatorError: the coordinator was destroyed.
-            ValueError: its epoch is not larger than every one that was tried before, or the caller is
-                neither one of these members nor of the present ones.
+            ConfigError, AddressError: there is no address of a lighthouse, or it is malformed.
+            ConnectError: the lighthouse was not reached, or has another member of this name.
         """
-        if membership.epoch <= self.epoch_tried:
-            raise ValueError(
-                f"epoch {membership.epoch} comes after {self.epoch_tried}: each change needs a new one"
-            )
-        if membership.rank_of(self.name) is None and self.membership is None:
-            raise ValueError(f"{self.name} is not a member, and will not be: {membership}")
         if self._is_destroyed:
             raise GroupCoordinatorError(f"{self!r} was destroyed")
-        self.epoch_tried = membership.epoch
-        self._give_up_change(f"{self.name} goes on to {membership}")
         limit = as_timedelta(self.options.timeout if timeout is None else timeout)
-        settling = Settling(self._enter, self._leave, self._lose)
-        self._change = Change(self.name, membership, limit, self._make_groups, settling)
-        return self._change
+        if leaving:
+            return self._session.leave(limit)
+        return self._session.begin(limit, shrink_only=shrink_only)
 
-    def follow(self, board: MembershipBoard, timeout: timedelta | float | None = None) -> Membership:
-        """Complete the change that was begun, or the next that is announced; blocks until one comes about.
+    def follow(self, timeout: timedelta | float | None = None) -> Membership:
+        """Block until a change has come about; return the members.
 
-        For those who have no members yet, or whose members do not answer. One that is rolled back is followed
-        by the next, and an announcement that is none of the caller's business by the one after it.
+        A caller without members, or whose members do not answer, calls this: present ones are given up.
 
         Args:
-            timeout: for an announcement to come, seconds or timedelta; that of the board if left out.
+            timeout: seconds or timedelta; that of the options if left out.
 
         Raises:
-            TimeoutError: nothing was announced in time.
-            ChangeInDoubtError: see Change.complete; follow again.
-            ProcessGroupError: the board's store was lost.
+            TimeoutError: no change has come about in time.
+            ConfigError, AddressError, ConnectError: see `begin_change`.
         """
-        after = self.epoch_tried
+        limit = as_timedelta(self.options.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + limit.total_seconds()
+        self._end_epoch(f"{self.name} has given its members up")
         while True:
-            if (change := self._change) is None or change.is_over:
-                membership = board.wait_for(after, timeout)
-                after = membership.epoch
-                if membership.rank_of(self.name) is None and self.membership is None:
-                    continue
-                change = self.begin_change(membership)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                why = self._session.why_no_quorum
+                raise TimeoutError(f"{self.name} has no members after {limit.total_seconds():g} s: {why}")
             try:
-                change.complete()
-                return change.membership
-            except ChangeRolledBackError as error:
+                self.begin_change().complete(left_s)
+            except (ChangeRolledBackError, ChangeInDoubtError) as error:
                 _logger.info("%s", error)
+                time.sleep(RETRY_S)  # what fails at once shall not keep the others busy
+            if self.membership is not None:
+                return self.membership
 
     def is_due(self, change: Change | None) -> bool:
-        """Whether all present members are ready for the same change: then each calls `complete`.
+        """Return whether all present members are ready for the same change: then each calls `complete`.
 
-        All present members call it, between the same two calls, with their change, or None. They may hear
-        of an announcement at different times; this says when all have.
+        All present members call this, between the same two calls, with their change or None. They may hear
+        of a quorum at different times; this says when all have. A proposal is rolled back if it lacks a
+        present member that stays, or has one that leaves.
 
         Raises:
             GroupCoordinatorError: a member died. The others complete a change without it all the same.
         """
-        digest = 0
-        if change is not None and change.is_ready and not change.is_over:
-            digest = int(change.membership.digest, 16) % 2**_DIGEST_BITS
-        said = self.all_gather(torch.tensor([digest], device="cpu"), 0).tolist()
-        return digest != 0 and said == [digest] * len(said)
+        own = _NOT_READY
+        if change is not None and not change.is_over:
+            own = _LEAVES if change.groups is None else _proposed(change)
+        said = self.all_gather(torch.tensor([own], device="cpu"), 0).tolist()
+        who = dict(zip(self.membership.members if self.membership else (), said, strict=True))
+        leaving = [name for name, each in who.items() if each == _LEAVES]
+        staying = [name for name in who if name not in leaving]
+        if change is not None and own > 0 and change.membership is not None:
+            kept = [name for name in who if name in change.membership.members]
+            if kept != staying:
+                change.roll_back(f"{', '.join(sorted({*kept} ^ {*staying}))} had asked in another round")
+                return False
+        proposals = {who[name] for name in staying}
+        is_due = len(proposals) <= 1 and _NOT_READY not in proposals
+        self._leaving = leaving if is_due else []
+        return is_due
 
     def destroy(self) -> None:
-        """Give back the groups; from now on there are no members, and no change to come."""
+        """Close the groups; from now on there are no members, and no change to come."""
         self._is_destroyed = True
-        self._give_up_change(f"{self.name} was destroyed")
-        self._end_epoch("it was destroyed")
-        super().destroy()
+        try:
+            self._session.hang_up("the coordinator was destroyed", in_order=self._groups is None)
+        finally:
+            self._end_epoch("it was destroyed")
+            super().destroy()
 
     def _current(self) -> Communicator:
         if self._communicator is None:
@@ -214,17 +233,13 @@ class ElasticCoordinator(EpochCoordinator):
             raise error(f"{self!r} cannot communicate: {self._why_none}")
         return self._communicator
 
-    def _give_up_change(self, reason: str) -> None:
-        """The others need not wait for this member in the change that it has begun."""
-        if self._change is not None:
-            try:
-                self._change.roll_back(reason)
-            except ChangeInDoubtError:  # `complete` was interrupted after the vote
-                self._change.abandon(reason)
+    # --------------------------------------------------------------- what becomes of a change
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
         reason = f"its members are those of epoch {membership.epoch} now"
         try:
+            self._session.enter(groups, membership.members)
+            self._part(_SWITCHED)
             self._end_present(reason)
             groups.set_timeout(as_timedelta(self.options.timeout))
             retire(self._groups, groups, reason)
@@ -240,19 +255,39 @@ class ElasticCoordinator(EpochCoordinator):
             self._end_epoch(interrupted)
             raise
 
-    def _leave(self, membership: Membership) -> None:
-        self._end_epoch(f"{self.name} has left with epoch {membership.epoch}")
+    def _stay(self) -> None:
+        self._part(_ROLLED_BACK)
 
-    def _lose(self, error: ChangeInDoubtError) -> None:
-        self._end_epoch(str(error))
+    def _leave(self, change: Change) -> None:
+        """Leave, unless those who stay say that they have not switched, and still count on this member."""
+        if _ROLLED_BACK in self._part(_LEAVES):
+            change.end("those who stay have rolled their change back")
+            raise ChangeRolledBackError(
+                f"{self.name} is still a member: the change of the others was rolled back"
+            )
+        change.end(f"{self.name} has left")
+        self._end_epoch(f"{self.name} has left")
+
+    def _part(self, word: int) -> list[int]:
+        """Tell the present members the outcome if some of them leave with the change; return what all say."""
+        leaving, self._leaving = self._leaving, []
+        if not leaving or self._communicator is None:
+            return []
+        try:
+            said: list[int] = self.all_gather(torch.tensor([word], device="cpu"), 0).tolist()
+        except GroupCoordinatorError as error:
+            _logger.info("%s could not part with its members in order: %s", self.name, error)
+            return []
+        return said
 
     def _end_epoch(self, reason: str) -> None:
-        """There are no members now."""
+        """Give up the members."""
         try:
             self._end_present(reason)
         finally:  # whatever interrupts a farewell
             if self._groups is not None:
                 self._groups.abort(reason)
+            self._session.end_epoch()
             self._communicator = self._groups = self.membership = None
             self._count_nobody()
             self._why_none = reason
@@ -265,3 +300,8 @@ class ElasticCoordinator(EpochCoordinator):
     def __repr__(self) -> str:
         place = f"rank {self.rank_in_group} of {self.world_size}" if self.membership else "no members"
         return f"<{type(self).__name__} {self.unique_name}: {self.name}, epoch {self.epoch}, {place}>"
+
+
+def _proposed(change: Change) -> int:
+    """Return the quorum of a change that can be completed now."""
+    return change.membership.epoch if change.has_met and change.membership is not None else _NOT_READY

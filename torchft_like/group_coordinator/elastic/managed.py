@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import GroupCoordinatorError, StillUnderWayError
 from torchft_like.group_coordinator.coordinator import Place
 from torchft_like.group_coordinator.elastic.coordinator import EpochCoordinator
-from torchft_like.group_coordinator.elastic.epoch import Epoch
 from torchft_like.process_group import ProcessGroup
 
 
@@ -29,16 +29,16 @@ class CoordinatorManager(Protocol):
         """The group that the manager configures."""
 
     def wait_quorum(self) -> None:
-        """Until the group is configured for the current step."""
+        """Wait until the group is configured for the current step."""
 
     def replica_rank(self) -> int | None:
         """This replica group's rank among all members of the quorum."""
 
     def replica_world_size(self) -> int:
-        """How many members the quorum has."""
+        """Return how many members the quorum has."""
 
     def errored(self) -> Exception | None:
-        """Why the current step is lost, if it is."""
+        """Return why the current step is lost, if it is."""
 
     def report_error(self, e: Exception) -> None:
         """The current step is lost."""
@@ -79,7 +79,7 @@ class ManagedCoordinator(EpochCoordinator):
         return self.epoch
 
     def destroy(self) -> None:
-        """From now on there are no members."""
+        """End the present epoch; from now on there are no members."""
         self._is_destroyed = True
         self._end_present("the coordinator was destroyed")
         super().destroy()
@@ -116,16 +116,17 @@ class _ManagedEpoch(Epoch):
 
     def __init__(self, group: ProcessGroup, manager: CoordinatorManager) -> None:
         super().__init__(group.epoch)
+        self._configured = group.configuration
         self._group = group
         self._manager = manager
 
     def check(self, what: str) -> None:
-        """See Epoch.check."""
+        """Raise if the quorum is over; `what` is an object of its members."""
         self._look()
         super().check(what)
 
     def explained(self, what: str, error: BaseException) -> BaseException:
-        """See Epoch.explained; an error loses the step of this quorum, not that of a later one."""
+        """Return the error to raise for `what`; it loses the step of this quorum, not that of a later one."""
         if isinstance(error, StillUnderWayError) or not isinstance(error, Exception):  # it goes on
             return error
         self._look()
@@ -137,5 +138,5 @@ class _ManagedEpoch(Epoch):
         return error
 
     def _look(self) -> None:
-        if self._group.epoch != self.number:
+        if self._group.configuration is not self._configured:
             self.end(f"the manager's group was configured anew, {self._group.epoch} times by now")
