@@ -23,7 +23,7 @@ pytestmark = [
 LIMIT_S = 90.0
 # No operation shall time out before the test does; nobody may give up for want of a quorum.
 TRAINING = Training(timeout_s=600.0, quorum_timeout_s=6.0)
-SETTINGS = JobSettings(replicas=4, training=TRAINING, spares=0, min_replicas=2)
+SETTINGS = JobSettings(replicas=4, training=TRAINING, min_replicas=2)
 ENDS = {"r0", "r1"}
 
 

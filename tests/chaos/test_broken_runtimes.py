@@ -45,7 +45,7 @@ def test_a_broken_runtime_does_not_pass(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(IN_WORKERS + change)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    settings = JobSettings(replicas=3)
+    settings = JobSettings(replicas=3, cold=True)
     plan = draw(1, ["kill"], 6, 2, settings.replicas)
     offered = features(settings, network=False)
     run = Engine(settings, tmp_path / "chaos", offered, lambda _: None, seed=1).run(plan, 6)

@@ -64,7 +64,6 @@ def test_a_schedule_that_cannot_be_is_refused(
         ["--interval", "inf"],
         ["--step-time", "-1"],
         ["--baseline", "-5"],
-        ["--spares", "-1"],
         ["--command", "python 'train.py"],
         ["--command", "no-such-program-anywhere"],
     ],

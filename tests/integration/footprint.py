@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from torchft_like.testing.chaos.resources import mapped_shared_memory
+
 SETTLE_S = 30.0
 PAUSE_S = 0.05
 MB = 1 << 20
@@ -60,7 +62,11 @@ def take() -> Footprint:
     own = psutil.Process()
     everybody = [own, *own.children(recursive=True)]
     things = Counter(thing for process in everybody for thing in _things(process.pid))
-    things.update(f"/dev/shm/{_kind(name)}" for name in os.listdir("/dev/shm"))
+    if shared := set(os.listdir("/dev/shm")):
+        shared -= mapped_shared_memory(
+            but={process.pid for process in everybody}
+        )  # other tests' processes have
+    things.update(f"/dev/shm/{_kind(name)}" for name in shared)
     names = _mapped(own.pid)
     things.update(f"mapped {_kind(name)}" for name in names if name)
     return Footprint(things, sum(not name for name in names), own.memory_info().rss)

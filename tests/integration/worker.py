@@ -1,23 +1,18 @@
 """One rank of a replica group, as the failure tests start it: a tiny model, trained by the public API.
 
-The environment is what torchrun would set. The worker writes its commits into a journal (see
-`invariants.Commit`), and it injects those faults into itself that need an exact place (see `faults`).
+The environment is what torchrun would set. What the worker commits it writes into a journal (see
+`invariants.Commit`), and it injects into itself those faults that need an exact place (see `faults`).
 """
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
 import os
-import re
-import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -35,12 +30,13 @@ from torchft_like import (
     ProcessGroupWrapper,
     WorldSizeMode,
 )
-from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.testing import training
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.relay import Filter, Relay, at
+from torchft_like.testing.relay import at
+from torchft_like.testing.training import RelayedTransport, prepare_process
 from torchft_like.testing.witness import Witness
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
@@ -49,9 +45,7 @@ NATIVE_WORLD = 8
 
 def main() -> None:
     """Train as the options in the only argument say, until the steps are done or SIGTERM comes."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
-    torch.set_num_threads(1)
+    prepare_process()
     options = WorkerOptions.from_json(sys.argv[1])
     journal = Journal.of_this_process()
     faults = Faults(options.faults, journal)
@@ -66,19 +60,14 @@ def main() -> None:
             loop.attempt_step()
 
 
-class Model:
-    """A small network, its optimizer and its data; every rank starts with its own parameters."""
+class Model(training.Model):
+    """The kit's model, which the Manager reduces as the options say, and of which a fault can flip a bit."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self._name = f"{options.name}/{os.environ['RANK']}"
+        super().__init__(
+            f"{options.name}/{os.environ['RANK']}", options.ballast_mb * 1024 * 1024, options.device
+        )
         self._reduce = options.reduce
-        torch.manual_seed(seed_of(self._name, "parameters"))
-        self._device = options.device
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(self._device)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        ballast_bytes = options.ballast_mb * 1024 * 1024
-        self._ballast = torch.zeros(ballast_bytes, dtype=torch.uint8, device=self._device)
-        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
 
     def use(self, manager: Manager) -> None:
         """Have `manager` reduce the gradients."""
@@ -95,19 +84,6 @@ class Model:
                 if gradient is not None:
                     self._manager.allreduce(gradient).wait()
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, a function of the rank and the step."""
-        generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
-        inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
-        return inputs.to(self._device), targets.to(self._device)
-
-    def digest(self) -> str:
-        """Return the SHA-256 of all parameters, abbreviated."""
-        digest = hashlib.sha256()
-        for parameter in self.net.parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
-
     def write(self, journal: Journal, step: int) -> None:
         """Write nothing: the digest says it all."""
 
@@ -115,24 +91,11 @@ class Model:
         """Change one bit, as a fault of the memory would."""
         *_, last = self.net.parameters()
         momentum = self.optimizer.state[last]["momentum_buffer"]
-        flip_bit({"parameter": last, "optimizer": momentum, "ballast": self._ballast}[part])
+        flip_bit({"parameter": last, "optimizer": momentum, "ballast": self.ballast}[part])
 
     def watched(self) -> list[Tensor]:
         """Return the tensors that are the same in all replicas."""
-        return [*self.net.parameters(), self._ballast]
-
-    def state_dict(self) -> dict[str, object]:
-        return {
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "ballast": self._ballast,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._ballast.copy_(state["ballast"])
-        self.taken_over(self.digest())
+        return [*self.net.parameters(), self.ballast]
 
 
 AnyModel = Model | ShardedModel
@@ -190,32 +153,6 @@ class FaultyProcessGroup(ProcessGroupWrapper):
         super().configure(*arguments, **options)
 
 
-class FaultyTransport(HTTPTransport[Any]):
-    """Visits the fault `heal` when the first megabyte of an answer has left this process."""
-
-    def __init__(self, faults: Faults, timeout: timedelta) -> None:
-        super().__init__(timeout=timeout)
-        self._faults = faults
-        self._relay: Relay | None = None
-
-    def metadata(self) -> str:
-        metadata = super().metadata()
-        match = re.search(r"://([^/:]+):(\d+)", metadata)
-        if match is None:
-            raise ValueError(f"no address in {metadata!r}")
-        if self._relay is None:
-            target = match[1], int(match[2])
-            self._relay = Relay(target, self._open_filter)
-        return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
-
-    def _open_filter(self) -> Filter:
-        return at(STATE_BYTES_BEFORE_FAULT, self._visit)
-
-    def _visit(self, data: bytes) -> bytes:
-        self._faults.visit("heal")
-        return data
-
-
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
     "baby-gloo": ProcessGroupBabyGloo,
@@ -231,7 +168,7 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", options.store_port, is_master=False, wait_for_workers=False),  # type: ignore[attr-defined]
-        rank=options.index,  # the rank of a group of which one start lives at a time
+        rank=options.index,  # of a group that is there once at a time
         world_size=NATIVE_WORLD,
         timeout=timeout,
         enable_reconfigure=True,  # type: ignore[call-arg] # torch has it from 2.14 on
@@ -243,6 +180,11 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
 def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Manager:
     """Return the Manager that the options ask for; the environment says the rest."""
     timeout = timedelta(seconds=options.timeout_s)
+
+    def visit(data: bytes) -> bytes:
+        faults.visit("heal")
+        return data
+
     return Manager(
         pg=make_group(options, faults, timeout),
         load_state_dict=model.load_state_dict,
@@ -254,7 +196,7 @@ def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Man
         connect_timeout=timedelta(seconds=options.connect_timeout_s),
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
-        checkpoint_transport=FaultyTransport(faults, timeout),
+        checkpoint_transport=RelayedTransport(lambda: at(STATE_BYTES_BEFORE_FAULT, visit), timeout),
     )
 
 
@@ -266,11 +208,6 @@ def fingerprint_of(model: AnyModel, options: WorkerOptions) -> StateFingerprint:
         slices=options.slices,
         on_divergence=OnDivergence[options.on_divergence],
     )
-
-
-def seed_of(*parts: str) -> int:
-    """Return a seed that is the same in every process."""
-    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
 
 
 if __name__ == "__main__":

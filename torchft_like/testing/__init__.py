@@ -4,6 +4,7 @@ keep.
 `cluster`: a lighthouse and replica groups that run a script; `lighthouse`: a lighthouse alone.
 `ranks`: processes that run calls for a test; `processes`, `forks`: how processes start and end.
 `faults`: faults at an exact place of a script; `relay`: faults in a server's answers.
+`training`: a model that a rank trains, and a transport whose answers a fault can strike.
 `witness`, `journal`: the records of a rank; `log`, `invariants`: reading and checking them.
 `chaos`: the command that injects faults into a job for an hour, and reports.
 

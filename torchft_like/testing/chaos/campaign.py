@@ -43,7 +43,7 @@ def _carry_out(options: argparse.Namespace) -> int:
         replicas=options.replicas,
         ranks=options.ranks,
         training=Training(pause_s=options.step_time, backend=options.backend),
-        spares=options.spares,
+        cold=options.cold,
         command=options.command,
         naming=options.names,
     )
@@ -99,7 +99,7 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
         "replicas": options.replicas,
         "ranks": options.ranks,
         "backend": options.backend,
-        "spares": options.ranks if options.spares is None else options.spares,
+        "workers": "started cold" if options.cold else "forked",
         "interval": options.interval,
         "length": options.length,
         "pause": options.step_time,

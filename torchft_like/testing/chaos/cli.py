@@ -84,7 +84,6 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     add("--kinds", list(KINDS), f"all unless given: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
     add("--step-time", Training.pause_s, "seconds of a step outside of its collectives", type=_seconds)
-    add("--spares", None, "workers that wait with torch loaded; 0 starts each one cold", type=_count)
     add(
         "--command",
         (),
@@ -94,6 +93,7 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     add("--names", NAMING, "how the command names its replica groups")
     add("--out", "", "folder for logs and the report; by default they are kept only after a failure")
     add("--baseline", None, "seconds of the run without faults (soak: as --length)", type=_seconds)
+    parser.add_argument("--cold", action="store_true", help="each worker loads torch itself, and is no fork")
     parser.add_argument("--no-network", action="store_true", help="no namespaces, and no faults of them")
 
 
@@ -105,12 +105,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= SECONDS_MAX:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {SECONDS_MAX:g} seconds")
     return seconds
-
-
-def _count(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return int(text)
 
 
 def _command(text: str) -> tuple[str, ...]:

@@ -179,7 +179,6 @@ class Engine:
             run.hangs += [] if outcome.is_hang else [f"{outcome}, but not at the same time"]
             job.print_stacks()
             self._wait(job, STACKS_S)
-        job.refill_spares()
         return whole
 
     def _trains_on(self, job: ChaosJob, run: Run, since: float) -> bool:

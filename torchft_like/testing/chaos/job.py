@@ -6,7 +6,6 @@ other end is recorded as a crash. The job reads what its processes write, and ju
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -19,11 +18,12 @@ from pathlib import Path
 from torchft_like.testing.chaos.evidence import Job as Members
 from torchft_like.testing.chaos.network import Network
 from torchft_like.testing.chaos.orders import NAMING, Order, Training
+from torchft_like.testing.forks import preload
 from torchft_like.testing.invariants import Commit, Process
 from torchft_like.testing.journal import JournalTail, Record
 from torchft_like.testing.lighthouse import LISTENING
 from torchft_like.testing.log import Log, commit_of, rank_of
-from torchft_like.testing.processes import OutputError, RunningProcess
+from torchft_like.testing.processes import ForkedProcess, OutputError, RunningProcess
 
 LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
@@ -32,8 +32,9 @@ STORE_PORT = 29600
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
-SPARE_NICENESS = 10  # loading torch takes seconds of a processor, which the running workers need
+WORKER = "torchft_like.testing.chaos.worker"
 _ROOT = str(Path(__file__).parents[3])
+preload(WORKER)
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class JobSettings:
         replicas: the number of replica groups.
         ranks: the ranks of each replica group.
         training: the settings of the built-in worker.
-        spares: the number of workers that have loaded torch and wait for an order, by default as many as a
-          replica group has ranks; 0 starts each one cold.
+        cold: whether each worker is a new interpreter, which takes seconds to load torch; else it is a fork
+            of a process that has torch loaded.
         command: the user's own training command instead of the built-in worker; `{index}` in it stands for
             the index of the replica group.
         naming: how the replica groups are named, by the command, too; `{index}` stands for the index.
@@ -56,7 +57,7 @@ class JobSettings:
     replicas: int = 4
     ranks: int = 1
     training: Training = field(default_factory=Training)
-    spares: int | None = None
+    cold: bool = False
     command: tuple[str, ...] = ()
     naming: str = NAMING
     min_replicas: int = 1
@@ -140,7 +141,6 @@ class ChaosJob:
             self.lighthouse_address = f"{self._lighthouse_host()}:{LIGHTHOUSE_PORT}"
         self._checkpoints = checkpoints
         self._children: list[RunningProcess] = []
-        self._spares: list[RunningProcess] = []
         self._lighthouse_events = JournalTail(folder / "lighthouse.events")
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
@@ -154,7 +154,6 @@ class ChaosJob:
         self.start_lighthouse()
         for replica in self.replicas:
             self._start_replica(replica)
-        self.refill_spares()
 
     def start_lighthouse(self) -> None:
         """Start the lighthouse; later ones listen at the address of the first one."""
@@ -173,14 +172,6 @@ class ChaosJob:
             raise JobError(f"the lighthouse does not listen: {error}") from None
         self.lighthouse_address = found[1].removeprefix("http://")
 
-    def refill_spares(self) -> None:
-        """Start as many spares as the settings ask for."""
-        spares = self.settings.ranks if self.settings.spares is None else self.settings.spares
-        wanted = 0 if self.settings.command or self._ends else spares
-        while len(self._spares) < wanted:
-            self._spares.append(self._start_worker())
-            _set_niceness(self._spares[-1].pid, SPARE_NICENESS)
-
     def _start_replica(self, replica: Replica) -> None:
         replica.may_end = False
         replica.starts += 1
@@ -198,22 +189,20 @@ class ChaosJob:
             command = [*self._entering(replica.name), *own]
             child = self._launch(command, self.folder / f"{label}.log", _importable() | variables)
         else:
-            child = self._spares.pop(0) if self._spares else self._start_worker()
-            _set_niceness(child.pid, 0)
-            child.tell(self._order(replica, journal, variables).to_json())
+            child = self._start_worker(self._order(replica, journal, variables), label)
         return Rank(number, child, JournalTail(journal), JournalTail(events))
 
-    def _start_worker(self) -> RunningProcess:
-        log = self.folder / f"worker.{len(self._children)}.log"
-        command = [sys.executable, "-m", "torchft_like.testing.chaos.worker"]
-        return self._launch(command, log, {**_importable(), "OMP_NUM_THREADS": "1"}, takes_orders=True)
+    def _start_worker(self, order: Order, label: str) -> RunningProcess:
+        log, variables = self.folder / f"{label}.log", {**_importable(), "OMP_NUM_THREADS": "1"}
+        command = [WORKER, order.to_json()]
+        if self.settings.cold:
+            return self._launch([sys.executable, "-m", *command], log, variables)
+        self._children.append(ForkedProcess(command, log, variables))
+        return self._children[-1]
 
-    def _launch(
-        self, command: Sequence[str], log: Path, variables: dict[str, str], *, takes_orders: bool = False
-    ) -> RunningProcess:
-        child = RunningProcess(command, log, variables, takes_orders=takes_orders)
-        self._children.append(child)
-        return child
+    def _launch(self, command: Sequence[str], log: Path, variables: dict[str, str]) -> RunningProcess:
+        self._children.append(RunningProcess(command, log, variables))
+        return self._children[-1]
 
     def _order(self, replica: Replica, journal: Path, variables: dict[str, str]) -> Order:
         training = self.settings.training
@@ -424,13 +413,6 @@ class ChaosJob:
 def with_index(text: str, index: int) -> str:
     """Return the text with the index of a replica group in its place."""
     return text.replace("{index}", str(index))
-
-
-def _set_niceness(pid: int, niceness: int) -> None:
-    """Set a process's niceness, for root only, because only root can lower it again."""
-    if os.geteuid() == 0:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, pid, niceness)
 
 
 def _importable() -> dict[str, str]:

@@ -1,8 +1,4 @@
-"""The order of a worker in a chaos run: one object on the engine's side and on the worker's.
-
-A worker may be started before its rank is known: it loads torch and waits for one line on its standard input,
-which is the order.
-"""
+"""The order of a worker in a chaos run: one object on the engine's side and on the worker's."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +21,7 @@ SAMPLES_COMPARED = 3
 # closed.
 ALLOWED_MORE = 4
 ALLOWED_MORE_MB = 96
+MAPPED_WITHIN_S = 0.2  # whoever makes shared memory maps it at once
 
 
 class Watch:
@@ -44,8 +47,13 @@ class Watch:
         return sum(len(samples) >= 2 * SAMPLES_COMPARED for samples in self._samples.values())
 
     def shared_memory_left(self) -> list[str]:
-        """Return the entries of /dev/shm that were not there at first."""
-        return [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_memory)]
+        """Return the entries of /dev/shm that were not there at first and that no process has mapped.
+
+        The processes of the job have ended: an entry that a process has mapped belongs to another program.
+        """
+        found = _shared_memory() - self._shared_memory - mapped_shared_memory()
+        time.sleep(MAPPED_WITHIN_S)
+        return [f"shared memory {name}" for name in sorted(found & _shared_memory() - mapped_shared_memory())]
 
 
 def growth(samples: list[Counter[str]]) -> list[str]:
@@ -82,6 +90,20 @@ def holdings(pid: int) -> Counter[str] | None:
             target = re.sub(r"\d+", "*", os.readlink(f"/proc/{pid}/fd/{name}"))
             held[f"descriptors of {target}"] += 1
     return held
+
+
+def mapped_shared_memory(but: Collection[int] = ()) -> set[str]:
+    """Return the entries of /dev/shm that processes have mapped.
+
+    Args:
+        but: ids of processes to leave out.
+    """
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        if int(folder.name) not in but:
+            with contextlib.suppress(OSError):  # gone since, or another user's
+                found.update(re.findall(r" /dev/shm/(\S+)", (folder / "maps").read_text()))
+    return found
 
 
 def _shared_memory() -> frozenset[str]:

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import faulthandler
-import hashlib
 import os
-import re
-import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchft_like import (
     DistributedDataParallel,
@@ -33,11 +26,11 @@ from torchft_like import (
     ProcessGroupBabyGloo,
     ProcessGroupGloo,
 )
-from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.chaos.orders import Order
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.testing.relay import Filter, at, cut, flip_bit
+from torchft_like.testing.training import Model, RelayedTransport, prepare_process
 from torchft_like.testing.witness import Witness
 
 # The place of an answer at which a fault strikes: after the head, inside the state.
@@ -47,15 +40,9 @@ _CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    """Wait for the order on standard input, then train until SIGTERM."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
-    torch.set_num_threads(1)
-    _warm_up()
-    text = sys.stdin.readline()
-    if not text:
-        return  # the engine does not need this worker any more
-    order = Order.from_json(text)
+    """Train until SIGTERM; the only argument is the order."""
+    prepare_process()
+    order = Order.from_json(sys.argv[1])
     if order.namespace:
         _enter_network(order.namespace)
     os.environ.update(order.variables)
@@ -64,50 +51,11 @@ def main() -> None:
 
 def _train(order: Order) -> None:
     journal = Journal(order.journal)
-    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", order.training.state_kb)
+    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", order.training.state_kb * 1024)
     with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
         loop = Loop(order, model, manager, journal)
         while not stop.requested:
             loop.attempt_step()
-
-
-class Model:
-    """A small network, its optimizer and its data; every rank starts with its own parameters."""
-
-    def __init__(self, name: str, state_kb: int) -> None:
-        self._name = name
-        torch.manual_seed(seed_of(name, "parameters"))
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        self._ballast = torch.zeros(state_kb * 1024, dtype=torch.uint8)
-        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, a function of the rank and the step."""
-        generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
-        return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
-
-    def digest(self) -> str:
-        """Return the SHA-256 of all parameters and of the optimizer's momentum."""
-        digest = hashlib.sha256()
-        for parameter in self.net.parameters():
-            momentum = self.optimizer.state[parameter].get("momentum_buffer")
-            for tensor in (parameter, momentum):
-                if tensor is not None:
-                    digest.update(tensor.detach().numpy().tobytes())
-        return digest.hexdigest()[:16]
-
-    def state_dict(self) -> dict[str, object]:
-        return {
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "ballast": self._ballast,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.taken_over(self.digest())
 
 
 class Loop:
@@ -168,24 +116,16 @@ class Checkpoint:
             self._journal.write("checkpoint", step=step)
 
 
-class SpoiltTransport(HTTPTransport[Any]):
-    """A transport that sends its answers through a relay, which spoils one when it finds a trigger."""
+class Spoiler:
+    """Filters for a relay, which spoil one answer when they find a trigger of the engine."""
 
-    def __init__(self, triggers: Path, journal: Journal, timeout: timedelta, hostname: str) -> None:
-        super().__init__(timeout=timeout, hostname=hostname)
+    def __init__(self, triggers: Path, journal: Journal) -> None:
         self._triggers = triggers
         self._journal = journal
-        self._relay: Relay | None = None
 
-    def metadata(self) -> str:
-        """Return the address of the relay."""
-        metadata = super().metadata()
-        match = re.search(r"://([^/:]+):(\d+)", metadata)
-        if match is None:
-            raise ValueError(f"no address in {metadata!r}")
-        if self._relay is None:
-            self._relay = Relay((match[1], int(match[2])), lambda: at(SPOILT_AT_BYTES, self._spoil))
-        return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+    def open(self) -> Filter:
+        """Return the filter of a connection."""
+        return at(SPOILT_AT_BYTES, self._spoil)
 
     def _spoil(self, data: bytes) -> bytes:
         for name, spoil in TRIGGERS.items():
@@ -211,26 +151,14 @@ def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
         quorum_timeout=timedelta(seconds=order.training.quorum_timeout_s),
         replica_id=order.name,
         hostname=host,
-        checkpoint_transport=SpoiltTransport(Path(order.triggers), journal, timeout, host),
+        checkpoint_transport=RelayedTransport(Spoiler(Path(order.triggers), journal).open, timeout, host),
     )
-
-
-def seed_of(*parts: str) -> int:
-    """Return a seed that is the same in every process."""
-    return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:4], "big")
 
 
 def _process_group(order: Order, timeout: timedelta) -> ProcessGroup:
     if order.training.backend == "baby-gloo":
         return ProcessGroupBabyGloo(timeout)
     return ProcessGroupGloo(timeout)
-
-
-def _warm_up() -> None:
-    """Do once what takes long only the first time."""
-    net = nn.Linear(2, 2)
-    net(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9).step()
 
 
 def _enter_network(path: str) -> None:
