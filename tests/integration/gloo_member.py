@@ -7,11 +7,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.process_group import ProcessGroupGloo
@@ -48,18 +46,6 @@ class Member:
 
     def configure(self, address: str, rank: int, world_size: int) -> None:
         self.group.configure(address, rank, world_size)
-
-    def allreduce(self, value: float) -> float:
-        tensor = torch.tensor([value])
-        self.group.allreduce([tensor]).wait()
-        return float(tensor[0])
-
-    def allreduce_and_abort(self) -> str:
-        """Begin a collective over the present connections, abort it, and return the class of its error."""
-        with ThreadPoolExecutor(1) as aside:
-            blocked = aside.submit(self.allreduce, 1.0)
-            self.group.abort()
-            return type(blocked.exception(LIMIT_S)).__name__
 
     def stop_once_published(self) -> None:
         """Let the next `configure` stop this process once its address is in the store."""

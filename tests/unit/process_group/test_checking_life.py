@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
 )
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend, is_wanted
-from torchft_like.testing.processes import Processes
+from torchft_like.testing.processes import Processes, RunningProcess
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party, wait_until
@@ -365,9 +366,9 @@ def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     monkeypatch.delenv(CHECK_ENV, raising=False)
     script = Path(__file__).with_name("checking_member.py")
     prefix = party.prefix()
-    members = [
-        processes.start(sys.executable, str(script), prefix, str(rank), env=environment) for rank in range(2)
-    ]
+    # Torch reads its own environment as it is imported.
+    start = processes.fork if "TORCH_DISTRIBUTED_DEBUG" not in environment else cold(processes)
+    members = [start(str(script), prefix, str(rank), env=environment) for rank in range(2)]
     codes = [member.wait() for member in members]
     if environment:
         assert codes == [0, 0]
@@ -379,6 +380,10 @@ def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     else:
         assert -6 in codes  # SIGABRT: nothing in Python could catch it
         assert any("terminate called" in member.output for member in members)
+
+
+def cold(processes: Processes) -> Callable[..., RunningProcess]:
+    return partial(processes.start, sys.executable)
 
 
 def test_silence_is_noticed_while_a_caller_is_blocked_sending(party: Party, pair: list[ProcessGroup]) -> None:

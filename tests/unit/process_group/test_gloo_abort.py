@@ -207,24 +207,6 @@ def test_the_peers_of_an_aborted_member_fail_too(party: Party) -> None:
     assert first.errored() is not None
 
 
-def test_an_aborted_group_meets_again(party: Party) -> None:
-    groups = party.meet(3)
-    for round_number in range(3):
-        groups[round_number].abort()
-        party.configure(groups)
-        results = party.together(groups, lambda rank, g: allreduced(g, float(rank)))
-        assert results == [3.0] * 3
-        assert all(group.errored() is None for group in groups)
-
-
-def test_a_group_meets_again_with_fewer_and_with_more(party: Party) -> None:
-    groups = party.meet(3)
-    for count in (2, 1, 3):
-        party.configure(groups[:count])
-        assert party.together(groups[:count], lambda _, g: allreduced(g, 1.0)) == [float(count)] * count
-        assert groups[0].size() == count
-
-
 def test_an_abort_without_a_group_does_nothing() -> None:
     group = ProcessGroupGloo(30)
     group.abort()

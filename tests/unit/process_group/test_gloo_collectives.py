@@ -1,4 +1,4 @@
-"""Every collective through the wrapper: called as a method, by torch.distributed, and by DDP."""
+"""What Gloo does beside what torch's own does, which is in tests/conformance: reduce-scatter, views, DDP."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceScatterOptions
-from torch.distributed import P2POp, ReduceOp
+from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.versions import NEEDS_ALLTOALL_OF_LISTS
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -22,9 +20,6 @@ from .conftest import Party
 
 # torch 2.13 renames some functions; the old names are those of every version that is supported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
-
-WORLD = 3
-Act = Callable[[int, Any], Tensor | list[Tensor]]
 
 
 def own(rank: int, size: int = 2) -> Tensor:
@@ -34,225 +29,6 @@ def own(rank: int, size: int = 2) -> Tensor:
 
 def blank(*shape: int) -> Tensor:
     return torch.full(shape, -1.0)
-
-
-def all_reduce(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def all_reduce_average(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    dist.all_reduce(tensor, ReduceOp.AVG, group=group)
-    return tensor
-
-
-def all_reduce_async(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    work.wait()
-    assert work.is_completed()
-    return tensor
-
-
-def all_reduce_coalesced(rank: int, group: Any) -> list[Tensor]:
-    tensors = [own(rank), own(rank, 1)]
-    group.allreduce_coalesced(tensors).wait()
-    return tensors
-
-
-def broadcast(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    dist.broadcast(tensor, group_src=1, group=group)
-    return tensor
-
-
-def broadcast_one(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    group.broadcast_one(tensor, 2).wait()
-    return tensor
-
-
-def reduce(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    dist.reduce(tensor, group_dst=0, group=group)
-    return tensor if rank == 0 else blank(2)
-
-
-def all_gather(rank: int, group: Any) -> list[Tensor]:
-    outputs = [blank(2) for _ in range(WORLD)]
-    dist.all_gather(outputs, own(rank), group=group)
-    return outputs
-
-
-def all_gather_coalesced(rank: int, group: Any) -> list[Tensor]:
-    outputs = [[blank(2), blank(1)] for _ in range(WORLD)]
-    group.allgather_coalesced(outputs, [own(rank), own(rank, 1)]).wait()
-    return [tensor for per_rank in outputs for tensor in per_rank]
-
-
-def all_gather_into_tensor(rank: int, group: Any) -> Tensor:
-    output = blank(2 * WORLD)
-    dist.all_gather_into_tensor(output, own(rank), group=group)
-    return output
-
-
-def all_gather_into_tensor_coalesced(rank: int, group: Any) -> Tensor:
-    output = blank(2 * WORLD)
-    group.allgather_into_tensor_coalesced([output], [own(rank)]).wait()
-    return output
-
-
-def gather(rank: int, group: Any) -> list[Tensor]:
-    outputs = [blank(2) for _ in range(WORLD)]
-    dist.gather(own(rank), outputs if rank == 1 else None, group_dst=1, group=group)
-    return outputs
-
-
-def scatter(rank: int, group: Any) -> Tensor:
-    output = blank(2)
-    dist.scatter(output, [own(r) for r in range(WORLD)] if rank == 0 else None, group_src=0, group=group)
-    return output
-
-
-def reduce_scatter(rank: int, group: Any) -> Tensor:
-    output = blank(2)
-    dist.reduce_scatter(output, [own(r) for r in range(WORLD)], group=group)
-    return output
-
-
-def reduce_scatter_tensor(rank: int, group: Any) -> Tensor:
-    output = blank(2)
-    dist.reduce_scatter_tensor(output, torch.cat([own(r) for r in range(WORLD)]), group=group)
-    return output
-
-
-def reduce_scatter_tensor_coalesced(rank: int, group: Any) -> Tensor:
-    output = blank(2)
-    group.reduce_scatter_tensor_coalesced([output], [torch.cat([own(r) for r in range(WORLD)])]).wait()
-    return output
-
-
-def all_to_all(rank: int, group: Any) -> list[Tensor]:
-    outputs = [blank(2) for _ in range(WORLD)]
-    dist.all_to_all(outputs, [own(rank) * 10 + r for r in range(WORLD)], group=group)
-    return outputs
-
-
-def all_to_all_single(rank: int, group: Any) -> Tensor:
-    output = blank(WORLD)
-    dist.all_to_all_single(output, own(rank, WORLD) * 10 + torch.arange(WORLD), group=group)
-    return output
-
-
-def send_and_recv(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    if rank == 0:
-        dist.send(tensor, group_dst=1, group=group)
-    elif rank == 1:
-        dist.recv(tensor, group_src=0, group=group)
-    return tensor
-
-
-def recv_from_anybody(rank: int, group: Any) -> Tensor:
-    tensor = own(rank)
-    if rank == 2:
-        dist.send(tensor, group_dst=0, group=group)
-    elif rank == 0:
-        group.recv_anysource([tensor], 0).wait()
-    return tensor
-
-
-def exchange_with_isend_and_irecv(rank: int, group: Any) -> Tensor:
-    tensor = blank(2)
-    works = [
-        dist.isend(own(rank), group_dst=(rank + 1) % WORLD, group=group),
-        dist.irecv(tensor, group_src=(rank - 1) % WORLD, group=group),
-    ]
-    for work in works:
-        assert work is not None
-        work.wait()
-    return tensor
-
-
-def barriers(rank: int, group: Any) -> Tensor:
-    dist.barrier(group=group)
-    group.monitored_barrier()
-    return own(0)
-
-
-def objects(rank: int, group: Any) -> Tensor:
-    gathered: list[Any] = [None] * WORLD
-    dist.all_gather_object(gathered, {"rank": rank}, group=group)
-    return torch.tensor([float(entry["rank"]) for entry in gathered])
-
-
-TEN = [torch.tensor([10.0, 11, 12]), torch.tensor([20.0, 21, 22]), torch.tensor([30.0, 31, 32])]
-EXPECTED: list[Any] = [  # what is called, and what each rank has then
-    (all_reduce, lambda r: torch.full((2,), 6.0)),
-    (all_reduce_average, lambda r: torch.full((2,), 2.0)),
-    (all_reduce_async, lambda r: torch.full((2,), 6.0)),
-    (all_reduce_coalesced, lambda r: [torch.full((2,), 6.0), torch.full((1,), 6.0)]),
-    (broadcast, lambda r: own(1)),
-    (broadcast_one, lambda r: own(2)),
-    (reduce, lambda r: torch.full((2,), 6.0) if r == 0 else blank(2)),
-    (all_gather, lambda r: [own(0), own(1), own(2)]),
-    (all_gather_coalesced, lambda r: [t for i in range(3) for t in (own(i), own(i, 1))]),
-    (all_gather_into_tensor, lambda r: torch.cat([own(0), own(1), own(2)])),
-    (all_gather_into_tensor_coalesced, lambda r: torch.cat([own(0), own(1), own(2)])),
-    (gather, lambda r: [own(0), own(1), own(2)] if r == 1 else [blank(2)] * 3),
-    (scatter, own),
-    (reduce_scatter, lambda r: own(r) * 3),
-    (reduce_scatter_tensor, lambda r: own(r) * 3),
-    (reduce_scatter_tensor_coalesced, lambda r: own(r) * 3),
-    pytest.param(all_to_all, lambda r: [ten[r].expand(2) for ten in TEN], marks=NEEDS_ALLTOALL_OF_LISTS),
-    (all_to_all_single, lambda r: torch.stack(TEN)[:, r]),
-    (send_and_recv, lambda r: own(0) if r == 1 else own(r)),
-    (recv_from_anybody, lambda r: own(2) if r == 0 else own(r)),
-    (exchange_with_isend_and_irecv, lambda r: own((r - 1) % 3)),
-    (barriers, lambda r: own(0)),
-    (objects, lambda r: torch.arange(3.0)),
-]
-
-
-@pytest.fixture(scope="module")
-def groups(store: Any) -> Any:
-    party = Party(store)
-    try:
-        members = party.meet(WORLD)
-        for rank, member in enumerate(members):
-            member.register(f"collectives-{rank}")
-        yield party, members
-        for member in members:
-            member.unregister()
-    finally:
-        party.end()
-
-
-@pytest.mark.parametrize(("act", "expected"), EXPECTED, ids=lambda value: getattr(value, "__name__", None))
-def test_three_members_get_the_right_result_of(
-    groups: tuple[Party, list[ProcessGroup]], act: Act, expected: Callable[[int], Any]
-) -> None:
-    party, members = groups
-    for rank, result in enumerate(party.together(members, act)):
-        wanted = expected(rank)
-        for got, want in zip(as_list(result), as_list(wanted), strict=True):
-            assert torch.equal(got, want), (rank, result, wanted)
-
-
-def as_list(value: Tensor | list[Tensor]) -> list[Tensor]:
-    return value if isinstance(value, list) else [value]
-
-
-def test_a_future_carries_the_tensors_and_runs_callbacks(party: Party) -> None:
-    def act(rank: int, group: Any) -> float:
-        tensor = own(rank)
-        doubled = group.allreduce([tensor]).get_future().then(lambda f: f.value()[0] * 2)
-        return float(doubled.wait()[0])
-
-    assert party.together(party.meet(2), act) == [6.0, 6.0]
 
 
 class TestTensorsThatAreNotWhatLiesInMemory:
@@ -272,14 +48,6 @@ class TestTensorsThatAreNotWhatLiesInMemory:
 
         for result in party.together(party.meet(2), act):
             assert torch.equal(result, torch.full(shape, -4.0))
-
-    def test_negative_views_are_reduced_and_scattered(self, party: Party) -> None:
-        def act(rank: int, group: Any) -> float:
-            output, *parts = (torch.tensor([1 + 2j]).conj().imag for _ in range(3))
-            group.reduce_scatter([output], [parts]).wait()
-            return output.item()
-
-        assert party.together(party.meet(2), act) == [-4.0, -4.0]
 
     @pytest.mark.parametrize("make", [lambda t: t.conj(), lambda t: t.conj().mT])
     def test_a_conjugate_view_is_sent_and_received_as_what_it_shows(
@@ -322,33 +90,6 @@ def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
         assert all(map(torch.equal, result, wanted))
 
 
-@NEEDS_ALLTOALL_OF_LISTS
-@pytest.mark.usefixtures("no_operator")
-@pytest.mark.parametrize("is_checking", [True, False])
-def test_outputs_made_in_inference_mode_are_written_to_outside_of_it(party: Party, is_checking: bool) -> None:
-    def act(rank: int, group: Any) -> list[list[float]]:
-        one = torch.ones(2)
-        with torch.inference_mode():
-            whole, left, right, both = blank(4), blank(2), blank(2), blank(2)
-            lists = [[blank(2), blank(2)] for _ in range(2)]
-            sparse = one.to_sparse()
-        group._allgather_base(whole, one).wait()
-        group.allgather([lists[0]], [one]).wait()
-        group.gather(*([[lists[1]]] if rank == 0 else [[]]), [one]).wait()
-        group.allreduce_coalesced([left, right]).wait()
-        group.allreduce([sparse]).wait()
-        group.alltoall([both[:1], both[1:]], [one[:1], one[1:]]).wait()
-        return [
-            tensor.tolist() for tensor in (whole, *lists[0], *lists[1], left, right, both, sparse.to_dense())
-        ]
-
-    groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=is_checking))
-    ones, summed = [1.0] * 2, [-2.0] * 2
-    for rank, found in enumerate(party.together(groups, act)):
-        gathered = [blank(2).tolist() if rank else ones] * 2
-        assert found == [[1.0] * 4, ones, ones, *gathered, summed, summed, ones, [2.0] * 2]
-
-
 def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:
     def act(rank: int, group: Any) -> list[float]:
         output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank
@@ -373,30 +114,6 @@ def party_of_one() -> ProcessGroup:
     group = ProcessGroupGloo(30)
     group.configure("127.0.0.1:1/nobody-listens-there", 0, 1)
     return group
-
-
-def test_functional_collectives_work_on_a_registered_group(party: Party) -> None:
-    members = party.meet(2)
-    for rank, member in enumerate(members):
-        member.register(f"member-{rank}")
-
-    def act(rank: int, group: Any) -> list[list[float]]:
-        results = [
-            functional.all_reduce(own(rank), "sum", group),
-            functional.all_gather_tensor(own(rank), 0, group),
-            functional.reduce_scatter_tensor(torch.cat([own(0), own(1)]), "sum", 0, group),
-            functional.all_to_all_single(own(rank) * 10 + torch.arange(2), None, None, group),
-            functional.broadcast(own(rank), 1, group),
-        ]
-        return [functional.wait_tensor(result).tolist() for result in results]  # type: ignore[no-untyped-call]
-
-    try:
-        first, second = party.together(members, act)
-    finally:
-        for member in members:
-            member.unregister()
-    assert first == [[3.0, 3.0], [1.0, 1.0, 2.0, 2.0], [2.0, 2.0], [10.0, 20.0], [2.0, 2.0]]
-    assert second == [[3.0, 3.0], [1.0, 1.0, 2.0, 2.0], [4.0, 4.0], [11.0, 21.0], [2.0, 2.0]]
 
 
 def test_a_registered_group_has_a_name_and_knows_global_ranks_after_each_configure(party: Party) -> None:
@@ -455,28 +172,6 @@ def test_a_ddp_hook_may_return_a_continued_future(party: Party) -> None:
         return gradient.flatten().tolist()
 
     assert party.together(party.meet(2), act) == [[1.5, 1.5]] * 2
-
-
-def test_batched_sends_and_receives_work(party: Party) -> None:
-    members = party.meet(2)
-    for rank, member in enumerate(members):
-        member.register(f"batched-{rank}")
-
-    def act(rank: int, group: Any) -> float:
-        tensor = blank(1)
-        operations = [
-            P2POp(dist.isend, own(rank, 1), group=group, group_peer=1 - rank),
-            P2POp(dist.irecv, tensor, group=group, group_peer=1 - rank),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return float(tensor[0])
-
-    try:
-        assert party.together(members, act) == [2.0, 1.0]
-    finally:
-        for member in members:
-            member.unregister()
 
 
 @pytest.mark.agreement

@@ -1,4 +1,5 @@
-"""Dummy, forwarding, error-swallowing, managed and fault-injecting groups."""
+"""Dummy, managed and fault-injecting groups; what forwards and swallows is in test_error_semantics and in
+tests/conformance."""
 
 from __future__ import annotations
 
@@ -29,13 +30,11 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+from torchft_like.process_group.collectives import COLLECTIVES
 from torchft_like.process_group.work import finished_work
 
 from .conftest import LIMIT_S, Party
 from .test_collectives import ALONE
-
-NAMES = [row.name for row in COLLECTIVES]
 
 
 class OopsError(Exception):
@@ -79,113 +78,12 @@ def test_a_dummy_serves_ddp() -> None:
 # Forwarding
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrapper_hands_every_collective_to_its_inner_group(name: str) -> None:
-    inner = ProcessGroupDummy(0, 1)
-    args, _ = ALONE[name] if name not in PER_RANK_OF_ONE else (PER_RANK_OF_ONE[name], None)
-    getattr(ProcessGroupWrapper(pg=inner), name)(*args)
-    assert inner.calls[name] == 1
-
-
-PER_RANK_OF_ONE: dict[str, tuple[Any, ...]] = {
-    "alltoall": ([torch.zeros(2)], [torch.ones(2)]),
-    "alltoall_base": (torch.zeros(2), torch.ones(2), [], []),
-}
-
-
 def test_a_wrapper_without_an_inner_group_says_so() -> None:
     group = ProcessGroupWrapper()
     with pytest.raises(ProcessGroupNotConfiguredError):
         group.allreduce([ones()])
     with pytest.raises(ProcessGroupNotConfiguredError):
         group.configure("127.0.0.1:1/x", 0, 1)
-
-
-# Swallowing
-
-
-class Broken(ProcessGroupDummy):
-    """Fails in the way that is asked for."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(0, 1)
-        self.how = how
-
-    def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:
-        super()._run(collective, args, kwargs)
-        if self.how == "call" or collective.blocking:
-            raise OopsError
-        return finished_work([], OopsError())
-
-
-@pytest.mark.parametrize("how", ["call", "work"])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_error_of_any_collective_comes_out(name: str, how: str) -> None:
-    inner = Broken(how)
-    group = ErrorSwallowingProcessGroupWrapper(inner)
-    args = PER_RANK_OF_ONE.get(name, ALONE[name][0])
-    work = getattr(group, name)(*args)
-    if work is not None:
-        assert work.wait()
-        work.get_future().wait()
-        assert work.exception() is None
-    assert isinstance(group.error(), OopsError)
-    assert group.errored() is group.error()
-    getattr(group, name)(*args)
-    assert inner.calls[name] == 1, "after an error it is skipped"
-
-
-def test_a_future_alone_tells_the_group_of_its_error() -> None:
-    group = ErrorSwallowingProcessGroupWrapper(Broken("work"))
-    tensor = ones()
-    result = group.allreduce([tensor]).get_future().wait()
-    assert result[0] is tensor
-    assert isinstance(group.error(), OopsError)
-
-
-def test_skipped_collectives_leave_defined_outputs_until_configure() -> None:
-    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
-    group.report_error(OopsError())
-    group.report_error(ValueError("a later one does not count"))
-    output = torch.full((2,), float("nan"))
-    work = group._allgather_base(output, ones())
-    assert torch.equal(output, ones())
-    assert torch.equal(work.get_future().wait()[0], ones())
-    assert isinstance(group.error(), OopsError)
-    group.configure("anything", 0, 1)
-    assert group.error() is None
-
-
-def test_mistakes_of_the_caller_do_come_out() -> None:
-    group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
-    with pytest.raises(TypeError):
-        group.allreduce()  # type: ignore[call-overload]
-    assert group.error() is None
-
-
-@pytest.mark.no_zombie
-def test_an_error_from_before_configure_is_no_news_after_it(party: Party) -> None:
-    first, second = party.meet(2)
-    group = ErrorSwallowingProcessGroupWrapper(first)
-    old = group.allreduce([ones()])
-    configure_again(party, [group, second])
-    assert old.wait()
-    assert group.error() is None
-
-
-def configure_again(party: Party, groups: list[ProcessGroup]) -> None:
-    party.configure(groups)
-
-
-def test_errors_of_gloo_are_swallowed(party: Party) -> None:
-    first, _ = party.meet(2)
-    group = ErrorSwallowingProcessGroupWrapper(first)
-    works = [group.allreduce([ones()]) for _ in range(3)]
-    group.abort("on purpose")
-    for work in works:
-        assert work.wait()
-        work.get_future().wait()
-    assert group.error() is not None
 
 
 # Managed
@@ -278,20 +176,6 @@ def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:
     assert group.size() == 5
     assert group.getSize() == 5
     assert group.rank() == 0
-
-
-@pytest.mark.parametrize("how", ["call", "work"])
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("allreduce")])
-def test_errors_of_every_other_collective_go_to_the_manager(name: str, how: str) -> None:
-    inner = Broken(how)
-    manager = FakeManager(inner)
-    args = PER_RANK_OF_ONE.get(name, ALONE[name][0])
-    work = getattr(ManagedProcessGroup(manager), name)(*args)
-    if work is not None:
-        assert work.wait()
-    assert isinstance(manager.error, OopsError)
-    getattr(ManagedProcessGroup(manager), name)(*args)
-    assert inner.calls[name] == 1, "after an error it is skipped"
 
 
 @pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
@@ -426,12 +310,6 @@ def test_injected_faults_are_swallowed_like_real_ones(party: Party) -> None:
     group.configure(party.prefix(), 0, 1)
     assert group.error() is None
     assert group.allreduce([ones()]).wait()
-
-
-def test_every_name_of_a_collective_can_be_forwarded() -> None:
-    inner = ProcessGroupDummy(0, 1)
-    for name in BY_NAME:
-        assert callable(getattr(ProcessGroupWrapper(pg=inner), name))
 
 
 @pytest.mark.usefixtures("no_operator")

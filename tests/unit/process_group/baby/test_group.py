@@ -222,15 +222,6 @@ def test_an_abort_ends_a_configure_whose_peer_never_comes(party: Party) -> None:
         configured.result(LIMIT_S)
 
 
-def test_a_wrong_argument_is_an_error_of_the_call_and_the_group_stays(party: Party) -> None:
-    groups = party.meet(2, baby)
-    for group in groups:
-        with pytest.raises(RuntimeError, match="invalid tensor size"):
-            group.allreduce([torch.ones(2), torch.ones(3)]).wait()
-        assert group.errored() is None
-    assert summed(party, groups)[0].tolist() == [3, 3, 3]
-
-
 def test_a_wait_may_end_before_the_operation(party: Party) -> None:
     groups = party.meet(2, baby)
     tensor = torch.ones(3)
@@ -293,13 +284,6 @@ def test_the_environment_of_the_moment_counts(party: Party, monkeypatch: pytest.
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
 
 
-def test_worlds_may_grow_and_shrink(party: Party) -> None:
-    groups = [party.own(baby()) for _ in range(3)]
-    for size in (1, 3, 2, 3, 1):
-        party.configure(groups[:size])
-        assert summed(party, groups[:size])[0].tolist() == [size * (size + 1) / 2] * 3
-
-
 def test_several_threads_may_wait_at_once(party: Party) -> None:
     groups = party.meet(2, baby)
     tensors = [[torch.full((10,), float(i)) for i in range(20)] for _ in groups]
@@ -307,15 +291,6 @@ def test_several_threads_may_wait_at_once(party: Party) -> None:
     waits = [party.aside(work.wait) for row in works for work in row[::-1]]
     assert all(wait.result(LIMIT_S) for wait in waits)
     assert [t[0].item() for t in tensors[1]] == [2.0 * i for i in range(20)]
-
-
-def test_functions_of_torch_distributed_take_it(party: Party) -> None:
-    def gather(rank: int, group: ProcessGroup) -> list[float]:
-        outputs = [torch.zeros(2) for _ in range(2)]
-        dist.all_gather(outputs, torch.full((2,), float(rank)), group=group)
-        return [output[0].item() for output in outputs]
-
-    assert party.together(party.meet(2, baby), gather) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "staged"])
