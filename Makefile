@@ -14,20 +14,19 @@ help:  ## this list
 demo: $(READY)  ## three replica groups train, one is killed, one is stopped; about 2 minutes
 	$(BIN)/python examples/demo.py
 
-# A lighthouse notices when a process is slow, so the tests that start one run one by one. These start none.
-SIDE_BY_SIDE := $(addprefix tests/,interop/test_harness.py $(addprefix integration/test_,$(addsuffix .py,\
-	baby_processes fork_of_a_trainer gang gloo_abort group_coordinator grpc_in_forks http_transport message_queue registration swallowed_faults)) \
-	gpu/test_ranks.py)
+# The files that take longest come first, in this order, or a processor has nothing to do at the end. Three
+# processes run them on two processors, for many tests wait: for a timeout, or for a peer that starts.
+LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
+	integration/test_hsdp_example.py $(addprefix integration/test_,$(addsuffix .py,demo leaving loader_workers \
+	baby_processes grpc_in_forks baby_training hsdp registration)) \
+	conformance/test_functions.py conformance/test_methods.py)
+FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
 
-# The types are checked beside the first tests. The long ones come first, in this order, or a processor has
-# nothing to do at the end.
 test: style  ## everything that CI checks: lint, format, types, tests
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not slow and not gpu" \
-		$(SIDE_BY_SIDE) tests/simulation tests/conformance tests/unit tests/stress/test_fuzz_*.py; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		-m "not slow and not gpu" $(LONG) $(filter-out $(LONG),$(sort $(FILES))); \
 	tests=$$?; wait $$types && exit $$tests
-	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore-glob '*/test_fuzz_*' \
-		$(addprefix --ignore ,$(SIDE_BY_SIDE)) tests/integration tests/interop tests/chaos tests/stress
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu

@@ -2,7 +2,7 @@
 
     python -m tests.integration.loader_trainer NAME STARTS
 
-It starts STARTS loaders of two to four workers, of each kind in turn, and trains with what they read. Each
+It starts STARTS loaders of one to four workers, of each kind in turn, and trains with what they read. Each
 worker speaks gRPC of its own, with a server of its trainer, as one does that reads from a service.
 """
 
@@ -57,7 +57,7 @@ def batches(starts: int, target: str) -> Iterator[Tensor]:
     """Yield what the loaders load; each loader is released when its last batch has been used."""
     for start in range(starts):
         kind, method, persistent = chosen(start)
-        workers = 2 + (start // 5 if method != "fork" else start) % 3
+        workers = 2 + start % 3 if method == "fork" else 1 + start // 5 % 3  # these load torch, each of them
         data = Served(target, BATCHES * workers)
         loader = kind(
             data, num_workers=workers, multiprocessing_context=method, persistent_workers=persistent

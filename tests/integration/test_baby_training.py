@@ -23,9 +23,8 @@ def backend_processes(group: Group) -> list[psutil.Process]:
     return [process for process in family if process.name() == BACKEND_PROCESS]
 
 
-@pytest.mark.parametrize("reduce", ["ddp", "manager"])
-def test_survivors_commit_after_a_replica_is_killed_and_it_heals(tmp_path: Path, reduce: str) -> None:
-    options = WorkerOptions(backend="baby-gloo", reduce=reduce)
+def test_survivors_commit_after_a_replica_is_killed_and_it_heals(tmp_path: Path) -> None:
+    options = WorkerOptions(backend="baby-gloo")
     with Cluster(tmp_path) as cluster:
         a, b, c = cluster.start_all("abc", options=options)
         c.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ if sys.argv[sys.argv.index("--replica-id") + 1] == "1":
 train_ddp.main()
 """
 
+WAITING_SCRIPT = "import subprocess; subprocess.run(['sleep', '600'])"
 CRASHING_SCRIPT = "raise RuntimeError('this replica cannot even start')"
 
 
@@ -88,16 +90,27 @@ def test_a_replica_that_crashes_fails_the_demo_with_the_end_of_its_log(
     assert "this replica cannot even start" in demo.output
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
-)
-def test_no_replica_outlives_the_demo(
-    processes: Processes, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_no_replica_outlives_a_demo_that_is_killed(processes: Processes, tmp_path: Path) -> None:
     demo = start(processes, tmp_path, "--replicas", "2", "--no-faults")
     demo.wait_for_output("quorum", LIMIT_S)
     replicas = demo.descendants()  # and the loader workers that they have by now
     assert len(psutil.Process(demo.pid).children()) == 2
+    demo.signal(signal.SIGKILL)
+    assert demo.wait(LIMIT_S) == -signal.SIGKILL
+    assert wait_ended(replicas, LIMIT_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_replica_outlives_a_demo_that_is_interrupted(
+    processes: Processes, tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING_SCRIPT)
+    demo = start(processes, tmp_path, "--replicas", "2", "--script", str(script))
+    deadline = time.monotonic() + LIMIT_S
+    while len(replicas := demo.descendants()) < 4:
+        assert time.monotonic() < deadline, demo.output
+        time.sleep(0.05)
     demo.signal(number)
-    assert demo.wait(LIMIT_S) == code
+    assert demo.wait(LIMIT_S) == 130
     assert wait_ended(replicas, LIMIT_S)

@@ -96,7 +96,7 @@ def speaks(generations):
     inner.shutdown()
 
 try:
-    for _ in range(3):
+    for _ in range(2):  # each loads the library anew, which takes seconds
         in_a_fork(lambda: speaks(2))
     assert ask(target) == b"word"
     client.heartbeat("a")
@@ -177,8 +177,8 @@ def test_a_fork_and_its_forks_speak_grpc_of_their_own(processes: Processes) -> N
     parent = processes.start(sys.executable, "-c", OWN)
     parent.wait_for_output("the parent speaks")
     assert parent.wait() == 0
-    assert parent.output.count("generation 2 speaks") == parent.output.count("generation 1 speaks") == 3
-    assert parent.output.count("misuse is caught") == 6
+    assert parent.output.count("generation 2 speaks") == parent.output.count("generation 1 speaks") == 2
+    assert parent.output.count("misuse is caught") == 4
 
 
 def test_what_the_parent_made_is_refused_in_a_fork_but_for_credentials(processes: Processes) -> None:

@@ -22,7 +22,7 @@ LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time 
 def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does(
     tmp_path: Path, state: str
 ) -> None:
-    options = WorkerOptions(reduce="sharded", state=state, pause_s=0.1)
+    options = WorkerOptions(reduce="sharded", state=state, pause_s=0.3)
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         a, b = cluster.start_all("ab", size=GROUP_SIZE, options=options)
         b.kill()

@@ -75,8 +75,8 @@ class _MixedJob:
         self._lighthouse = start_lighthouse(fleet, coordinator, min_replicas=2, extra=limits)
 
     def start(self, rank: int) -> FleetProcess:
-        # The pause leaves the processors to a newcomer that starts.
-        options = ("--gradients=allreduce", "--digest", "--timeout=20", "--pause=0.05", f"--rank={rank}")
+        # The pause leaves the processors to a newcomer that starts, which takes seconds.
+        options = ("--gradients=allreduce", "--digest", "--timeout=20", "--pause=0.2", f"--rank={rank}")
         address = f"--lighthouse={self._lighthouse.address}"
         return start_worker(self._fleet, self._managers, f"replica{rank}", address, *options)
 

@@ -1,4 +1,7 @@
-"""A quickcheck: 50,000 random stories, told to the quorum core and to its naive twin."""
+"""A quickcheck: 10,000 random stories, told to the quorum core and to its naive twin.
+
+Of the broken cores of `tests/simulation/mutants.py` the last one is caught by story 101.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lighthouse.membership import QuorumNumber
 from lighthouse.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
 from tests.unit.lighthouse.twin import Twin
 
-CASES = 50_000
+CASES = 10_000
 EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
@@ -24,7 +27,7 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
 @pytest.mark.monotonic
 @pytest.mark.no_regress
 @pytest.mark.progress
-@pytest.mark.timeout(600)  # 20 s of computing, on a machine that may be busy
+@pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
     counts = [_compare(seed) for seed in range(CASES)]
     assert sum(quorums for quorums, _ in counts) > CASES  # the stories are about something
