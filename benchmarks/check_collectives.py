@@ -60,7 +60,7 @@ def main(plan: Plan = Plan()) -> Result:
 
 
 def call_times(ranks: int, size: int, plan: Plan = QUICK) -> dict[str, list[float]]:
-    """Microseconds of an allreduce of `size` bytes for each system, a sample for each round."""
+    """Return the microseconds of an allreduce of `size` bytes for each system, a sample for each round."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with running(ranks, REPLY_SECONDS_MAX) as members:
         samples: dict[str, list[float]] = members.ask(_measure, store.port, ranks, size, plan)[0]

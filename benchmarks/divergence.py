@@ -101,7 +101,7 @@ def _comparison(values: list[int]) -> Callable[[], object]:
 
 
 def _take_turns(actions: dict[str, Callable[[], object]], plan: Plan) -> dict[str, list[float]]:
-    """Milliseconds of one call of each, a sample for each round."""
+    """Return the milliseconds of one call of each, a sample for each round."""
     samples: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(plan.rounds + 1):
         for name, action in actions.items():

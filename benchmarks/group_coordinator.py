@@ -79,7 +79,7 @@ def _judge(result: Result) -> None:
 
 
 def _times(ranks: int, plan: Plan) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of each system in each case, a sample for each round."""
+    """Return the milliseconds of each system in each case, a sample for each round."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with running(ranks, REPLY_SECONDS_MAX) as members:
         samples: dict[str, dict[str, list[float]]] = members.ask(_measure, store.port, ranks, plan)[0]

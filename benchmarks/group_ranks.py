@@ -48,13 +48,15 @@ def main() -> None:
 
 
 def tell(ranks: list[Connection], prefix: str | None) -> None:
-    """The prefix to configure with, or None: be ready for it."""
+    """Return the prefix to configure with, or None: be ready for it."""
     for rank in ranks:
         rank.send(prefix)
 
 
 def gather(ranks: list[Connection]) -> None:
-    """Until everybody has answered; an answer that does not come is the end of a rank, and an EOFError."""
+    """Wait until every rank has answered; an answer that does not come is the end of a rank, and an
+    EOFError.
+    """
     for rank in ranks:
         rank.recv()
 

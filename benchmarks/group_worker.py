@@ -42,10 +42,10 @@ class Subject(Protocol):
         ...
 
     def begin(self) -> None:
-        """Before a block of operations."""
+        """Begin a block of operations."""
 
     def end(self) -> None:
-        """After it."""
+        """End the block of operations."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 class Worker:
-    """Does as it is told."""
+    """Carries out the commands of the parent."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -100,13 +100,13 @@ class Worker:
 
 @functools.cache
 def tensor_of(nbytes: int, shared: bool) -> torch.Tensor:
-    """One tensor for all blocks of a size, as a training script reuses its gradients."""
+    """Return one tensor for all blocks of a size, as a training script reuses its gradients."""
     tensor = torch.ones(nbytes // 4)
     return tensor.share_memory_() if shared else tensor  # type: ignore[no-untyped-call]
 
 
 def time_allreduces(group: Any, tensor: torch.Tensor, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` sums, from the call to the end of the wait."""
+    """Return the seconds of each of `repeats` sums, from the call to the end of the wait."""
     options, tensors, seconds = AllreduceOptions(), [tensor], []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -116,7 +116,7 @@ def time_allreduces(group: Any, tensor: torch.Tensor, repeats: int) -> list[floa
 
 
 def roles_of(group: Any) -> dict[str, int]:
-    """The process ids of what a Baby group has started, as far as it tells."""
+    """Return the process ids of what a Baby group has started, as far as it tells."""
     if (process := getattr(group, "_p", None)) is not None:  # torchft's
         return {"child": process.pid}
     fork_pool = importlib.import_module("torchft_like.process_group.baby.fork_pool").fork_pool
@@ -124,7 +124,7 @@ def roles_of(group: Any) -> dict[str, int]:
 
 
 def make_subject(name: str, options: argparse.Namespace) -> Subject:
-    """By the name of its class, without `ProcessGroup`."""
+    """Make the group whose class has this name after `ProcessGroup`."""
     if name == "raw":
         return Raw(options)
     if name == "Managed":
@@ -139,7 +139,7 @@ class _Unmanaged:
 
 
 class Raw(_Unmanaged):
-    """torch's own ProcessGroupGloo: made anew, after the one before it is gone."""
+    """torch's own ProcessGroupGloo, made anew after the one before it is gone."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -150,7 +150,7 @@ class Raw(_Unmanaged):
 
 
 def make_raw(port: int, prefix: str, rank: int, world_size: int) -> Any:
-    """As `torch.distributed.new_group` makes it: a client of the store, a device, the group."""
+    """Make the group as `torch.distributed.new_group` does: a client of the store, a device, the group."""
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
     gloo: Any = TorchGloo
     settings = gloo._Options()
@@ -175,7 +175,7 @@ class Reconfigurable(_Unmanaged):
 
 
 def configure(group: Any, port: int, prefix: str, rank: int, world_size: int) -> None:
-    """By keyword: torchft has `replica_id` in another place. Its nightly has a function instead."""
+    """Configure by keyword: torchft has `replica_id` in another place. Its nightly has a function instead."""
     store_addr = f"127.0.0.1:{port}/{prefix}"
     if hasattr(group, "configure"):
         group.configure(store_addr=store_addr, replica_id=str(rank), rank=rank, world_size=world_size)

@@ -88,13 +88,13 @@ class _Pair:
         self._dtensors = False
 
     def with_dtensors(self) -> _Pair:
-        """The same two processes, with the other kind of state."""
+        """Return the same two processes, with the other kind of state."""
         pair = copy(self)
         pair.system, pair._dtensors, pair._step = SHARDED, True, FAR
         return pair
 
     def transfer(self, megabytes: int) -> tuple[float, float]:
-        """Seconds for the offer and for the fetch."""
+        """Return the seconds for the offer and for the fetch."""
         self._step += 1
         of = {"megabytes": megabytes, "step": self._step, "dtensors": self._dtensors}
         offered = self._ask(self._source, do="offer", **of)

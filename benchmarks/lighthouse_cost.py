@@ -104,7 +104,7 @@ def _bars(result: Result, plan: Plan) -> list[Bar]:
 
 
 async def _round_costs(system: System, replicas: int, plan: Plan) -> list[float]:
-    """Milliseconds of the lighthouse's CPU for each round, one value for each block."""
+    """Return the milliseconds of the lighthouse's CPU for each round, one value for each block."""
     with Fleet() as fleet:
         lighthouse = start_lighthouse(fleet, system, replicas, extra=("--heartbeat_timeout_ms=600000",))
         async with _channels(lighthouse, replicas) as channels:
@@ -147,7 +147,7 @@ def _member(index: int) -> pb.QuorumMember:
 
 
 async def _idle_costs(plan: Plan) -> tuple[list[float], list[float]]:
-    """Percent of a core in each block, and resident megabytes after it."""
+    """Return the percent of a core in each block, and the resident megabytes after it."""
     percents, megabytes = [], []
     with Fleet() as fleet:
         lighthouse = start_lighthouse(fleet, OURS, 1)

@@ -6,11 +6,11 @@ import re
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Lines of Markdown, without a line break at the end."""
+    """Return lines of Markdown, without a line break at the end."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(escape(cell) for cell in line) + " |" for line in lines)
 
 
 def escape(text: str) -> str:
-    """What would end a cell, or begin a tag, does not."""
+    """Escape what would end a cell, or begin a tag."""
     return re.sub(r"([|<])", r"\\\1", text)

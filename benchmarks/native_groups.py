@@ -55,7 +55,7 @@ QUICK = Plan(rounds=1, again=2)
 
 
 def main(plan: Plan) -> Result:
-    """In each round every kind takes its turn, in new processes."""
+    """Let every kind take its turn in each round, in new processes."""
     method = [line.format(again=plan.again) if "{again}" in line else line for line in METHOD]
     result = Result("native_groups", "Gloo groups: torch's own that can be reconfigured, or ours?", method)
     python = str(Environment(f"native {TORCH}", ("torch", "numpy"), pins=(TORCH,)).interpreter())
@@ -87,7 +87,7 @@ Samples = tuple[str, str, list[float]]  # a case, its unit, and values
 
 
 def _measure(crew: Crew, plan: Plan) -> Iterator[Samples]:
-    """Everything, once, of one kind."""
+    """Measure everything, once, of one kind."""
     before = crew.memory()
     made = crew.make()
     yield "create", "ms", [made * 1e3 + crew.configure(crew.ranks)]
@@ -110,7 +110,7 @@ def _measure(crew: Crew, plan: Plan) -> Iterator[Samples]:
 
 
 def _start_crews(fleet: Fleet, python: str) -> list[Crew]:
-    """One for each kind, all of them ready."""
+    """Start the ranks of one group for each kind; return them once all are ready."""
     store = start_store(fleet)
     command = [python, "-W", "ignore", str(FOLDER / "native_rank.py")]
     crews = [
@@ -133,7 +133,7 @@ class Crew:
         self._seen: dict[tuple[FleetProcess, str], int] = {}
 
     def make(self) -> float:
-        """Seconds of the slowest."""
+        """Make the group; return the seconds of the slowest rank."""
         for rank, process in enumerate(self.ranks):
             process.order(
                 do="make",
@@ -146,7 +146,7 @@ class Crew:
         return max(float(answer["seconds"]) for answer in self.wait("make", self.ranks))
 
     def configure(self, members: list[FleetProcess]) -> float:
-        """Milliseconds of the slowest; a sum proves that they have met."""
+        """Configure the group; return the milliseconds of the slowest rank. A sum proves the meeting."""
         prefix = fresh_prefix()
         for rank, process in enumerate(members):
             process.order(do="configure", prefix=prefix, rank=rank, world_size=len(members))
@@ -155,12 +155,12 @@ class Crew:
         return seconds * 1e3
 
     def warm_up(self) -> None:
-        """What the first operations need is there after it."""
+        """Warm up, so that what the first operations need is there."""
         for _ in range(WARM_UP[0]):
             self._sum(self.ranks, WARM_UP[1])
 
     def told(self, members: list[FleetProcess], strike: Callable[[], object]) -> list[float]:
-        """Milliseconds, for each of these, from `strike` until the operation that it waits in has failed."""
+        """Return, for each of these ranks, the milliseconds from `strike` until its operation has failed."""
         self.tell(members, do="begin")
         self.wait("begin", members)
         time.sleep(BLOCKED_S)
@@ -172,7 +172,7 @@ class Crew:
         return [(float(answer["at"]) - struck) * 1e3 for answer in answers]
 
     def memory(self) -> list[int]:
-        """Bytes that only a rank and what it has started hold, of each rank."""
+        """Return the bytes that only a rank and what it has started hold, for each rank."""
         return [_uss_of(psutil.Process(rank.pid)) for rank in self.ranks]
 
     def tell(self, members: list[FleetProcess], **command: object) -> None:
@@ -180,7 +180,7 @@ class Crew:
             process.order(**command)
 
     def wait(self, event: str, members: list[FleetProcess]) -> list[Record]:
-        """The next record of this kind, of each."""
+        """Return the next record of this kind, of each rank."""
         return [self._next(event, process) for process in members]
 
     def _next(self, event: str, process: FleetProcess) -> Record:

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 class Rank:
-    """Does as it is told."""
+    """Carries out the commands of the parent."""
 
     def make(self, kind: str, store: int, rank: int, world_size: int, timeout: float) -> dict[str, Any]:
         self._store = store

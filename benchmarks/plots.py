@@ -48,7 +48,7 @@ def plot(result: dict[str, Any]) -> None:
 
 
 def by_case(rows: Case) -> dict[str, Case]:
-    """The rows of each case, in the order of the first mention."""
+    """Return the rows of each case, in the order of the first mention."""
     cases: dict[str, Case] = {}
     for row in rows:
         cases.setdefault(row["case"], []).append(row)
@@ -64,7 +64,9 @@ def _without_number(row: dict[str, Any]) -> str:
 
 
 def _draw_curves(axes: Axes, case: str, rows: Case) -> None:
-    """The median of every system over the number, with the span from the least to the most as a shade."""
+    """Draw the median of every system over the number, with the span from the least to the most as a
+    shade.
+    """
     systems = list(dict.fromkeys(row["system"] for row in rows))
     colors = _colors([{"system": system} for system in systems])
     for system, color in zip(systems, colors, strict=True):
@@ -106,7 +108,9 @@ def _draw_case(axes: Axes, case: str, rows: Case) -> None:
 
 
 def _scale(axes: Axes, medians: list[float], samples: list[float]) -> None:
-    """Logarithmic where the systems differ by more than a glance at a linear axis shows."""
+    """Return whether the axis is logarithmic: the systems differ by more than a glance at a linear one
+    shows.
+    """
     if medians and min(samples) > 0 and max(medians) > LINEAR_SPAN_MAX * min(medians):
         axes.set_xscale("log")
         axes.set_xlim(min(samples) / 2, max(samples) * 4)

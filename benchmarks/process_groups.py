@@ -81,7 +81,9 @@ class Size:
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
-        """Those of whom it makes sense to ask: a Baby group has more processes than ranks."""
+        """The classes for which the question makes sense: a Baby group has more processes than
+        ranks.
+        """
         return tuple(c for c in CONTESTANTS if not (self.is_bound and c.is_baby))
 
 
@@ -128,23 +130,23 @@ class Pair:
             next_record(fleet, rank, 0)
 
     def ask(self, **command: object) -> list[Record]:
-        """The answers of both ranks to the same command."""
+        """Return the answers of both ranks to the same command."""
         return ask(self._fleet, self.ranks, **command)
 
     def meet(self, do: str, group: str) -> float:
-        """Make or configure a group; the seconds of the slower rank."""
+        """Make or configure a group; return the seconds of the slower rank."""
         answers = self.ask(do=do, group=group, prefix=fresh_prefix())
         return max(float(answer["seconds"]) for answer in answers)
 
     def allreduce(self, group: str, size: Size, shared: bool) -> list[float]:
-        """The seconds of each operation of a block, on rank 0."""
+        """Return the seconds of each operation of a block, on rank 0."""
         answers = self.ask(
             do="allreduce", group=group, bytes=size.nbytes, shared=shared, repeats=size.repeats
         )
         return list(answers[0]["seconds"])
 
     def end(self) -> None:
-        """Both ranks, whatever they have started, and the lighthouse."""
+        """End both ranks, whatever they have started, and the lighthouse."""
         started = [
             child for rank in self.ranks for child in psutil.Process(rank.pid).children(recursive=True)
         ]
@@ -161,7 +163,7 @@ _prefixes = itertools.count()
 
 
 def fresh_prefix() -> str:
-    """Of the keys in the store; never used before."""
+    """Return a prefix of keys in the store that was never used before."""
     return f"benchmark/{next(_prefixes)}"
 
 
@@ -181,7 +183,7 @@ def next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
 
 
 def turns(rounds: int, seconds_max: float) -> Iterator[int]:
-    """0 to warm up, then up to `rounds` more: as many as fit into the time, but two at the least."""
+    """Yield 0 to warm up, then up to `rounds` more: as many as fit into the time, but two at the least."""
     begin = time.monotonic()
     for turn in range(rounds + 1):
         if turn > 2 and time.monotonic() - begin > seconds_max:
@@ -190,7 +192,7 @@ def turns(rounds: int, seconds_max: float) -> Iterator[int]:
 
 
 def start_store(fleet: Fleet) -> int:
-    """Its port."""
+    """Start a store, and return its port."""
     process = fleet.start("store", [sys.executable, str(FOLDER / "group_store.py")])
     return int(next_record(fleet, process, 0)["port"])
 
@@ -214,7 +216,7 @@ ALLREDUCE_METHOD = [
 
 
 def allreduce(plan: Plan) -> Result:
-    """The latency of an allreduce."""
+    """Measure the latency of an allreduce."""
     result = Result("process_groups", "What does an allreduce cost in each process group?", ALLREDUCE_METHOD)
     with Fleet() as fleet:
         store = start_store(fleet)
@@ -297,7 +299,7 @@ GROWING = (
 
 
 def configure(plan: Plan) -> Result:
-    """The time of a `configure`."""
+    """Measure the time of a `configure`."""
     result = Result("configure", "How long does a configure take?", CONFIGURE_METHOD)
     with Fleet() as fleet:
         store = start_store(fleet)
@@ -360,7 +362,7 @@ MEMORY_METHOD = [
 
 
 def memory(plan: Plan) -> Result:
-    """The memory of what a Baby group starts."""
+    """Measure the memory of what a Baby group starts."""
     result = Result("baby_memory", "How much memory does a Baby group take?", MEMORY_METHOD)
     found: dict[tuple[str, str], list[float]] = {}
     with Fleet() as fleet:
@@ -383,7 +385,7 @@ def memory(plan: Plan) -> Result:
 
 
 def _memory_of(pair: Pair) -> Iterable[tuple[str, str, float]]:
-    """Role, kind of memory and MB of every process that the pair has started."""
+    """Return the role, the kind of memory and MB of every process that the pair has started."""
     for rank, answer in zip(pair.ranks, _await_spares(pair), strict=True):
         roles = {pid: role for role, pid in answer["roles"].items()}
         for process in psutil.Process(rank.pid).children(recursive=True):
@@ -396,7 +398,7 @@ def _memory_of(pair: Pair) -> Iterable[tuple[str, str, float]]:
 
 
 def _await_spares(pair: Pair) -> list[Record]:
-    """Ours make the spare aside."""
+    """Wait until our groups have made their spares, on another thread; return the answers."""
     deadline = time.monotonic() + SECONDS_MAX
     while True:
         answers = pair.ask(do="roles", group="BabyGloo")

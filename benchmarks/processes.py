@@ -117,7 +117,7 @@ class Fleet:
 
     @property
     def folder(self) -> Path:
-        """A folder for the files of these processes; removed at the end."""
+        """A folder for the files of these processes, which is removed at the end."""
         return Path(self._folder.name)
 
     def __enter__(self) -> Self:
@@ -139,7 +139,7 @@ class Fleet:
         return process
 
     def wait_for(self, probe: Callable[[], T | None], what: str, seconds: float) -> T:
-        """The first answer of `probe` that is not None; it is asked again after every new report.
+        """Return the first answer of `probe` that is not None; it is asked again after every new report.
 
         Raises:
             NotReportedError: there was none within `seconds`, or a process ended by itself.
@@ -156,7 +156,7 @@ class Fleet:
             return answer
 
     def last_words(self) -> str:
-        """What each process wrote last, for a person who has to find out why."""
+        """Return what each process wrote last, so that a person can find out why."""
         return "\n".join(
             line
             for process in self._processes

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class Worker:
-    """Does as it is told."""
+    """Carries out the commands of the parent."""
 
     def __init__(self, rank: int, store: int, vllm: Path | None) -> None:
         self._rank = rank
@@ -135,7 +135,7 @@ class Worker:
 
 
 def _queue(rank: int, writer: int, readers: list[int]) -> MessageQueue | None:
-    """The caller's end of a queue; None for who has none."""
+    """Return the caller's end of a queue; None for a rank that has none."""
     queue = None
     handle: list[object] = [None]
     if rank == writer:
@@ -150,7 +150,7 @@ def _queue(rank: int, writer: int, readers: list[int]) -> MessageQueue | None:
 
 
 def _vllm_queue(rank: int, source: Path | None) -> Any:
-    """vLLM's queue from 0 to 1, as large as its workers make it; None where there is none."""
+    """Return vLLM's queue from 0 to 1, as large as its workers make it; None where there is none."""
     if source is None:
         return None
     kind, queue = queue_class(source), None
@@ -167,7 +167,7 @@ def _vllm_queue(rank: int, source: Path | None) -> Any:
 
 
 def _pipe(rank: int) -> Any:
-    """multiprocessing's connection from 0 to 1, which pickles."""
+    """Return multiprocessing's connection from 0 to 1, which pickles."""
     address: list[Any] = [None]
     listener = Listener(None, "AF_UNIX") if rank == 1 else None
     if listener is not None:
@@ -180,7 +180,7 @@ def _pipe(rank: int) -> Any:
 
 
 def _work(seconds: float) -> None:
-    """What a process does that has messages to send now and then: numbers, objects, strings."""
+    """Do the work of a process that has messages to send now and then: numbers, objects, strings."""
     matrix = torch.ones(256, 256)
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

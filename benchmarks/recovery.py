@@ -159,7 +159,7 @@ class _Job:
         self._faults = 0
 
     def sample(self, fault: _Fault) -> float:
-        """Seconds from the fault to the last survivor's first step without the victim."""
+        """Return the seconds from the fault to the last survivor's first step without the victim."""
         rank = self._faults % REPLICAS  # whoever hosts the store dies, too, in turn
         self._faults += 1
         victim = self._replicas[rank]
@@ -177,7 +177,7 @@ class _Job:
         return max(ends) - since
 
     def lighthouse_outage(self) -> float:
-        """Seconds from the lighthouse's return to the next step that every replica committed."""
+        """Return the seconds from the lighthouse's return to the next step that every replica committed."""
         port = self._lighthouse.port
         self._lighthouse.process.kill()
         time.sleep(LIGHTHOUSE_AWAY_S)
@@ -195,7 +195,7 @@ class _Job:
         return max(ends) - back
 
     def wait_settled(self) -> None:
-        """Until all replicas have committed a number of steps together."""
+        """Wait until all replicas have committed a number of steps together."""
         since = time.time()
         for replica in self._replicas:
             self._fleet.wait_for(
@@ -210,7 +210,7 @@ class _Job:
 
 
 class _Fault(Protocol):
-    """Something done to a victim; the answer is the time at which it happened."""
+    """Do something to a victim; return the time at which it happened."""
 
     def __call__(self, fleet: Fleet, victim: FleetProcess) -> float: ...
 
@@ -231,7 +231,7 @@ def _stopping(victim: FleetProcess) -> float | None:
 
 
 def _steps_since(replica: FleetProcess, since: float) -> Iterator[Record]:
-    """Newest first."""
+    """Yield the steps of the record, newest first."""
     for record in reversed(replica.records):
         if record["time"] <= since:
             return
@@ -249,6 +249,6 @@ def _first_commit(replica: FleetProcess, since: float, participants_max: int) ->
 
 
 def _are_joint(replica: FleetProcess, since: float) -> bool | None:
-    """True once it has committed enough steps with all the others."""
+    """Return True once the replica has committed enough steps with all the others."""
     joint = sum(r["committed"] and r["participants"] == REPLICAS for r in _steps_since(replica, since))
     return joint >= SETTLED_STEPS or None

@@ -81,7 +81,7 @@ class Result:
         return next((row.median for row in self.rows if (row.case, row.system) == (case, system)), None)
 
     def ratio(self, case: str, system: str, over: str) -> float | None:
-        """Median over median, None where either never happened."""
+        """Return median over median, None where either never happened."""
         upper, lower = self.median(case, system), self.median(case, over)
         return upper / lower if upper is not None and lower else None
 
@@ -103,12 +103,12 @@ class Result:
 
 
 def load(name: str) -> dict[str, Any]:
-    """A saved result, as JSON."""
+    """Return a saved result, as JSON."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def machine() -> dict[str, str | int]:
-    """Where and with what a result was taken. Names no host."""
+    """Return where and with what a result was taken. It names no host."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 0,

@@ -20,7 +20,7 @@ def write_readme(names: list[str]) -> None:
 
 
 def generated(names: list[str]) -> str:
-    """The marker and everything below it."""
+    """Return the marker and everything below it."""
     results = [load(name) for name in names]
     return "\n\n".join([BEGIN, _bars(results), *map(_section, results)]) + "\n"
 
@@ -57,7 +57,7 @@ def _section(result: dict[str, Any]) -> str:
 
 
 def _cases(rows: list[dict[str, Any]]) -> str:
-    """A line for each case, a column for each system; median, and the span of the samples."""
+    """Return a line for each case, a column for each system; median, and the span of the samples."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     lines = []
     for case, of_case in by_case(rows).items():
@@ -80,5 +80,5 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, never in scientific notation."""
+    """Return three significant digits, never in scientific notation."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.6f}"

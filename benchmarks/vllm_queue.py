@@ -25,7 +25,7 @@ CHUNK_BYTES, CHUNKS = 1 << 22, 6
 
 
 def queue_source() -> Path:
-    """The module's file, which is fetched first where it is missing.
+    """Return the module's file, which is fetched first if it is missing.
 
     Raises:
         UnavailableError: it cannot be had here; the message says why.
@@ -34,7 +34,7 @@ def queue_source() -> Path:
 
 
 def queue_class(source: Path) -> Any:
-    """Its MessageQueue."""
+    """Return vLLM's MessageQueue."""
     for name, content in _SURROUNDINGS.items():
         module = sys.modules[name] = ModuleType(name)
         vars(module).update(content)

@@ -50,7 +50,7 @@ class Trainer(Protocol):
         ...
 
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
-        """One step; its record says whether it was committed and by how many participants."""
+        """Take one step; its record says whether it was committed and by how many participants."""
         ...
 
 
@@ -72,12 +72,12 @@ def main() -> None:
 
 
 def report(**record: object) -> None:
-    """One line of JSON in one write: lines are whole even when the process is killed."""
+    """Write one line of JSON in one write: lines are whole even when the process is killed."""
     os.write(sys.stdout.fileno(), (json.dumps({"time": time.time(), **record}) + "\n").encode())
 
 
 def make_model(size: str) -> nn.Module:
-    """A ReLU MLP of three layers."""
+    """Return a ReLU MLP of three layers."""
     widths = LAYER_WIDTHS[size]
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
@@ -127,7 +127,7 @@ class PlainTrainer:
         self._participants = options.replicas
 
     def await_peers(self) -> None:
-        """They are always the same."""
+        """Return at once: the participants are always the same."""
 
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
         self._optimizer.zero_grad()
@@ -196,7 +196,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, An
 
 
 def digest(model: nn.Module) -> str:
-    """Equal exactly when every parameter is bit-identical."""
+    """Return a digest that is equal exactly when every parameter is bit-identical."""
     hasher = hashlib.sha256()
     for parameter in model.parameters():
         hasher.update(parameter.detach().numpy().tobytes())
@@ -254,7 +254,7 @@ def train_in_turns(trainer: Trainer) -> None:
 
 
 def _go_on() -> None:
-    """Nothing happens between forward and backward."""
+    """Do nothing between forward and backward."""
 
 
 def _options() -> argparse.Namespace:

@@ -69,7 +69,7 @@ def run(settings: Settings, console: Console) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make it, or say in one line why that cannot be."""
+    """Return a directory for the files, or end with one line that says why there can be none."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,7 +77,7 @@ def make_directory(path: Path) -> None:
 
 
 def train(settings: Settings, lighthouse: str, console: Console) -> Job:
-    """Run the replicas to the last step; the finished job."""
+    """Run the replicas to the last step, and return the finished job."""
     view = make_view(console, settings.replicas, settings.steps)
     environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "PYTHONPATH": _python_path()}
     job = Job(settings, environment, view)
@@ -92,7 +92,7 @@ def train(settings: Settings, lighthouse: str, console: Console) -> Job:
 
 
 def start_lighthouse(settings: Settings) -> LighthouseServer:
-    """A lighthouse that lets the job go on without one replica."""
+    """Return a lighthouse that lets the job go on without one replica."""
     # It brings torch, for which --help and a wrong option need not wait.
     from torchft_like.coordination import LighthouseServer  # noqa: PLC0415
 
@@ -125,7 +125,7 @@ def parse_settings(argv: Sequence[str] | None) -> Settings:
 
 
 def _python_path() -> str:
-    """What the user has set, then the packages beside this folder, should they not be installed."""
+    """Return the user's PYTHONPATH, with the packages beside this folder should they not be installed."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parent)]))
 
 

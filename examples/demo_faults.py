@@ -33,7 +33,7 @@ class Fault:
     returned: float = NEVER  # the victim has committed a step again
 
     def next_act(self, commits: Commits, at: float) -> Act | None:
-        """What to do now, if anything; the caller does it and then calls `did`."""
+        """Return the act that is due now, if any; the caller carries it out and then calls `did`."""
         self._measure(commits)
         survivors = [replica for replica in commits if replica != self.victim]
         if self.struck == NEVER:
@@ -44,7 +44,7 @@ class Fault:
         return None
 
     def did(self, act: Act, at: float) -> None:
-        """`act` was done at this time."""
+        """Note that `act` was carried out at this time."""
         if act == "strike":
             self.struck = at
         else:
@@ -52,7 +52,7 @@ class Fault:
 
     @property
     def over(self) -> bool:
-        """The victim is back and trains."""
+        """Whether the victim is back and trains."""
         return self.returned < NEVER
 
     def _measure(self, commits: Commits) -> None:
@@ -72,7 +72,7 @@ class Fault:
 
 
 def plan(replicas: int, steps: int) -> list[Fault]:
-    """A stop after a fifth of the steps and a kill after half of them, at different replicas.
+    """Return a stop after a fifth of the steps and a kill after half of them, at different replicas.
 
     In this order because the stopped one is back within a second or two on any machine, while one
     that was killed has to start Python and import torch; the job waits for the last one to be back.

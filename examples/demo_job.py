@@ -25,7 +25,7 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asks for."""
+    """The settings that the user asks for."""
 
     replicas: int
     steps: int  # committed ones; more where a replica is not back by then
@@ -80,18 +80,18 @@ class Job:
             replica.wait()
 
     def results(self) -> dict[int, Record | None]:
-        """Step and digest that each replica printed at its end."""
+        """Return the step and the digest that each replica printed at its end."""
         return {replica.index: replica.result() for replica in self.replicas}
 
     def _look(self) -> None:
-        """Read what the replicas wrote and show it."""
+        """Read what the replicas wrote, and show it."""
         news = [event for records in self.records for event in records.update()]
         for at, text in self._story.tell(news):
             self._tell(at, text)
         self.view.show([self._row(index) for index in range(len(self.replicas))])
 
     def _check(self) -> None:
-        """End the run where it cannot end well any more."""
+        """End the run if it cannot end well any more."""
         for replica in self.replicas:
             if replica.crashed:
                 raise DemoError(
@@ -111,7 +111,7 @@ class Job:
             )
 
     def _strike(self) -> None:
-        """Do what the first fault that is not over asks for: one at a time."""
+        """Carry out what the first fault that is not over asks for: one fault at a time."""
         fault = next((fault for fault in self.faults if not fault.over), None)
         commits = {index: records.commits for index, records in enumerate(self.records)}
         if fault and (act := fault.next_act(commits, time.time())):

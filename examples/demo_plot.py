@@ -72,7 +72,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def _mean_loss(run: Run) -> tuple[list[float], list[float]]:
-    """Time and loss of each step, averaged over the replicas and over the steps around it.
+    """Return the time and the loss of each step, averaged over the replicas and over the steps around it.
 
     Where no step was committed for a while the line is broken, by a NaN.
     """
@@ -110,7 +110,7 @@ def _draw_participants(axes: Axes, run: Run) -> None:
 
 
 def _mark_faults(axes: Axes, run: Run) -> None:
-    """A line where a fault struck, a shade until the survivors went on, a dotted line at the return."""
+    """Draw a line where a fault struck, a shade until the survivors went on, a dotted line at the return."""
     for fault in run.faults:
         color = FAULT_COLORS[fault.kind]
         struck, recovered, returned = (
@@ -128,7 +128,7 @@ def _name_faults(axes: Axes, run: Run) -> None:
 
 
 def _name(axes: Axes, time: float, height: float, text: str, fault: Fault, rotation: int) -> None:
-    """Text to the right of a vertical line; `height` is a part of that of the axes."""
+    """Write text to the right of a vertical line; `height` is a part of that of the axes."""
     axes.annotate(
         text,
         (time, height),
@@ -174,7 +174,7 @@ def _legend() -> list[Artist]:
 
 
 def _spans(run: Run, replica: int, own: Sequence[Metric]) -> list[tuple[float, float, str, str]]:
-    """(begin, end, color, text) of what this replica did, from the start to the end."""
+    """Return (begin, end, color, text) of what this replica did, from the start to the end."""
     trains_from = own[0].time
     spans = [(run.began, trains_from, HEALING, "")]
     for fault in run.faults:

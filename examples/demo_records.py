@@ -47,7 +47,7 @@ class ReplicaRecords:
         self.healing = False  # the last quorum says that it fetches state, and it has not committed since
 
     def update(self) -> Sequence[Record]:
-        """Read on; returns the new event records."""
+        """Read on, and return the new event records."""
         self.metrics += [Metric(**record) for record in self._metric_lines.new_records()]
         events = self._event_lines.new_records()
         for event in events:
@@ -65,7 +65,7 @@ class ReplicaRecords:
 
 
 def first_metric_of_each_step(metrics: Iterable[Metric]) -> list[Metric]:
-    """One metric per committed step, by step; a step that was tried again counts once."""
+    """Return one metric per committed step, by step; a step that was tried again counts once."""
     first: dict[int, Metric] = {}
     for metric in sorted(metrics, key=lambda metric: metric.time):
         if metric.participating:
@@ -86,7 +86,7 @@ class Story:
         self._members: frozenset[str] = frozenset()
 
     def tell(self, events: Iterable[Record]) -> list[tuple[float, str]]:
-        """(time, line) of each event that is news, oldest first."""
+        """Return (time, line) of each event that is news, oldest first."""
         lines = []
         for event in sorted(events, key=lambda event: float(event["time"])):
             text = self._describe(event)
@@ -111,7 +111,7 @@ class Story:
         return None
 
     def _describe_quorum(self, event: Record) -> str | None:
-        """Who came and went since the quorum before, whoever reports it first."""
+        """Return a line about a quorum and the replicas that came and went, at the first report of it."""
         if event["quorum_id"] in self._quorums:
             return None
         number = self._quorums[event["quorum_id"]] = len(self._quorums) + 1
@@ -126,7 +126,7 @@ class Story:
 
 
 def short_name(replica_id: str) -> str:
-    """A replica id without the part that is new in every incarnation."""
+    """Return a replica id without the part that is new in every incarnation."""
     return replica_id.partition(":")[0]
 
 
@@ -135,7 +135,7 @@ def _names(replica_ids: Iterable[str]) -> list[str]:
 
 
 def problems(results: Mapping[int, Record | None], steps: int) -> list[str]:
-    """Why the replicas do not hold the same trained state; empty when they do, bit for bit."""
+    """Return why the replicas do not hold the same trained state; empty if they do, bit for bit."""
     found = [f"replica {replica} printed no digest" for replica, result in results.items() if result is None]
     there = {replica: result for replica, result in results.items() if result is not None}
     ends = {replica: result["step"] for replica, result in there.items()}

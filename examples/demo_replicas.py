@@ -20,7 +20,7 @@ from torchft_like.testing.processes import RunningProcess
 
 @dataclass(frozen=True)
 class Files:
-    """Where one replica writes; a restarted replica appends."""
+    """The files that one replica writes; a restarted replica appends."""
 
     log: Path
     events: Path
@@ -28,7 +28,7 @@ class Files:
 
     @classmethod
     def create(cls, directory: Path, name: str) -> Files:
-        """The files of replica `name`, emptied."""
+        """Return the files of replica `name`, emptied."""
         files = cls(*(directory / f"{name}.{what}" for what in ("log", "events.jsonl", "metrics.jsonl")))
         for path in (files.log, files.events, files.metrics):
             path.write_bytes(b"")
@@ -52,30 +52,30 @@ class Replica:
         self._process: RunningProcess | None = None
 
     def start(self) -> None:
-        """Start it, or start it again after its end; call it from the main thread only."""
+        """Start the process, or start it again after its end; call this from the main thread only."""
         self.wait()
         self.killed = False
         self.started_at = time.time()
         self._process = RunningProcess(self._command, self.files.log, self._env)
 
     def kill(self) -> None:
-        """SIGKILL, to it and to all that it has started."""
+        """Send SIGKILL to the process and to all that it has started."""
         self.killed = True
         if self._process is not None:
             self._process.kill()
 
     def wait(self) -> None:
-        """Return when it is gone."""
+        """Wait until the process is gone."""
         if self._process is not None:
             self._process.wait()
 
     def stop(self) -> None:
-        """SIGSTOP: alive, its sockets open, but not answering."""
+        """Stop the process: it is alive, its sockets are open, but it does not answer."""
         self.stopped = True
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Let the process go on."""
         self.stopped = False
         self._signal(signal.SIGCONT)
 
@@ -107,6 +107,6 @@ class Replica:
         return None
 
     def _signal(self, number: signal.Signals) -> None:
-        """To its whole group of processes: loader workers, too."""
+        """Send a signal to its whole group of processes, data-loader workers included."""
         if self._process is not None and self._process.exit_code is None:
             os.killpg(self._process.pid, number)

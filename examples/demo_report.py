@@ -15,7 +15,7 @@ from rich.table import Table
 
 
 def report(job: Job, console: Console) -> None:
-    """Print, draw and keep what was measured.
+    """Print, draw and keep the measurements.
 
     Raises:
         DemoError: the replicas do not hold the same bits.

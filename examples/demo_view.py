@@ -36,7 +36,7 @@ STATE_STYLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One replica at this moment."""
+    """The state of one replica at this moment."""
 
     replica: int
     state: str  # a key of STATE_STYLES
@@ -46,25 +46,25 @@ class Row:
 
 
 class View(Protocol):
-    """What the demo needs of a view."""
+    """The functions of a view that the demo calls."""
 
     def tell(self, seconds: float, text: str, style: str = "") -> None:
-        """Something happened, `seconds` after the start."""
+        """Show an event, `seconds` after the start."""
 
     def show(self, rows: Sequence[Row]) -> None:
-        """The replicas as they are now; called often, drawn less often."""
+        """Show the replicas as they are now; called often, drawn less often."""
 
     def close(self) -> None:
         """Give the terminal back."""
 
 
 def make_view(console: Console, replicas: int, steps: int) -> View:
-    """The live view on a terminal, the plain one elsewhere."""
+    """Return the live view on a terminal, the plain one elsewhere."""
     return LiveView(console, replicas, steps) if console.is_terminal else PlainView(console, steps)
 
 
 class PlainView:
-    """A line per event, and a status line every few seconds."""
+    """Prints a line per event, and a status line every few seconds."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -85,11 +85,11 @@ class PlainView:
         self.tell(self._shown - self._began, f"step {step}/{self._steps}  " + "  |  ".join(parts))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this view holds nothing of the terminal."""
 
 
 class LiveView:
-    """A table of the replicas over the last lines of the story."""
+    """Draws a table of the replicas over the last lines of the story."""
 
     def __init__(self, console: Console, replicas: int, steps: int) -> None:
         self._steps = steps
@@ -161,7 +161,7 @@ def _loss(row: Row) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Means of `width` equal parts of `values` as a row of bars."""
+    """Return the means of `width` equal parts of `values` as a row of bars."""
     count = min(width, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def launch() -> int:
-    """Start, kill and start again; the number of workers that were not content."""
+    """Start, kill and start workers again; return how many of them failed."""
     lighthouse = LighthouseServer(join_timeout_ms=60_000)
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     _store, served_at = serve_store("127.0.0.1", STORE_TIMEOUT)  # for as long as it is referred to
@@ -82,7 +82,7 @@ def start(name: str, address: str) -> subprocess.Popen[bytes]:
 
 
 def wait_until_served(members: str, address: str, again: str = "") -> None:
-    """Until each of the members has given enough answers together with the others."""
+    """Wait until each of the members has given enough answers together with the others."""
     create_store_client(address).wait([f"{again}served by {name} of {members}" for name in members])
 
 
@@ -90,7 +90,7 @@ def wait_until_served(members: str, address: str, again: str = "") -> None:
 
 
 class Worker:
-    """Serves its own requests, with the help of all."""
+    """Serves its own requests, with the help of all members."""
 
     def __init__(self, name: str, address: str) -> None:
         torch.set_num_threads(1)
@@ -120,11 +120,11 @@ class Worker:
         sys.exit(0 if self.wrong == 0 else 1)
 
     def is_over(self) -> bool:
-        """What the first member has read in the store, so that all stop at the same request."""
+        """Return what the first member has read in the store, so that all stop at the same request."""
         return bool(self.group.broadcast_object(self.store.check(["stop"])))
 
     def has_switched(self) -> bool:
-        """Ask who is a member, and switch when all members are ready for it."""
+        """Ask for the next members, and switch when all of them are ready."""
         change = self.group.begin_change()
         if not self.group.is_due(change):
             return False
@@ -139,7 +139,7 @@ class Worker:
         return self.group.membership.members if self.group.membership else ()
 
     def begin_epoch(self) -> None:
-        """Say which experts this process has now."""
+        """Print which experts this process has now."""
         self.in_epoch = 0
         experts = ", ".join(str(expert) for expert in self.layer.own_experts())
         place = f"rank {self.group.rank_in_group} of {self.group.world_size}"
@@ -159,7 +159,9 @@ class Worker:
 
 
 class Layer:
-    """Experts, each a matrix; a token goes to those with the highest scores, weighted with them."""
+    """Experts, each of which is a matrix; a token goes to those with the highest scores, weighted with
+    them.
+    """
 
     def __init__(self, group: ElasticCoordinator) -> None:
         generator = torch.Generator().manual_seed(0)  # a real layer would load them
@@ -168,7 +170,7 @@ class Layer:
         self.experts = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator) / WIDTH
 
     def own_experts(self) -> list[int]:
-        """Those of this process, in the present epoch."""
+        """Return the experts of this process, in the present epoch."""
         return list(range(self.group.rank_in_group, EXPERTS, self.group.world_size))
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -176,11 +178,11 @@ class Layer:
         return self.group.combine(self.ask(self.own_experts(), hidden, logits))
 
     def reference(self, tokens: Tensor) -> Tensor:
-        """The same, with all experts here."""
+        """Return the layer's answer with all experts in this process."""
         return self.ask(list(range(EXPERTS)), tokens, tokens @ self.router)
 
     def ask(self, experts: list[int], hidden: Tensor, logits: Tensor) -> Tensor:
-        """The sum of what some experts say; zero for tokens that are none of theirs."""
+        """Return the sum of what some experts say; zero for tokens that go to none of them."""
         scores, chosen = logits.softmax(-1).topk(CHOICES)
         answers = torch.zeros_like(hidden)
         for expert in experts:
@@ -190,13 +192,13 @@ class Layer:
 
 
 def request(name: str, number: int) -> Tensor:
-    """Some tokens; sometimes none."""
+    """Return some tokens; sometimes none."""
     generator = torch.Generator().manual_seed(1000 * ord(name) + number)
     return torch.randn(number % 7, WIDTH, generator=generator)
 
 
 def say(line: str) -> None:
-    """At once, and in one piece: the processes share the output."""
+    """Print the text in one piece: the processes share the output."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 

@@ -45,7 +45,9 @@ def main() -> None:
 
 
 def start_processes() -> int:
-    """Be what torchrun is: give every process its rank and a store to meet in; the worst exit code."""
+    """Do what torchrun does: give every process its rank and a store to meet in; return the worst exit
+    code.
+    """
     store, _ = serve_store("127.0.0.1", STORE_TIMEOUT)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(PROCESSES)}
     ours = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # nobody else has to serve it
@@ -116,7 +118,7 @@ class SplitNetwork(nn.Module):
         return summed
 
     def share_of(self, whole: nn.Sequential) -> tuple[Tensor, Tensor]:
-        """This process's part of both weights."""
+        """Return this process's part of both weights."""
         width = HIDDEN // self.gang.size
         units = slice(self.gang.rank * width, (self.gang.rank + 1) * width)
         first, second = (parameter.detach() for parameter in whole.parameters())
@@ -124,7 +126,7 @@ class SplitNetwork(nn.Module):
 
 
 class SumOverGang(torch.autograd.Function):
-    """The sum of the members' tensors; the gradient of each is that of the sum."""
+    """The sum of the members' tensors, and as its gradient the gradient of that sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, gang: ProcessGroupGang) -> Tensor:
@@ -137,7 +139,7 @@ class SumOverGang(torch.autograd.Function):
 
 
 def descend(model: nn.Module) -> None:
-    """One step of gradient descent."""
+    """Take one step of gradient descent."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(gradient_of(parameter), alpha=LEARNING_RATE)

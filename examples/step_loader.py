@@ -34,7 +34,7 @@ class StepLoader:
         self._next: int | None = None
 
     def batch(self) -> Any:
-        """The batch of the current step; the same one again as long as the step is not committed."""
+        """Return the batch of the current step; the same one again as long as the step is not committed."""
         step = self._current_step()
         if step != self._next:
             self._batches = iter(self._loader)

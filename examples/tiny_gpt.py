@@ -60,5 +60,5 @@ class Block(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte; a guess at random costs 5.55."""
+    """Return the mean cross entropy in nats per byte; a guess at random costs 5.55."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

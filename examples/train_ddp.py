@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def is_done(manager: Manager, args: argparse.Namespace) -> bool:
-    """Whether the last step is committed, and with --finish-together by all of the replicas."""
+    """Return whether the last step is committed, and with --finish-together by all of the replicas."""
     everybody = manager.num_participants() >= args.num_replicas
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
@@ -106,7 +106,7 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
         self.key = f"{args.seed}/{args.replica_id}"
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, `[batch_size, CONTEXT]` int64 each; targets are one byte ahead."""
+        """Return inputs and targets, `[batch_size, CONTEXT]` int64 each; targets are one byte ahead."""
         chosen = random.Random(f"{self.key}/{step}").sample(self.shard, self.batch_size)
         windows = [self.bytes[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in chosen]
         tokens = torch.stack(windows).long()
@@ -114,7 +114,7 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Progress:
-    """A line on the terminal every few steps; every step as a JSON line in the metrics file."""
+    """Prints a line every few steps, and writes every step as a JSON line into the metrics file."""
 
     def __init__(self, args: argparse.Namespace, manager: Manager) -> None:
         self.args = args
@@ -124,7 +124,7 @@ class Progress:
         self.step = 0
 
     def report(self, loss: float) -> None:
-        """One step is over; `loss` is of this replica's batch, before the step."""
+        """Report a step that is over; `loss` is of this replica's batch, before the step."""
         step, participants = self.manager.current_step(), self.manager.num_participants()
         if self.file:
             record = {

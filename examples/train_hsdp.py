@@ -58,7 +58,7 @@ BATCH_SIZE = 4  # windows per rank and step
 
 
 def train(args: argparse.Namespace) -> None:
-    """One rank of one replica group."""
+    """Train as one rank of one replica group."""
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     torch.manual_seed(args.seed)  # the same on all ranks, each of which keeps its part
@@ -114,7 +114,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def is_done(manager: Manager, args: argparse.Namespace) -> bool:
-    """Whether the last step is committed, and with --finish-together by all of the groups."""
+    """Return whether the last step is committed, and with --finish-together by all of the groups."""
     everybody = manager.num_participants() >= args.num_replicas
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
@@ -130,7 +130,7 @@ def report(what: str, args: argparse.Namespace, manager: Manager, state: Sharded
 
 
 class Checkpoints:
-    """Checkpoints on a disk that all groups reach; each is written by one group, every shard by its rank."""
+    """Checkpoints on a disk that all groups reach; one group writes each, every rank its shards."""
 
     def __init__(
         self, folder: Path | None, manager: Manager, model: nn.Module, adamw: torch.optim.Optimizer
@@ -139,7 +139,7 @@ class Checkpoints:
         self.saved_step = 0
 
     def save(self) -> None:
-        """Between two steps, unless it is done. Of the groups that participate the first one saves."""
+        """Save between two steps, unless it is done. The first of the groups that participate saves."""
         step = self.manager.current_step()
         if self.folder is None or step == self.saved_step or self.manager.participating_rank() != 0:
             return
@@ -147,7 +147,7 @@ class Checkpoints:
         self.saved_step = step
 
     def resume(self) -> bool:
-        """Load the newest checkpoint that was written to the end; whether there is one."""
+        """Load the newest checkpoint that was written to the end; return whether there is one."""
         chosen = [self.newest()]
         dist.broadcast_object_list(chosen)  # another group may finish one just now: all ranks load the same
         if chosen[0] is None:
@@ -180,7 +180,7 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
         self.key = f"{seed}/{shard}"
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each; targets are one byte ahead."""
+        """Return inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each; targets are one byte ahead."""
         starts = random.Random(f"{self.key}/{step}").sample(range(len(self.bytes) - CONTEXT - 1), BATCH_SIZE)
         tokens = torch.stack([self.bytes[start : start + CONTEXT + 1] for start in starts]).long()
         return tokens[:, :-1], tokens[:, 1:]
@@ -190,7 +190,7 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LocalGroup:
-    """A replica group under a torchrun of its own, and what it prints."""
+    """A replica group under a torchrun of its own, and its output."""
 
     def __init__(self, index: int, lighthouse: str, kill_at_step: int | None) -> None:
         self.index = index
@@ -224,12 +224,12 @@ class LocalGroup:
         return match is not None and int(match[1]) >= step and int(match[2]) > 1
 
     def kill_ranks(self) -> None:
-        """SIGKILL to every rank at once; torchrun starts them again."""
+        """Send SIGKILL to every rank at once; torchrun starts them again."""
         print(f"group {self.index} | killed", flush=True)
         kill(psutil.Process(self.process.pid).children())
 
     def end(self) -> None:
-        """Leave nothing behind, however the run went."""
+        """End every process, however the run went."""
         if self.process.poll() is None:
             family = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
@@ -245,7 +245,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def run_locally(args: argparse.Namespace) -> int:
-    """A lighthouse here, the groups as processes; 0 if all of them end with the same bits."""
+    """Run a lighthouse here and the groups as processes; return 0 if all of them end with the same bits."""
     sys.argv.remove("--local")
     signal.signal(signal.SIGTERM, _interrupt)
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)

@@ -1,4 +1,5 @@
-"""What benchmarks and tests must not have in their own interpreter, made once and kept in the user's cache.
+"""Environments and files that benchmarks and tests cannot have in their own interpreter, made once in the
+user's cache.
 
 An environment is a virtual one with other packages or versions than ours: another torchft, another project,
 another torch. pip makes it, or uv where it is installed, which is quicker and shares files between them.
@@ -51,7 +52,7 @@ class Environment:
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
 
     def interpreter(self) -> Path:
-        """Its interpreter; the environment is made first where it is missing.
+        """Return its interpreter; the environment is made first if it is missing.
 
         Raises:
             UnavailableError: it cannot be made here.
@@ -77,7 +78,7 @@ class Environment:
 
 
 def make_once(name: str, contents: str, make: Callable[[Path], None]) -> Path:
-    """A folder of the cache, which `make` fills where it is missing.
+    """Return a folder of the cache, which `make` fills if it is missing.
 
     Callers in several processes wait for one another; a folder that was left half made is made again.
 
@@ -99,7 +100,7 @@ def make_once(name: str, contents: str, make: Callable[[Path], None]) -> Path:
 
 
 def find_python(version: str) -> str:
-    """An interpreter of this version: our own, one on the PATH, or one of pyenv's.
+    """Return an interpreter of this version: our own, one on the PATH, or one of pyenv's.
 
     Args:
         version: major and minor, "3.13".
@@ -141,7 +142,7 @@ def run_installer(command: list[str], what: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Nobody else is in a block with this path, in no other process either."""
+    """Let no other thread or process into a block with this path."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield  # closing the file releases the lock, also when this process is killed
@@ -156,6 +157,9 @@ def _version_of(python: str) -> str | None:
 
 
 def _installer_environment() -> dict[str, str]:
-    """PYTHONPATH would show our packages to pip; uv does not read where pip is told to find wheels."""
+    """Return the environment for an installer.
+
+    PYTHONPATH would show our packages to pip; uv does not read where pip is told to find wheels.
+    """
     ours = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return {"UV_FIND_LINKS": ",".join(ours.get("PIP_FIND_LINKS", "").split()), **ours}

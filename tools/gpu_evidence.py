@@ -35,7 +35,9 @@ def main() -> None:
 
 
 def unpacked(folder: Path) -> Path:
-    """A folder with what all wheels in `folder` hold: no extension module can be loaded from a wheel."""
+    """Return a folder with what all wheels in `folder` hold: no extension module can be loaded from a
+    wheel.
+    """
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         sys.exit(f"{folder} holds no wheels: make it as docs/gpu.md says")

@@ -53,7 +53,7 @@ class Row:
     without: tuple[str, ...] = ()
 
     def environment(self) -> Environment:
-        """What pyproject.toml asks for, and its tests' packages, in this row's versions."""
+        """Return what pyproject.toml asks for, and its tests' packages, in this row's versions."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = [*project["dependencies"], *_extra(project["optional-dependencies"], "dev")]
         names = dict.fromkeys(re.split(r"[^\w.-]", each)[0] for each in wanted)
@@ -160,7 +160,7 @@ def main() -> int:
 
 
 def run(row: Row, suites: Sequence[Suite], keep: Callable[[Outcome], None]) -> Outcome:
-    """What becomes of the suites in the row's environment, which is made first where it is missing.
+    """Run the suites in the row's environment, which is made first if it is missing, and return the outcome.
 
     Args:
         keep: called after each suite with what is known by then.
@@ -193,7 +193,7 @@ def save(outcome: Outcome) -> None:
 
 
 def saved() -> dict[str, Outcome]:
-    """The last outcome of each row."""
+    """Return the last outcome of each row."""
     found = {}
     for each in json.loads(RESULTS.read_text()) if RESULTS.exists() else []:
         suites = {name: Verdict(**verdict) for name, verdict in each.pop("suites").items()}
@@ -202,21 +202,23 @@ def saved() -> dict[str, Outcome]:
 
 
 def page() -> str:
-    """docs/versions.md as the saved outcomes say."""
+    """Return docs/versions.md as the saved outcomes say."""
     known = saved()
     outcomes = [known.get(row.name, Outcome(row.name, row.python, not_run="not yet")) for row in ROWS]
     return TEXT.read_text().format(table=table(outcomes), limits=_limits())
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table with a row for each outcome."""
+    """Return a Markdown table with a row for each outcome."""
     head = ("row", "Python", *SHOWN, *(suite.name for suite in SUITES), "on")
     lines = (head, ["---"] * len(head), *map(_cells, outcomes))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def run_suite(python: Path, suite: Suite) -> Verdict:
-    """What pytest says of a suite in the environment of this interpreter; who runs too long is ended."""
+    """Return what pytest says of a suite in the environment of this interpreter; a suite that runs too long
+    is ended.
+    """
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         report, began = Path(folder, "report.xml"), time.monotonic()
         options = ("-p", "no:cacheprovider", "-m", "not slow and not gpu", f"--junitxml={report}")
@@ -236,7 +238,7 @@ def run_suite(python: Path, suite: Suite) -> Verdict:
 
 
 def verdict_of(report: str, seconds: float) -> Verdict:
-    """What pytest's report (JUnit's XML) says; without one the suite was cut off."""
+    """Return what pytest's report (JUnit's XML) says; without a report the suite was cut off."""
     if not report:
         return Verdict(seconds=seconds, cut_off=True)
     verdict = Verdict(seconds=seconds)

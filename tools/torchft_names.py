@@ -75,7 +75,7 @@ BEHAVIOUR: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One name: what it is here, and why it is not the same."""
+    """One name: its state here, and why it is not the same."""
 
     name: str
     versions: str
@@ -150,7 +150,7 @@ def _variables(tree: ast.AST) -> Iterator[str]:
 
 
 def rows(peers: Mapping[str, Any]) -> list[Row]:
-    """One row for each name of any version.
+    """Return one row for each name of any version.
 
     Raises:
         LookupError: a name needs a reason and has none, or a reason is for no name.
@@ -198,7 +198,7 @@ def _look_at(name: str, theirs: Parameters) -> tuple[str, str]:
 
 
 def _resolve(name: str) -> Any:
-    """A module, or what is found in the longest part of the name that is one."""
+    """Return a module, or what is found in the longest part of the name that is one."""
     parts = name.split(".")
     found = importlib.import_module(parts[0])
     for index, part in enumerate(parts[1:], 1):
@@ -241,7 +241,7 @@ def _look_at_command(name: str, _: None) -> tuple[str, str]:
 
 
 def page() -> str:
-    """The text of docs/torchft-names.md."""
+    """Return the text of docs/torchft-names.md."""
     peers = json.loads(NAMES.read_text())
     found = rows(peers)
     count = {verdict: sum(row.verdict == verdict for row in found) for verdict in VERDICTS}
@@ -270,7 +270,7 @@ def page() -> str:
 
 
 def _section(name: str, modules: set[str]) -> str:
-    """The module of a name."""
+    """Return the module of a name."""
     while name not in modules and "." in name:
         name = name.rpartition(".")[0]
     return name if name in modules else "Environment and commands"

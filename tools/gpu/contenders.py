@@ -59,7 +59,7 @@ MANAGED = (
 
 @contextmanager
 def ranks_of(contender: Contender, count: int, *, dry: bool) -> Iterator[Ranks]:
-    """So many ranks with a group each; configured, unless a Manager does it."""
+    """Start so many ranks with a group each; configured, unless a Manager does it."""
     with running(count, ANSWER_S) as ranks:
         ranks.ask(make, contender, dry)
         if not contender.is_managed:
@@ -68,7 +68,7 @@ def ranks_of(contender: Contender, count: int, *, dry: bool) -> Iterator[Ranks]:
 
 
 def meet(ranks: Ranks) -> float:
-    """Configure the group of all ranks; the seconds of the slowest."""
+    """Configure the group of all ranks; return the seconds of the slowest."""
     store = serve_store()
     return float(max(ranks.ask(configure, f"127.0.0.1:{store.port}/cost/{next(_prefixes)}", len(ranks))))
 
@@ -98,7 +98,7 @@ def make_group(contender: Contender, dry: bool) -> Any:
 
 
 def make_manager(here: Here, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-    """Of the only replica, with the package's own lighthouse in this process."""
+    """Make the Manager of the only replica, with the package's own lighthouse in this process."""
     coordination = importlib.import_module(f"{here.contender.package}.coordination")
     package = importlib.import_module(here.contender.package)
     here.store = serve_store()
@@ -129,7 +129,7 @@ def configure(here: Here, rank: int, address: str, world_size: int) -> float:
 
 
 def init_raw(here: Here) -> None:
-    """torch's own default group, of this rank alone."""
+    """Make torch's own default group, of this rank alone."""
     file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch's store keeps it
     backend = "gloo" if here.dry else "nccl"
     dist.init_process_group(backend, init_method=f"file://{file.name}", rank=0, world_size=1, timeout=LIMIT)
@@ -185,7 +185,9 @@ def stalls(here: Here, rank: int, count: int) -> tuple[float, float]:
 
 
 def abort_a_blocked_sum(here: Here, rank: int) -> float:
-    """Seconds from the abort until a sum that no peer joins has let go of the thread and of the device."""
+    """Return the seconds from the abort until a sum that no peer joins has released the thread and the
+    device.
+    """
 
     def wait() -> None:
         reduce(here, torch.ones(1000, device=here.device)).wait()

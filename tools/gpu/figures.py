@@ -36,14 +36,14 @@ def figure(name: str, value: float | str, unit: str = "", *, bar: float | None =
 
 
 def median_figure(name: str, samples: Sequence[float], unit: str, *, bar: float | None = None) -> float:
-    """Write the median of some samples down, and give it."""
+    """Write the median of some samples down, and return it."""
     value = median(samples)
     figure(name, value, unit, bar=bar)
     return value
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """All that were written to the end of their line."""
+    """Return all figures that were written to the end of their line."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -55,7 +55,7 @@ def run_probe(main: Callable[..., object], *arguments: Any) -> NoReturn:
 
 
 def attempted(act: Callable[[], T], name: str) -> T | None:
-    """The result of `act`; where it fails, the error is the figure, and the probe fails in the end."""
+    """Return the result of `act`; if it fails, the error is the figure, and the probe fails in the end."""
     try:
         return act()
     except Exception as error:  # noqa: BLE001 - it is written down

@@ -43,7 +43,9 @@ def main(*, dry: bool) -> None:
 
 
 def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> tuple[float, float]:
-    """Seconds of the heal, and of a copy of the same state; the memory of both ranks is free after it."""
+    """Return the seconds of the heal, and of a copy of the same state; the memory of both ranks is free after
+    it.
+    """
     ranks.ask(make, package, size, dry)
     try:
         metadata, seconds = ranks[0].ask(offer, 0)
@@ -54,7 +56,7 @@ def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> tuple[float, f
 
 
 def make(here: Here, rank: int, package: str, size: int, dry: bool) -> None:
-    """The state, random at its source and zeros where it is to come."""
+    """Return the state, random at its source and zeros at its destination."""
     here.device = torch.device("cpu" if dry else "cuda")
     if not hasattr(here, "transport"):
         transport = importlib.import_module(f"{package}.checkpointing.http_transport").HTTPTransport
@@ -73,7 +75,7 @@ def offer(here: Here, rank: int) -> tuple[str, float]:
 
 
 def fetch(here: Here, rank: int, metadata: str) -> float:
-    """Seconds until the bytes are on this rank's device, where they are compared."""
+    """Return the seconds until the bytes are on this rank's device, where they are compared."""
     begin = perf_counter()
     state: dict[str, Any] = here.transport.recv_checkpoint(
         src_rank=0, metadata=metadata, step=1, timeout=LIMIT
@@ -96,7 +98,7 @@ def drop(here: Here, rank: int) -> None:
 
 
 def copy_seconds(here: Here, rank: int) -> float:
-    """Of a copy of the whole state on the device."""
+    """Return the seconds of a copy of the whole state on the device."""
     tensors: list[Tensor] = list(here.state.values())
     target, times = torch.empty_like(tensors[0]), []
     for _ in range(ROUNDS + 1):

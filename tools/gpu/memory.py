@@ -27,7 +27,7 @@ def _measure(contender: Contender, *, dry: bool) -> None:
 
 
 def device_megabytes(here: Here, rank: int) -> float:
-    """In use, by whomever."""
+    """Return the memory that is in use, by any process."""
     if here.device.type == "cpu":
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -35,7 +35,9 @@ def device_megabytes(here: Here, rank: int) -> float:
 
 
 def end_of_child(here: Here, rank: int, before: float) -> tuple[float, dict[str, float]]:
-    """What is free on the device once the group's processes are dead, and what each had of the host."""
+    """Return what is free on the device once the group's processes are dead, and what each had of the
+    host.
+    """
     family = psutil.Process().children(recursive=True)
     roles = {pid: role for role, pid in roles_of(here.group).items()}
     sizes = {roles.get(p.pid, "helper"): p.memory_full_info().uss / 1e6 for p in family}

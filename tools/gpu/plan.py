@@ -1,4 +1,4 @@
-"""Which probes there are, in the order of what their answers are worth.
+"""The probes, in the order of what their answers are worth.
 
 A probe is a process with a limit of its own: tests of tests/gpu, or a module of this folder. Each has a form
 that needs no GPU, over Gloo where there is one, so that its code has run before it counts.
@@ -50,7 +50,7 @@ class Probe:
 
 
 def part_of_name(expression: str) -> str:
-    """What the names of the tests hold that pytest chooses by one of the expressions below."""
+    """Return the words in names of tests that pytest chooses by one of the expressions below."""
     return expression.removeprefix("not ").split(")")[0].removeprefix("(")
 
 

@@ -34,7 +34,7 @@ class Results:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """None of them if there is no such file."""
+    """Return the results; none if there is no such file."""
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
@@ -45,7 +45,7 @@ def write_page() -> None:
 
 
 def generated(by_probe: dict[str, dict[str, Any]]) -> str:
-    """The marker and everything below it.
+    """Return the marker and everything below it.
 
     Raises:
         ValueError: a result is of a dry run, which says nothing about a GPU.

@@ -18,7 +18,7 @@ LINE_MAX = 240
 
 
 def run(probe: Probe, limit_s: float, log: Path, *, dry: bool) -> dict[str, Any]:
-    """Run a probe to its end or its limit; what it found.
+    """Run a probe to its end or its limit, and return what it found.
 
     Args:
         limit_s: of this run, at most the probe's own.
@@ -47,7 +47,7 @@ def run(probe: Probe, limit_s: float, log: Path, *, dry: bool) -> dict[str, Any]
 
 
 def _status(code: int | None, written: str, *, of_tests: bool) -> str:
-    """`passed`, or why not. Tests that were all skipped have not passed."""
+    """Return `passed`, or why not. Tests that were all skipped have not passed."""
     if code is None:
         return "killed at its limit"
     if code < 0:

@@ -99,7 +99,7 @@ def _shard(here: Here, model: TinyGPT) -> None:
 
 
 def _average(here: Here, model: nn.Module) -> None:
-    """As users of both packages do: the Manager in FSDP's all-reduce hook."""
+    """Average over replicas as users of both packages do: by the Manager, in FSDP's all-reduce hook."""
     if not here.contender.package:
         return
 
@@ -112,7 +112,7 @@ def _average(here: Here, model: nn.Module) -> None:
 
 
 def take(here: Here, rank: int, count: int) -> float:
-    """Seconds of a step, of so many."""
+    """Return the seconds of a step, over so many."""
     synchronize(here)
     begin = perf_counter()
     for _ in range(count):
