@@ -130,6 +130,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
         self.now = 0.0
+        self.has_faults = True
         self.sessions = 0
         self.lighthouse = self.start_lighthouse()
         self.processes = {name: Process(name) for name in "abcd"}
@@ -240,8 +241,8 @@ class World:
             self.kept_back[before].add(process.name)
 
     def act(self, process: Process) -> None:
-        """What its user may do next."""
-        candidate, dice = process.candidate, self.choose.random()
+        """Do what a user may do next; without faults users neither give up nor lose patience."""
+        candidate, dice = process.candidate, self.choose.random() if self.has_faults else 1.0
         if candidate.stage is Stage.IDLE:
             self.say(process, candidate.ask(shrink_only=dice < 0.1))
         elif candidate.stage is Stage.MEETING and dice < 0.1:
@@ -272,7 +273,7 @@ class World:
 
     # -- time
 
-    def step(self, *, with_faults: bool) -> None:
+    def step(self) -> None:
         self.now += 0.01
         self.tell(self.lighthouse.advance(self.now))
         process = self.choose.choice(list(self.processes.values()))
@@ -284,7 +285,7 @@ class World:
         act = self.choose.choice(possible)
         act(process)
         dice = self.choose.random()
-        if with_faults and dice < 0.01:
+        if self.has_faults and dice < 0.01:
             faults: list[Callable[[Process], None]] = [self.cut, self.restart, self.crash_lighthouse]
             self.choose.choice(faults)(process)
         for quorum_id, names in self.switched.items():
@@ -295,11 +296,12 @@ class World:
 def test_all_switch_or_none_and_in_the_end_all_do(seed: int) -> None:
     world = World(seed)
     for _ in range(3000):
-        world.step(with_faults=True)
+        world.step()
     assert world.switched
     assert any(world.kept_back.values())
+    world.has_faults = False
     for _ in range(20_000):
-        world.step(with_faults=False)
+        world.step()
         epochs = {process.candidate.epoch for process in world.processes.values()}
         if len(epochs) == 1 and 0 not in epochs and len(world.members[max(epochs)]) == len(world.processes):
             return
