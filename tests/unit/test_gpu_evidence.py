@@ -97,6 +97,7 @@ def test_a_stage_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
     note = f"open({str(ran)!r}, 'a').write"
     probes = (probe("good", f"{note}('g')"), probe("bad", f"{note}('b'); 1 / 0"))
     monkeypatch.setattr(evidence, "PROBES", probes)
+    monkeypatch.setattr(evidence, "_machine", lambda: MACHINE)  # which loads torch to find out
 
     def stage(*more: str) -> bool:
         path = tmp_path / "results.json"

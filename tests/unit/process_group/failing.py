@@ -1,4 +1,4 @@
-"""A group that fails as the test says, and groups that swallow its errors, for test_error_semantics."""
+"""A group that fails as a test says, and groups that swallow its errors, for the tests of both."""
 
 from __future__ import annotations
 
@@ -89,41 +89,55 @@ class Pending(FinishedOperation):
 
 
 class FakeManager:
-    """Answers as a Manager that is at rank 1 of 3, or in the trouble that it is given."""
+    """Answers as a Manager would, or in the trouble that it is given, and keeps what it is told.
 
-    def __init__(self, pg: Any) -> None:
+    Args:
+        participants, rank: of the step that is open.
+        factor: what the gradients are multiplied by, in place of an average.
+    """
+
+    def __init__(self, pg: Any, participants: int = 3, rank: int = 1, factor: int = 1) -> None:
         self.process_group = pg
         self.error: Exception | None = None
         self.trouble: Exception | None = None
         self.healing: frozenset[int] = frozenset()
+        self.is_alone = False
+        self.quorums_waited_for = 0
+        self.reduced: list[tuple[str, Any]] = []
+        self._participants, self._rank, self._factor = participants, rank, factor
 
     def wait_quorum(self) -> None:
-        if self.trouble is not None:
-            raise self.trouble
+        self.quorums_waited_for += 1
+        self._meet_trouble()
 
     def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Any:
-        self.wait_quorum()
-        return finished_work(tensors)
+        self._meet_trouble()
+        self.reduced.append((collective.name, options.reduceOp))
+        return finished_work([tensor.mul_(self._factor) for tensor in tensors])
 
     def num_participants(self) -> int:
-        self.wait_quorum()
-        return 3
+        self._meet_trouble()
+        return self._participants
 
     def is_exchanging_state(self) -> bool:
-        return False
+        return self.is_alone
 
     def healing_ranks(self) -> frozenset[int]:
         return self.healing
 
     def participating_rank(self) -> int | None:
-        self.wait_quorum()
-        return 1
+        self._meet_trouble()
+        return self._rank
 
     def errored(self) -> Exception | None:
         return self.error
 
     def report_error(self, e: Exception) -> None:
         self.error = self.error or e
+
+    def _meet_trouble(self) -> None:
+        if self.trouble is not None:
+            raise self.trouble
 
 
 class Subject:

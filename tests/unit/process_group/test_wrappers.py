@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.errors import (
@@ -31,14 +30,10 @@ from torchft_like.process_group import (
     ProcessGroupWrapper,
 )
 from torchft_like.process_group.collectives import COLLECTIVES
-from torchft_like.process_group.work import finished_work
 
 from .conftest import LIMIT_S, Party
+from .failing import FakeManager, OopsError
 from .test_collectives import ALONE
-
-
-class OopsError(Exception):
-    """A fault that nobody else raises."""
 
 
 def ones() -> Tensor:
@@ -89,46 +84,12 @@ def test_a_wrapper_without_an_inner_group_says_so() -> None:
 # Managed
 
 
-class FakeManager:
-    """Averages over its participants by multiplying, and remembers what it is told."""
-
-    def __init__(self, pg: ProcessGroup, participants: int = 1) -> None:
-        self.process_group = pg
-        self.participants = participants
-        self.error: Exception | None = None
-        self.reduced: list[Any] = []
-        self.quorums_waited_for = 0
-        self.healing: frozenset[int] = frozenset()
-        self.is_alone = False
-
-    def wait_quorum(self) -> None:
-        self.quorums_waited_for += 1
-
-    def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Work:
-        self.reduced.append((collective.name, options.reduceOp))
-        return finished_work([tensor.mul_(10) for tensor in tensors])
-
-    def num_participants(self) -> int:
-        return self.participants
-
-    def is_exchanging_state(self) -> bool:
-        return self.is_alone
-
-    def healing_ranks(self) -> frozenset[int]:
-        return self.healing
-
-    def participating_rank(self) -> int | None:
-        return 0
-
-    def errored(self) -> Exception | None:
-        return self.error
-
-    def report_error(self, e: Exception) -> None:
-        self.error = self.error or e
+def manager_of(pg: ProcessGroup, participants: int = 1) -> FakeManager:
+    return FakeManager(pg, participants, rank=0, factor=10)
 
 
 def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
-    manager = FakeManager(ProcessGroupDummy(0, 1))
+    manager = manager_of(ProcessGroupDummy(0, 1))
     group = ManagedProcessGroup(manager)
     first, second, third = ones(), ones(), ones()
     group.allreduce([first, second]).wait()
@@ -149,7 +110,7 @@ def test_an_allreduce_of_a_managed_group_is_the_managers() -> None:
 def test_while_a_state_is_loaded_a_managed_group_has_one_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `set_state_dict` broadcasts over every dimension of a mesh: the others would not come."""
     pg = ProcessGroupDummy(0, 1)
-    manager = FakeManager(pg)
+    manager = manager_of(pg)
     group, manager.is_alone = ManagedProcessGroup(manager), True
     monkeypatch.setattr(pg, "broadcast", lambda *_: pytest.fail("it reached the other members"))
     tensor = torch.full((2,), 5.0)
@@ -162,7 +123,7 @@ def test_while_a_state_is_loaded_a_managed_group_has_one_member(monkeypatch: pyt
 
 @pytest.mark.heal_is_clean
 def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
-    manager = FakeManager(ProcessGroupDummy(0, 1), participants=2)
+    manager = manager_of(ProcessGroupDummy(0, 1), participants=2)
     group = ManagedProcessGroup(manager)
     manager.healing = frozenset({2})
     assert group.broadcast_one(ones(), 0).wait()
@@ -172,7 +133,7 @@ def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
 
 
 def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:
-    group = ManagedProcessGroup(FakeManager(ProcessGroupDummy(0, 1), participants=5))
+    group = ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1), participants=5))
     assert group.size() == 5
     assert group.getSize() == 5
     assert group.rank() == 0
@@ -181,7 +142,7 @@ def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:
 @pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
 def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name: str) -> None:
     inner = ProcessGroupDummy(0, 1)
-    manager = FakeManager(inner, participants=3)
+    manager = manager_of(inner, participants=3)
     getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
     assert inner.calls[name] == 0
     assert isinstance(manager.error, ProcessGroupError)
@@ -190,7 +151,7 @@ def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name:
 @pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
 def test_what_needs_every_member_is_skipped_while_one_gets_its_first_state(name: str) -> None:
     inner = ProcessGroupDummy(0, 1)
-    manager = FakeManager(inner)
+    manager = manager_of(inner)
     manager.healing = frozenset({0})  # in the first step they count as participants
     getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
     assert inner.calls[name] == 0
@@ -199,11 +160,11 @@ def test_what_needs_every_member_is_skipped_while_one_gets_its_first_state(name:
 
 def test_a_managed_group_is_configured_by_its_manager_only() -> None:
     with pytest.raises(ProcessGroupError, match="Manager"):
-        ManagedProcessGroup(FakeManager(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
+        ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
 
 
 def test_ddp_over_a_managed_group_gets_the_managers_gradients() -> None:
-    manager = FakeManager(ProcessGroupDummy(0, 1))
+    manager = manager_of(ProcessGroupDummy(0, 1))
     group = ManagedProcessGroup(manager)
     model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
     model(ones()).sum().backward()
