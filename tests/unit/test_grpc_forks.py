@@ -35,7 +35,7 @@ def test_credentials_can_be_read_and_made_again() -> None:
 
 
 def test_what_this_process_made_is_used_as_it_is() -> None:
-    made = cygrpc.SSLChannelCredentials(None, None, None, None)
+    made = grpc.ssl_channel_credentials()._credentials
     assert grpc_forks._usable(made) is made
 
 

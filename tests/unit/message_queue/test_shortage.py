@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.descriptors import Descriptors, left_open_since, open_descriptors
+from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.unit.message_queue.test_queue import same
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
@@ -59,28 +59,27 @@ def memory_left(nbytes: int) -> Iterator[None]:
 
 
 def shortages(act: Callable[[], object]) -> int:
-    """With how many descriptors left it succeeds; with fewer it says so, and leaves nothing."""
+    """Return with how many free descriptors `act` succeeds; with fewer it says so and leaves nothing."""
     for count in range(60):
-        # What it leaves it leaves each time; a thread of an earlier test opens something now and then.
-        left = [attempt(act, count) for _ in range(3)]
-        if left[-1] is None:
+        if not is_short(act, count):
             return count
-        assert not all(left), left
+        before = open_descriptors()  # with what the first failure opened once for the whole process
+        assert is_short(act, count)
+        assert not left_open_since(before)
     raise AssertionError("it never succeeds")
 
 
-def attempt(act: Callable[[], object], count: int) -> Descriptors | None:
-    """What is left of a failure with so many descriptors; None if it succeeds."""
-    before = open_descriptors()
+def is_short(act: Callable[[], object], count: int) -> bool:
+    """Return whether `act` fails for want of descriptors where `count` are free."""
     try:
         with descriptors_left(count):
             act()
     except QueueDescriptorsError as error:
         said = str(error)
     else:
-        return None
+        return False
     assert "limit of open files" in said
-    return left_open_since(before)
+    return True
 
 
 def test_a_shortage_of_descriptors_is_said_and_leaves_nothing(queues: Queues) -> None:
