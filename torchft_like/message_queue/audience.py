@@ -1,13 +1,13 @@
-"""The local readers as the writer sees them: how far each is, who sleeps, who is gone.
+"""The local readers as the writer sees them: how far each has read, which of them sleep, which are gone.
 
-Each has a page of shared memory for its words and a connection, whose end tells of its death: the writer
-notices when it next looks or waits, and from then on nobody waits for it. One bell, an eventfd, wakes all
-who sleep with one call: woken one by one, the first would take the writer's core before the others are.
-Then the writer gives way for once: the system likes to wake a process on the core of the one that woke it,
-and there it would wait until the writer has nothing more to do.
+Each reader has a page of shared memory for its words and a connection, whose end tells of the reader's death:
+the writer notices when it next looks or waits, and no longer waits for that reader. One eventfd, the bell,
+wakes all sleeping readers with one call: woken one by one, the first would take the writer's core before the
+others are woken. After that the writer yields once: the system likes to wake a process on the core of the one
+that woke it, and there the reader would wait until the writer has nothing more to do.
 
-INVARIANT: what a reader writes into its page can only harm itself. A number that makes no sense gets it
-evicted, and the page is its own file.
+INVARIANT: what a reader writes into its page can only harm the reader itself. A number that makes no sense
+gets it evicted, and the page is a file of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchft_like.runtime.descriptors import despite_reset, send_descriptors
 FILES_UNREAD_MAX = 8
 WAKE = b"!"
 LEAVE = b"."
-FILE = struct.Struct("<cQQ")  # travels with the descriptor of a message of its own file
+FILE = struct.Struct("<cQQ")  # the bytes that go with the descriptor of a message's own file
 FILE_TAG = b"f"
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Member:
 
 
 class Audience:
-    """All local readers; for the thread that holds the writer's lock."""
+    """All local readers; only the thread that holds the writer's lock uses this."""
 
     def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:
         self.lobby = Lobby(ranks, token)
@@ -77,31 +77,34 @@ class Audience:
         except BaseException:
             self.close()
             raise
-        self.free_until = geometry.slots  # slots before this number are free, and somebody will read them
-        self._files: deque[int] = deque()  # the end of each message of its own file that may be unread
+        self.free_until = geometry.slots  # slots before this number are free, and some reader will read them
+        # For each message of its own file that may be unread, the slot after it.
+        self._files: deque[int] = deque()
 
     @property
     def ranks(self) -> list[int]:
-        """The readers that are there."""
+        """The ranks of the readers that are there, by the writer's last look."""
         return [member.rank for member in self._members.values() if member.connection is not None]
 
     @property
     def missing(self) -> list[int]:
-        """The readers that have not joined yet."""
+        """The ranks of the readers that have not joined yet."""
         return [member.rank for member in self._members.values() if member.connection is None]
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there, nor will come."""
+        """Whether no reader is there, nor will come."""
         return not self._members
 
     def descriptors(self) -> list[int]:
-        """Readable when `attend` has something to do."""
+        """Return the descriptors that are readable when `attend` has something to do."""
         connections = [member.connection for member in self._members.values()]
         return [self.lobby.fileno(), *(end.fileno() for end in connections if end is not None)]
 
     def has_room(self, until: int, published: int) -> bool:
-        """Whether every reader is done with what lies in the slots that end before `until`."""
+        """Return whether the slots before number `until` are free: every reader is done with the messages in
+        their places.
+        """
         if until <= self.free_until:
             return True
         free_until = self._slowest(published) + self._geometry.slots
@@ -109,7 +112,7 @@ class Audience:
         return until <= free_until
 
     def may_send_file(self, published: int) -> bool:
-        """Whether everybody can be handed another file; few are unread at any time."""
+        """Return whether every reader can be sent another file; few files are unread at any time."""
         if self.missing:
             return False
         slowest = self._slowest(published)
@@ -118,7 +121,7 @@ class Audience:
         return len(self._files) < FILES_UNREAD_MAX
 
     def laggards(self, until: int) -> list[int]:
-        """Those for whom `has_room` is False."""
+        """Return the ranks of the readers for which `has_room` is False."""
         return [
             member.rank
             for member in self._members.values()
@@ -126,7 +129,7 @@ class Audience:
         ]
 
     def send_file(self, descriptor: int, number: int, attempt: int, end: int) -> None:
-        """Hand the file of message `number` to everybody; there may be an earlier attempt at it."""
+        """Send the file of message `number` to every reader; there may have been an earlier attempt."""
         self._files.append(end)
         for member in list(self._members.values()):
             if member.connection is None:
@@ -138,7 +141,7 @@ class Audience:
                 self._evict(member, f"it takes no file ({error.strerror})")
 
     def wake(self) -> None:
-        """Wake those who sleep, all at once, and once per sleep."""
+        """Wake the sleeping readers, all at once, and each once per sleep."""
         full_fence()
         is_needed = False
         for member in self._members.values():
@@ -151,7 +154,7 @@ class Audience:
             os.sched_yield()
 
     def attend(self) -> None:
-        """Let readers in, and take note of those who left. Waits for nothing."""
+        """Let readers in, and note those that left. This waits for nothing."""
         for arrival in self.lobby.admit():
             self._join(arrival)
         for member in list(self._members.values()):
@@ -159,7 +162,7 @@ class Audience:
                 self._listen(member)
 
     def close(self) -> None:
-        """Let go of everybody."""
+        """Release everything of all readers."""
         self.lobby.close()
         while self._members:
             self._members.popitem()[1].close()
@@ -217,7 +220,9 @@ class Audience:
 def _ring(bell: int) -> None:
     try:
         os.eventfd_write(bell, 1)
-    except BlockingIOError:  # a hostile reader has filled it: no honest one writes, or reads
-        with contextlib.suppress(BlockingIOError):  # and may go on; the others look again by themselves
+    # A hostile reader has filled the counter: no honest reader writes to it, or reads it.
+    except BlockingIOError:
+        # The hostile reader may go on; the others look again by themselves.
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(bell)
             os.eventfd_write(bell, 1)

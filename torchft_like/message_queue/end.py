@@ -1,7 +1,7 @@
-"""What the ends of a queue have in common: a life, which any thread may end.
+"""The part that both ends of a queue have in common: their life, which any thread may end.
 
-INVARIANT: what an end holds is released once, by whoever has the lock, and so never under a call that uses
-it. `shutdown` first ends the call that has the lock: whoever waits, waits for `_stop` as well.
+INVARIANT: what an end holds is released once, by the thread that has the lock, and so never under a call that
+uses it. `shutdown` first ends the call that has the lock: every wait is also a wait for `_stop`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from abc import ABC, abstractmethod
 
 from torchft_like.errors import NotSupportedError, QueueClosedError
 
-RECHECK_S = 0.1  # should a wake-up ever be lost, this is what it costs
+RECHECK_S = 0.1  # the cost of a wake-up, should one ever be lost
 LINGER_S = 5.0
 
 
 class End(ABC):
-    """One end of a queue. A subclass calls `__init__` when nothing that it takes can fail any more.
+    """One end of a queue. A subclass calls `__init__` after everything that it acquires has been acquired.
 
     Args:
-        closed: what a call says that comes too late.
+        closed: the message of the error of a call that comes too late.
     """
 
     def __init__(self, closed: str) -> None:
@@ -33,26 +33,31 @@ class End(ABC):
 
     @abstractmethod
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
-        """Until this end, and for a writer all others, have joined."""
+        """Wait until this end has joined; the writer's end, until all readers have.
+
+        Args:
+            deadline: the end of the wait, on the monotonic clock.
+            seconds: the caller's limit, for the text of an error.
+        """
 
     def enqueue(self, value: object, deadline: float, seconds: float) -> None:
         """Write a message."""
         raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
 
     def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
-        """The next message; nothing is logged about a long wait that is expected."""
+        """Return the next message. A long wait is logged, unless it `is_expected`."""
         raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
     @property
     def is_closing(self) -> bool:
-        """Whether every further call is refused; what this end holds may not be given back yet."""
+        """Whether every further call is refused; the resources of this end may not be released yet."""
         return self._is_closing
 
     def shutdown(self, patience_s: float = LINGER_S) -> None:
-        """Say goodbye and let go of everything; from any thread, and as often as one likes.
+        """Say goodbye and release everything; any thread may call this, any number of times.
 
         Args:
-            patience_s: with those on other machines who have not read all.
+            patience_s: seconds for which remote readers are given time to read the rest.
         """
         with self._ending:
             if self._is_closed:
@@ -65,22 +70,24 @@ class End(ABC):
                 self._release(patience_s)
 
     def forget(self) -> None:
-        """In a fork: let go of what was inherited, and say nothing, for all of it is the parent's."""
-        self._make_locks()  # who held them does not exist here
+        """Release, in a fork, everything that was inherited, without a word to the peers: it is the
+        parent's.
+        """
+        self._make_locks()  # the thread that held them does not exist here
         self._is_closing = self._is_closed = True
         with contextlib.suppress(BufferError):  # another thread was in the middle of a message
             self._abandon()
 
     @abstractmethod
     def _say_goodbye(self) -> None:
-        """To the other side."""
+        """Tell the other side that this end goes."""
 
     @abstractmethod
     def _release(self, patience_s: float = 0.0) -> None:
-        """Give everything back."""
+        """Release everything."""
 
     def _abandon(self) -> None:
-        """`_release` in a fork."""
+        """Do what `_release` does, in a fork."""
         self._release()
 
     def _require_open(self) -> None:
@@ -95,9 +102,9 @@ class End(ABC):
 
 
 class ReadingEnd(End):
-    """A reader's."""
+    """A reader's end."""
 
     def _leave(self) -> None:
-        """While the caller has the lock."""
+        """Leave the queue; the caller has the lock."""
         self._is_closing = True
         self._say_goodbye()

@@ -1,6 +1,6 @@
-"""What a reader must know to join a queue: plain data, for whatever channel the processes have already.
+"""The handle of a queue, with which a reader joins it: plain data, for any channel that the processes have.
 
-Who has the handle can read the queue: it holds the secrets that the writer asks for.
+A process that has the handle can read the queue: it holds the secrets that the writer asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANK_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class RemoteHandle:
-    """Where remote readers connect, and the keys of the encrypted connection."""
+    """The address to which remote readers connect, and the key of the encrypted connection."""
 
     address: str
     server_key: bytes = field(repr=False)
@@ -29,7 +29,7 @@ class RemoteHandle:
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """One queue. `local_ranks` read shared memory, `n_remote` others the socket."""
+    """The description of one queue. `local_ranks` read shared memory, `n_remote` others the socket."""
 
     name: str
     token: bytes = field(repr=False)
@@ -39,7 +39,7 @@ class QueueHandle:
     remote: RemoteHandle | None
 
     def to_plain(self) -> dict[str, object]:
-        """As plain data."""
+        """Return the handle as plain data."""
         return {
             "version": VERSION,
             "name": self.name,
@@ -54,7 +54,7 @@ class QueueHandle:
 
     @classmethod
     def from_plain(cls, value: object) -> QueueHandle:
-        """The handle that `to_plain` was called on.
+        """Return the handle from which `to_plain` made the value.
 
         Raises:
             ValueError: this is not one.
@@ -81,7 +81,7 @@ class QueueHandle:
 
 
 def is_rank(value: object) -> TypeGuard[int]:
-    """Whether a reader can have it."""
+    """Return whether a reader can have this rank."""
     return type(value) is int and 0 <= value <= RANK_MAX
 
 

@@ -1,9 +1,10 @@
-"""How a local reader gets at the shared memory: it connects to the writer, which hands over descriptors.
+"""The handshake by which a local reader gets the shared memory: it connects to the writer, which sends
+descriptors.
 
-The writer listens in the abstract namespace of Unix sockets, where names are no files and go away with
-their process. A caller is let in once, when the kernel says that it is the same user, it knows the token
-of the handle, and its rank is expected and not there yet. Nobody can hold the writer up: it never waits
-for a caller, and callers who say nothing are limited in number and time.
+The writer listens in the abstract namespace of Unix sockets, where names are no files and go away with their
+process. A caller is let in once: if the kernel says that it is the same user, it knows the token of the
+handle, and its rank is expected and has not joined yet. No caller can hold the writer up: it never waits for
+one, and callers that say nothing are limited in number and time.
 
 The connection stays: its end tells each side of the other's death.
 """
@@ -30,7 +31,7 @@ from torchft_like.runtime.descriptors import receive_descriptors, send_descripto
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
 KNOCK_S_MAX = 5.0
-SHARED = 3  # descriptors that a reader gets: the ring, its page, the bell
+SHARED = 3  # the descriptors that a reader gets: the ring, its page, the bell
 
 _HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
 _MAGIC = b"tfq1"
@@ -48,10 +49,10 @@ class Arrival(NamedTuple):
 
 
 class Lobby:
-    """The writer's door. Nothing in it waits.
+    """The writer's listening socket and the callers that have not joined yet. No method waits.
 
     Attributes:
-        shortage: what kept the last `admit` from opening to who stands there: no descriptor is left.
+        shortage: the error for which the last `admit` could not accept a caller: no descriptor is left.
     """
 
     def __init__(self, ranks: Sequence[int], token: bytes) -> None:
@@ -66,16 +67,17 @@ class Lobby:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             self._listener = undo.enter_context(listener)
             self._listener.bind(f"\0{self.name}")
-            self._listener.listen(max(CALLERS_MAX, len(ranks)))  # all may come before the writer looks
+            # All readers may connect before the writer looks.
+            self._listener.listen(max(CALLERS_MAX, len(ranks)))
             self._events.register(self._listener, select.EPOLLIN)
             undo.pop_all()
 
     def fileno(self) -> int:
-        """Readable when `admit` has something to do."""
+        """Return the descriptor that is readable when `admit` has something to do."""
         return self._events.fileno()
 
     def admit(self) -> Iterator[Arrival]:
-        """Those who are let in now."""
+        """Yield the readers that are let in now."""
         self.shortage = None
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
@@ -86,7 +88,7 @@ class Lobby:
                 yield from self._hear(descriptor)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let no reader in any more."""
         for caller, _ in self._callers.values():
             caller.close()
         self._callers.clear()
@@ -100,7 +102,7 @@ class Lobby:
             except OSError as error:
                 if is_for_want_of_descriptors(error):
                     self.shortage = error
-                return  # else nobody more, or gone again already
+                return  # no more callers, or the caller is gone again already
             if _user_of(caller) != os.getuid():
                 caller.close()
                 continue
@@ -146,17 +148,17 @@ class Lobby:
 
 
 def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Hand the shared memory to a reader that was let in."""
+    """Send the descriptors of the shared memory to a reader that was let in."""
     send_descriptors(connection, _WELCOME, descriptors, socket.MSG_DONTWAIT)
 
 
 def call(handle: QueueHandle, rank: int) -> socket.socket:
-    """Knock at the writer's door.
+    """Connect to the writer and say hello.
 
     Raises:
         QueueWriterLostError: there is no writer.
-        QueueTimeoutError: so many stand there that there was no place for a while.
-        QueueError: somebody else sits behind that door.
+        QueueTimeoutError: so many callers wait that there was no place for KNOCK_S_MAX.
+        QueueError: another user's process has the name.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(KNOCK_S_MAX), 0))
@@ -182,7 +184,7 @@ def call(handle: QueueHandle, rank: int) -> socket.socket:
 
 
 def hear_welcome(connection: socket.socket) -> list[int]:
-    """The descriptors of the shared memory, once the connection is readable.
+    """Return the descriptors of the shared memory, once the connection is readable.
 
     Raises:
         QueueWriterLostError: the writer is gone.
@@ -200,7 +202,8 @@ def hear_welcome(connection: socket.socket) -> list[int]:
     if len(descriptors) != SHARED:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise OSError(errno.EMFILE, "the shared memory did not arrive")  # the kernel drops what has no place
+        # The kernel drops a descriptor for which there is no room.
+        raise OSError(errno.EMFILE, "the shared memory did not arrive")
     return descriptors
 
 

@@ -1,6 +1,6 @@
 """Messages as bytes: the leaves of plain data on their way into shared memory and out of it.
 
-Each byte is copied once on either side. What a reader gets shares no memory with the queue.
+Each byte is copied once on either side. A message that a reader gets shares no memory with the queue.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torchft_like.message_queue.memory import available_bytes, create, seal_cont
 from torchft_like.message_queue.ring import Bytes, RingReader
 from torchft_like.plain_data import TensorSpec, assemble_from
 
-FILE_RECORD = struct.Struct("<QQQQ")  # number of the message, attempt, bytes of its structure, of all of it
+# The message's number, the attempt, bytes of its structure, bytes in all.
+FILE_RECORD = struct.Struct("<QQQQ")
 
 
 def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
-    """The descriptor of a file in memory with all parts, one after the other.
+    """Return the descriptor of a file in memory with all parts, one after the other.
 
     Raises:
         QueueMemoryError: there is no room for it.
@@ -61,19 +62,19 @@ class Source:
         self._fill = fill
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """The next leaf, which is a tensor."""
+        """Return the next leaf, which is a tensor."""
         if not (nbytes := spec.nbytes):
             return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self._claim(nbytes)
         try:
             raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:  # what torch raises where others raise MemoryError
+        except RuntimeError as error:  # torch raises it where others raise MemoryError
             raise MemoryError(str(error)) from error
         self._fill(raw.numpy().data)
         return raw.view(spec.dtype).view(spec.shape)
 
     def memory(self, nbytes: int) -> memoryview:
-        """The next leaf, for an array."""
+        """Return the memory of the next leaf, for an array."""
         self._claim(nbytes)
         raw = np.empty(nbytes, np.uint8).data
         if nbytes:
@@ -81,11 +82,11 @@ class Source:
         return raw
 
     def data(self, nbytes: int) -> bytes:
-        """The next leaf, which is bytes."""
+        """Return the next leaf, which is bytes."""
         self._claim(nbytes)
         if not nbytes:
             return b""
-        whole = io.BytesIO()  # gives its memory away as bytes without a copy
+        whole = io.BytesIO()  # a BytesIO gives its memory away as bytes without a copy
         whole.seek(nbytes - 1)
         whole.write(b"\0")
         with whole.getbuffer() as raw:
@@ -106,7 +107,7 @@ NO_LEAVES = Source(0, _never)
 
 
 def assembled(structure: bytes, source: Source) -> object:
-    """The message.
+    """Return the message with this structure and these leaves.
 
     Raises:
         PlainDataError, QueueCorruptError: it is none.
@@ -123,7 +124,7 @@ def assembled(structure: bytes, source: Source) -> object:
 
 
 def reading_ring(ring: RingReader, at: int) -> Callable[[memoryview], None]:
-    """Fills memory with the bytes of a message's leaves, which begin there."""
+    """Return a function that fills memory with the bytes of a message's leaves, which begin at `at`."""
 
     def fill(memory: memoryview) -> None:
         nonlocal at
@@ -137,10 +138,12 @@ def reading_ring(ring: RingReader, at: int) -> Callable[[memoryview], None]:
 
 
 def reading_file(descriptor: int, nbytes: int) -> Callable[[memoryview], None]:
-    """Fills memory with the bytes of a file; reads, and maps nothing, so that no peer can pull it away.
+    """Return a function that fills memory with the bytes of a file.
+
+    It reads and maps nothing, so that no peer can take the memory away.
 
     Raises:
-        QueueCorruptError: it is not of this size.
+        QueueCorruptError: the file is not of this size.
     """
     if os.fstat(descriptor).st_size != nbytes:
         raise QueueCorruptError("the file of a message has another size than the message")

@@ -1,6 +1,6 @@
 """The end of a queue for a reader on the writer's machine.
 
-It reads where the writer wrote, and frees the slots when it has its own copy.
+It reads the memory that the writer wrote, and frees the slots when it has its own copy.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 
 class _File(NamedTuple):
-    """Of a message that is longer than the ring."""
+    """The file of a message that is longer than the ring."""
 
     attempt: int
     descriptor: int
 
 
 class LocalReader(ReadingEnd):
-    """See MessageQueue."""
+    """The reader's end of a `MessageQueue`, over shared memory."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
         self._handle = handle
@@ -70,7 +70,7 @@ class LocalReader(ReadingEnd):
         self._sleeps = 0
         self._rung = 0
         self._files: dict[int, _File] = {}
-        self._lacked_descriptors = False  # for one of them, which the kernel has dropped
+        self._lacked_descriptors = False  # for a file, whose descriptor the kernel has dropped
         self._ring: RingReader | None = None
         self._bell = -1
         self._memory: list[mmap.mmap] = []
@@ -83,13 +83,13 @@ class LocalReader(ReadingEnd):
         self._events.register(self._connection, select.EPOLLIN)
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
-        """Until the writer has let this reader in."""
+        """Wait until the writer has let this reader in."""
         with self._lock:
             self._require_open()
             self._joined(deadline, seconds)
 
     def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
-        """The next message."""
+        """Return the next message."""
         with self._lock:
             if self._is_closing:
                 raise self._too_late()
@@ -117,7 +117,8 @@ class LocalReader(ReadingEnd):
     def _release(self, patience_s: float = 0.0) -> None:
         self._connection.close()
         self._events.close()
-        stop, bell, self._stop, self._bell = self._stop, self._bell, -1, -1  # a fork closes all once more
+        # `_release` in a fork closes all once more
+        stop, bell, self._stop, self._bell = self._stop, self._bell, -1, -1
         for descriptor in (stop, bell):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -148,7 +149,7 @@ class LocalReader(ReadingEnd):
             raise QueueError(
                 f"reader {self._rank} could not join, and has left the queue: {error}"
             ) from error
-        except BaseException:  # Ctrl-C, too: there is no second welcome
+        except BaseException:  # also for Ctrl-C: the writer sends the memory only once
             self._leave()
             raise
         return self._ring
@@ -156,8 +157,8 @@ class LocalReader(ReadingEnd):
     def _take_memory(self) -> None:
         ring_descriptor, page_descriptor, self._bell = hear_welcome(self._connection)
         try:
-            # Nobody ever takes from the bell's counter, which would be taking it from the other readers:
-            # every stroke is an edge.
+            # No reader ever reads the bell's counter, which would take the wake-up from the other readers:
+            # every ring is an edge.
             self._events.register(self._bell, select.EPOLLIN | select.EPOLLET)
             self._memory.append(map_received(page_descriptor, PAGE_BYTES, writable=True))
             ring_bytes = self._handle.geometry.memory_bytes
@@ -167,7 +168,7 @@ class LocalReader(ReadingEnd):
             os.close(page_descriptor)
 
     def _poll(self, deadline: float, seconds: float, what: str) -> None:
-        """Until the connection has something to say; looks once, however little time there is."""
+        """Wait until the connection is readable; look once, however little time there is."""
         wait = LongWait()
         while True:
             self._require_open()
@@ -183,7 +184,7 @@ class LocalReader(ReadingEnd):
     # ------------------------------------------------------------------------------- reading
 
     def _read(self, ring: RingReader) -> tuple[object, int]:
-        """The next message, and its slots."""
+        """Return the next message, and how many slots it takes."""
         place, nbytes, structure_bytes, slots, kind = ring.next_record()
         structure = ring.read(place, structure_bytes)
         if kind == IN_FILE:
@@ -205,9 +206,10 @@ class LocalReader(ReadingEnd):
         return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
 
     def _file(self, number: int, attempt: int) -> int:
-        """The file of a message, which was sent before the message was told of.
+        """Return the descriptor of a message's file, which was sent before the message was published.
 
-        It is kept until the slot is free: who is interrupted before that reads the message once more.
+        It is kept until the slot is free: a caller that is interrupted before that reads the message once
+        more.
         """
         file = self._files.get(number)
         while (file is None or file.attempt != attempt) and self._hear():
@@ -223,7 +225,7 @@ class LocalReader(ReadingEnd):
         raise QueueCorruptError("the file of a message did not arrive")
 
     def _close_files(self, until: float = math.inf) -> None:
-        """Those of the messages before that number."""
+        """Close the files of the messages before that number."""
         for older in [known for known in self._files if known < until]:
             os.close(self._files.pop(older).descriptor)
 
@@ -236,13 +238,14 @@ class LocalReader(ReadingEnd):
         sleep = ring.words[SLEEPING]
         if sleep and sleep != self._rung:
             self._rung = sleep
-            with contextlib.suppress(OSError):  # full: plenty to wake up to; ended: the next wait sees it
+            # Full: there are wake-ups enough; ended: the next wait sees it.
+            with contextlib.suppress(OSError):
                 self._connection.send(WAKE, socket.MSG_DONTWAIT)
 
     # ------------------------------------------------------------------------------- waiting
 
     def _wait(self, ring: RingReader, deadline: float, seconds: float, is_expected: bool) -> None:
-        """Until there is a message."""
+        """Wait until there is a message."""
         words, consumed, wait = ring.words, ring.consumed, LongWait(is_expected=is_expected)
         nothing = "the writer wrote nothing"
 
@@ -252,7 +255,7 @@ class LocalReader(ReadingEnd):
         if not self._spin.watch(reached, deadline):
             while words[PUBLISHED] <= consumed:
                 self._require_open()
-                while self._hear():  # wake-ups for earlier sleeps, or that the writer is gone
+                while self._hear():  # wake-ups of earlier sleeps, or the writer's end
                     pass
                 self._require_writer(ring, reached)
                 if (now := time.monotonic()) >= deadline:
@@ -262,12 +265,12 @@ class LocalReader(ReadingEnd):
         self._spin.learn(wait.seconds)
 
     def _require_writer(self, ring: RingReader, reached: Callable[[], bool]) -> None:
-        """Raise if what is awaited will never come."""
+        """Raise an error if the awaited message will never come."""
         is_closed = ring.words[CLOSED]
         if not (is_closed or self._writer_is_gone):
             return
         full_fence()
-        if reached():  # it was the last
+        if reached():  # the message was the last
             return
         if is_closed:
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
@@ -284,7 +287,7 @@ class LocalReader(ReadingEnd):
             self._words[SLEEPING] = 0
 
     def _hear(self) -> bool:
-        """One word from the writer; whether there was one."""
+        """Handle one message from the writer; return whether there was one."""
         try:
             data, descriptors = despite_reset(
                 lambda: receive_descriptors(self._connection, FILE.size + 1, 1, socket.MSG_DONTWAIT)

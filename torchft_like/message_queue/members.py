@@ -1,10 +1,10 @@
-"""Message queues between the members: who writes, who reads, and through shared memory or a socket.
+"""Message queues between the members of a group: the writer, the readers, through shared memory or a socket.
 
-Readers that are on the writer's machine, in its network namespace and of its user read shared memory; the
-others get a socket. Nobody has to say so: the members tell each other where they are.
+Readers on the writer's machine, in its network namespace and of its user read shared memory; the others get a
+socket. The caller need not say which: the members tell each other where they are.
 
-INVARIANT: an end that a member has been given ends with the group. Who waits in one hears of a member's death
-from whoever breaks off.
+INVARIANT: an end that a member has been given ends with the group. A thread that waits in one hears of a
+member's death from the rank that breaks off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOOK_S = 0.01
 
 
 def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator:
-    """The members of a process group, to make queues of that size.
+    """Return the members of a process group, for queues of that size.
 
     Raises:
         TypeError: it is no process group.
@@ -58,7 +58,7 @@ def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator
 
 
 def rank_in(pg: Group, rank: int) -> int:
-    """Of a member with that rank in the whole job.
+    """Return the rank in the group of a member with that rank in the whole job.
 
     Raises:
         ValueError: there is none.
@@ -72,7 +72,7 @@ def rank_in(pg: Group, rank: int) -> int:
 def create_broadcaster(
     group: Communicator, writer_rank: int, external: object, blocking: bool
 ) -> MessageQueue:
-    """The caller's end of a queue that one member writes and all others read.
+    """Return the caller's end of a queue that one member writes and all others read.
 
     Args:
         external: on that member, the handle of a queue with another writer: then all members read.
@@ -99,9 +99,10 @@ def create_broadcaster(
 def create_single_reader(
     group: Communicator, reader_rank: int, blocking: bool
 ) -> tuple[MessageQueue, list[object]]:
-    """A queue of each member's to write, and on the one that reads the handles of all, in the order of ranks.
+    """Return a queue that the caller writes, and at `reader_rank` the handles of all members' queues, in the
+    order of ranks.
 
-    Who reads them is their reader 0.
+    The member with that rank reads each of them as reader 0.
     """
     operation = "create_single_reader_mq_broadcasters"
     made: MessageQueue | None = None
@@ -134,10 +135,11 @@ def create_single_reader(
 def _met(
     group: Communicator, operation: str, written: MessageQueue | None, handle: object, blocking: bool
 ) -> MessageQueue:
-    """The caller's end, once every member has its own; if `blocking`, once the writer has let all in.
+    """Return the caller's end, once every member has its own; if `blocking`, once the writer has let all in.
 
-    A writer lets its readers in aside, and waits in the group, where it hears of one that will not come. No
-    reader waits before all have opened their ends: a writer outside the group may let them in much later.
+    The writer lets its readers in on another thread, and waits in the group, where it hears of a member that
+    will not come. No reader waits before all have opened their ends: a writer outside the group may let them
+    in much later.
     """
     end = written
     nobody_knocks = threading.Event()
@@ -162,7 +164,7 @@ def _met(
         group.agree(operation, joined)
         letting_in.wait()
     except BaseException as error:
-        if isinstance(error, HARMLESS):  # all have said their part
+        if isinstance(error, HARMLESS):  # all members have said their part
             nobody_knocks.set()
         if end is not None:
             end.shutdown(timeout=0)
@@ -174,7 +176,7 @@ def _met(
 def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event) -> None:
     """Let all readers in, and leave the queue to its owner in between.
 
-    Goes on when the groups are broken off: a reader that is let in hears of that in its group.
+    This goes on when the groups are broken off: a reader that is let in hears of that in its group.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -186,7 +188,7 @@ def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event)
 
 
 def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> Any:
-    """The writer's object, on every rank.
+    """Return the writer's object, on every rank.
 
     Raises:
         PlainDataError: the writer's object does not travel; the readers get a CollectiveMismatchError.
@@ -203,7 +205,7 @@ def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> A
 
 
 def _written(group: Communicator, queue: MessageQueue, obj: object) -> object:
-    left = queue.left_readers  # who leaves later may have read what is written now
+    left = queue.left_readers  # a reader that leaves later may have read the present message
     try:
         _enqueue(group, queue, obj)
     except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
@@ -225,7 +227,8 @@ def _enqueue(group: Communicator, queue: MessageQueue, obj: object) -> None:
     try:
         queue.enqueue((True, obj), _patience_s(group))
     except PlainDataError:
-        dissect(obj)  # names the place in the object, where the error names that in the message
+        # Raises an error that names the place in the object; the other names the place in the message.
+        dissect(obj)
         raise
 
 
@@ -237,7 +240,7 @@ def _refuse(group: Communicator, queue: MessageQueue, error: Exception) -> None:
 
 
 def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[bytes]) -> MessageQueue:
-    """A queue from the caller to other members, of the size that the group's options say.
+    """Return a queue from the caller to other members, of the size that the group's options say.
 
     Args:
         readers: the members that read, and what the queue calls each of them.
@@ -251,7 +254,7 @@ def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[byt
 
 
 def _places(group: Communicator, operation: str, end: str, rank: int) -> list[bytes]:
-    """Where the members are: the same bytes where they can share memory."""
+    """Return the places of the members: the same bytes for members that can share memory."""
 
     def prepare() -> tuple[Statement, int, bytes, None]:
         term = end, str(checked_rank(rank, group.world_size, f"the {end}'s rank"))
@@ -263,7 +266,7 @@ def _places(group: Communicator, operation: str, end: str, rank: int) -> list[by
 
 @functools.cache
 def _place() -> bytes:
-    """Of this process: the start of its kernel, its network namespace, its user."""
+    """Return the place of this process: the start of its kernel, its network namespace, its user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()
 

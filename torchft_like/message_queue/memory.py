@@ -1,9 +1,9 @@
-"""Memory for processes to share: files without a name.
+"""Memory that processes share: files without a name.
 
-A file in memory belongs to those who have it open: whoever is killed, and whenever, the system takes it
-back when the last of them is gone. What is mapped was reserved in full, since touching a page that the
-system cannot give kills, and is sealed before it is handed out: it can neither shrink, which would kill
-who touches it, nor be written to by those who got it to read.
+A file in memory belongs to the processes that have it open: the system takes it back when the last of them is
+gone, even if it was killed. Memory that is mapped was reserved in full, since touching a page that the system
+cannot give kills the process, and it is sealed before its descriptor is sent: it can neither shrink, which
+would kill a process that touches it, nor be written by the processes that got it to read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_LIMIT = 2**60
 
 
 def reserve(nbytes: int, purpose: str) -> int:
-    """The descriptor of a new file in memory, every byte of it there and zero.
+    """Return the descriptor of a new file in memory, every byte of which is reserved and zero.
 
     Raises:
         QueueMemoryError: the machine, or the limit of this control group, has no room; says how much is
@@ -44,7 +44,7 @@ def reserve(nbytes: int, purpose: str) -> int:
 
 
 def create(nbytes: int, purpose: str) -> int:
-    """The descriptor of a new file in memory, empty yet, for which there is room.
+    """Return the descriptor of a new file in memory, still empty, for which there is room.
 
     Raises:
         QueueMemoryError: there is none.
@@ -59,10 +59,11 @@ def create(nbytes: int, purpose: str) -> int:
 
 @contextlib.contextmanager
 def descriptors_for(purpose: str) -> Iterator[None]:
-    """Around what opens files, sockets or events.
+    """Turn a shortage of descriptors in the block, which opens files, sockets or events, into an error that
+    says so.
 
     Raises:
-        QueueDescriptorsError: there are too many.
+        QueueDescriptorsError: this process has too many open.
     """
     try:
         yield
@@ -76,37 +77,37 @@ def descriptors_for(purpose: str) -> Iterator[None]:
 
 
 def is_for_want_of_descriptors(error: Exception) -> bool:
-    """Whether an OSError, or a ZMQError, means that no more files can be opened."""
+    """Return whether an OSError, or a ZMQError, means that no more files can be opened."""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
 def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:
-    """All of the file, to read and write."""
+    """Return a mapping of the whole file, to read and write."""
     return mmap.mmap(descriptor, nbytes)
 
 
 def seal(descriptor: int) -> None:
-    """Fix the size; who maps it from now on may only read."""
+    """Fix the size of the file; a process that maps it from now on may only read."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        seal_size(descriptor)  # a kernel that does not know the second seal
+        seal_size(descriptor)  # the kernel does not know the second seal
 
 
 def seal_size(descriptor: int) -> None:
-    """Fix the size."""
+    """Fix the size of the file."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
 
 
 def seal_content(descriptor: int) -> None:
-    """Nobody writes to the file any more, this process included."""
+    """Fix the content of the file: no process writes to it any more, this one included."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_WRITE)
 
 
 def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
-    """All of a file that another process made.
+    """Return a mapping of a file that another process made.
 
     Raises:
         QueueError: it is not of this size, or could change its size later, which would kill this process.
@@ -126,9 +127,10 @@ def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """What this process may still take: the machine's memory, and the limits of its control groups.
+    """Return how many bytes this process may still take: of the machine's memory, within its control groups'
+    limits.
 
-    Files in memory need no room in /dev/shm. They count as memory of who first touches them.
+    Files in memory need no room in /dev/shm. They count as memory of the process that first touches them.
     """
     return min([_of_machine(Path("/proc/meminfo").read_text()), *_of_groups()])
 
@@ -143,7 +145,7 @@ def _of_machine(meminfo: str) -> int:
 def _of_groups() -> Iterator[int]:
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no control groups, no limit
+    except OSError:  # without control groups there is no limit
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -155,7 +157,9 @@ def _of_groups() -> Iterator[int]:
 
 
 def _of_ancestors(root: Path, path: str, names: tuple[str, str]) -> Iterator[int]:
-    """What the group and each group around it leave; what can be dropped at any time counts as free."""
+    """Yield the bytes that the group and each group around it leave; memory that can be dropped at any time
+    counts as free.
+    """
     folder = root / path.strip("/")
     while folder.is_relative_to(root):
         try:

@@ -37,17 +37,17 @@ _LINE_BYTES = 64
 class MessageQueue:
     """A queue with one writer and many readers, each of which gets every message, in order.
 
-    The process that makes it writes. It hands `export_handle()` to the readers, over whatever channel
-    they have, and they call `create_from_handle`. Then everybody calls `wait_until_ready`.
+    The process that makes it writes. It sends `export_handle()` to the readers, over any channel that they
+    have, and they call `create_from_handle`. Then the writer and all readers call `wait_until_ready`.
 
-    What travels is plain data (torchft_like.plain_data): None, bool, int, float, str, bytes, list, tuple,
+    A message is plain data (torchft_like.plain_data): None, bool, int, float, str, bytes, list, tuple,
     dict, tensors and arrays of numbers. Nothing is pickled. Tensors arrive on the CPU.
 
-    One thread at a time writes, and one per reader reads; others wait for it. `shutdown` may be called
-    from any thread and ends whatever the queue waits in. In a fork, a queue of the parent is closed.
+    One thread at a time writes, and one per reader reads; others wait for it. Any thread may call `shutdown`,
+    which ends every wait of the queue. In a fork, a queue of the parent is closed.
 
     Args:
-        n_reader: how many will read.
+        n_reader: the number of readers.
         n_local_reader: how many of them run on this machine and read shared memory; the others connect
             to a port of this machine.
         local_reader_ranks: the ranks of the local readers; 0 to n_local_reader - 1 unless given. Every
@@ -95,16 +95,16 @@ class MessageQueue:
 
     @classmethod
     def create_from_handle(cls, handle: object, rank: int) -> Self:
-        """A reader's end.
+        """Open a reader's end.
 
         Args:
             handle: what the writer's `export_handle` returned.
-            rank: of this reader; no other has it.
+            rank: the rank of this reader; no other reader has it.
 
         Raises:
-            ValueError: the handle is none, or the rank is not one of its readers.
+            ValueError: the value is no handle, or the rank is not one of its readers.
             QueueWriterLostError: the writer is gone.
-            QueueTimeoutError: others crowd its door, and it does not look: try again.
+            QueueTimeoutError: too many readers connect at once, and the writer does not look: try again.
             QueueDescriptorsError: too many files are open.
         """
         known = QueueHandle.from_plain(handle)
@@ -131,13 +131,13 @@ class MessageQueue:
         external_writer_handle: object = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """The caller's end of a queue that one member of a process group writes and all others read.
+        """Open the caller's end of a queue that one member of a process group writes and all others read.
 
         All members call it, and agree on their arguments. Readers on the writer's machine read shared memory.
 
         Args:
             pg: torch's own group or any of ours.
-            writer_rank: in the group.
+            writer_rank: the writer's rank in the group.
             external_writer_handle: on that member, the handle of a queue whose writer is outside the group:
                 then all members read it, each as the reader of its rank in the group.
             blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
@@ -159,14 +159,14 @@ class MessageQueue:
         reader_rank: int = 0,
         blocking: bool = False,
     ) -> tuple[MessageQueue, list[object]]:
-        """A queue of the caller's to write; and on one member the handles of the queues of all.
+        """Make a queue that the caller writes; one member gets the handles of all members' queues.
 
-        All members call it, and agree on their arguments. Who reads opens each handle as its reader 0.
+        All members call it, and agree on their arguments. The reading member opens each handle as reader 0.
 
         Args:
             pg: torch's own group or any of ours.
-            reader_rank: in the whole job, as in vLLM.
-            blocking: False: nobody can have opened the queues when the call returns.
+            reader_rank: the reader's rank in the whole job, as in vLLM.
+            blocking: must be False: no member can have opened the queues before the call returns.
 
         Returns:
             The queue; and on the reader the handles in the order of ranks, its own among them.
@@ -184,7 +184,8 @@ class MessageQueue:
         self._end = end
         self._handle = handle
         self._rank = rank
-        # Also at the end of the interpreter: a writer that exits in peace has not died.
+        # The finalizer also runs at the end of the interpreter: a writer that exits in good order has not
+        # died.
         self._finalizer = weakref.finalize(self, end.shutdown)
         _ends.add(end)
 
@@ -199,21 +200,22 @@ class MessageQueue:
         return self._end.is_closing
 
     def export_handle(self) -> dict[str, object]:
-        """What readers need, as plain data. Who has it can read the queue."""
+        """Return what readers need, as plain data. A process that has it can read the queue."""
         return self._handle.to_plain()
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every reader has joined; for a reader, until it has.
+        """Wait until every reader has joined; at a reader, until this reader has.
 
         Args:
             timeout: seconds; None waits for ever.
 
         Raises:
-            QueueTimeoutError: somebody has not come; says who.
+            QueueTimeoutError: a reader has not joined; the text names it.
             QueueWriterLostError, QueueClosedError: the writer is gone.
             QueueError: the writer refuses this reader; says why.
             QueueDescriptorsError, QueueMemoryError: too many files are open, or there is no room to map the
-                ring. A reader has left the queue; a writer can call again, and those who came are there.
+                ring. A reader has left the queue; a writer can call again, and the readers that have joined
+                stay.
         """
         deadline, seconds = _deadline(timeout)
         self._end.wait_until_ready(deadline, seconds)
@@ -222,16 +224,17 @@ class MessageQueue:
         """Write a message. Local readers can read it when this returns, whatever happens to this process.
 
         Args:
-            obj: plain data. May be changed as soon as the call returns.
+            obj: plain data; the caller may change it as soon as the call returns.
             timeout: seconds to wait for room; None waits for ever.
 
         Raises:
-            PlainDataError: the object is of a type that does not travel; names the part.
-            QueueTimeoutError: there was no room; names the readers that are behind. Nothing was written.
-            QueueReadersLostError: nobody is left to read it.
+            PlainDataError: the object is of a type that cannot be sent; the text names the part.
+            QueueTimeoutError: there was no room; the text names the readers that are behind. Nothing was
+              written.
+            QueueReadersLostError: no reader is left.
             QueueMemoryError: it is longer than the ring, and there is no memory for its file.
-            QueueDescriptorsError: nor a descriptor; or the call had to wait, and there is none for a reader
-                that has come. Nothing was written.
+            QueueDescriptorsError: there is no descriptor for that file; or the call had to wait, and there is
+                none for a reader that has come. Nothing was written.
             QueueClosedError: the queue was shut down.
         """
         deadline, seconds = _deadline(timeout)
@@ -242,7 +245,7 @@ class MessageQueue:
 
         Args:
             timeout: seconds to wait for it; None waits for ever.
-            indefinite: it may be long in coming: the log does not say every minute that it has not.
+            indefinite: the message may be long in coming: the log does not report the wait every minute.
 
         Raises:
             QueueTimeoutError: nothing was written in time.
@@ -258,7 +261,7 @@ class MessageQueue:
         return self._end.dequeue(deadline, seconds, indefinite)
 
     def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
-        """Called by everybody: the writer writes `obj`, everybody returns it."""
+        """Write `obj` at the writer, read it at the readers, and return it at all of them."""
         if self.is_writer:
             self.enqueue(obj, timeout)
             return obj
@@ -266,21 +269,23 @@ class MessageQueue:
 
     @property
     def readers(self) -> list[int]:
-        """At the writer: the ranks of the readers that are there now."""
+        """The ranks of the readers that are there now; only the writer has it."""
         return self._writer().readers()
 
     @property
     def lost_readers(self) -> list[int]:
-        """At the writer: the ranks of the readers that died, and that it goes on without."""
+        """The ranks of the readers that died, and that the writer goes on without; only the writer has it."""
         return self._writer().lost_readers()
 
     @property
     def left_readers(self) -> list[int]:
-        """At the writer: the ranks of the readers that left by themselves, and that it goes on without."""
+        """The ranks of the readers that left by themselves, and that the writer goes on without; only the
+        writer has it.
+        """
         return self._writer().left_readers()
 
     def shutdown(self, timeout: float = LINGER_S) -> None:
-        """Close this end; may be repeated, and wakes whoever waits in it.
+        """Close this end and end every wait in it; may be repeated.
 
         A writer's readers still read what was written, and then get QueueClosedError. Local ones need no
         waiting for. Remote ones that have not read all when the time is over may get QueueWriterLostError
@@ -334,7 +339,7 @@ def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
 
 
 def _deadline(timeout: float | None) -> tuple[float, float]:
-    """When it ends, on the monotonic clock, and the seconds until then."""
+    """Return the deadline on the monotonic clock, and the seconds until then."""
     if timeout is None:
         return math.inf, math.inf
     if not timeout >= 0:
@@ -346,9 +351,12 @@ _ends: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    """In a fork: what was inherited is the parent's. A copy of a connection would hide the parent's death."""
+    """Release, in a fork, everything that was inherited: it is the parent's.
+
+    A copy of a connection would hide the parent's death.
+    """
     for end in list(_ends):
-        with contextlib.suppress(OSError):  # whatever is wrong with one, the others are forgotten
+        with contextlib.suppress(OSError):  # even if one fails, the others are forgotten
             end.forget()
     _ends.clear()
 

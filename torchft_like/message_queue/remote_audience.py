@@ -1,12 +1,12 @@
-"""The readers on other machines as the writer sees them: a connection each, and how far each is.
+"""The readers on other machines as the writer sees them: a connection each, and how far each has read.
 
-ZeroMQ moves the bytes and finds connections that end or fall silent. Whoever does not know the writer's
-public key, which is in the handle, does not get as far as saying anything (CURVE: encrypted, too); who
-does says the handle's token and a rank.
+ZeroMQ moves the bytes and finds connections that end or fall silent. A peer that does not know the writer's
+public key, which is in the handle, cannot send anything (CURVE, which also encrypts); a peer that knows it
+sends the handle's token and a rank.
 
-A message waits in the writer's process until the reader's system has it, and a reader confirms what was
-read: no more than `window` messages are unconfirmed, so a slow reader holds the writer up as it does in
-shared memory, and its memory is bounded.
+A message waits in the writer's process until the reader's system has it, and a reader confirms the messages
+that it has read: no more than `window` messages are unconfirmed, so a slow reader holds the writer up as it
+does in shared memory, and the writer's memory is bounded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TAG_HELLO, TAG_WELCOME, TAG_REFUSED, TAG_DATA, TAG_READ, TAG_CLOSED, TAG_LEAVE, 
     b"H", b"W", b"R", b"D", b"A", b"C", b"L", b"P",
 )  # fmt: skip
 
-SILENCE_S = 10.0  # after which a connection counts as ended
-_SMALL_BYTES_MAX = 1024  # of what readers say
+SILENCE_S = 10.0  # seconds of silence after which a connection counts as ended
+_SMALL_BYTES_MAX = 1024  # of a message from a reader
 _PROBE_S = 1.0
 _FAREWELL_MS_MAX = 1000
 _NEVER_MS = 2**30  # twelve days
@@ -46,7 +46,7 @@ Prepared: TypeAlias = "Sequence[bytes | zmq.Frame]"
 
 
 class _Reader:
-    """One that has joined."""
+    """A reader that has joined."""
 
     def __init__(self, rank: int, read: int) -> None:
         self.rank = rank
@@ -54,13 +54,13 @@ class _Reader:
 
 
 class RemoteAudience:
-    """All remote readers; for the thread that holds the writer's lock.
+    """All remote readers; only the thread that holds the writer's lock uses this.
 
     Args:
-        host: the address of this machine at which they reach it.
-        n_readers: how many will join; any rank that is not local.
+        host: the address of this machine at which readers reach it.
+        n_readers: how many will join; any rank that is not local may.
         window: how many messages a reader may be behind.
-        token: what they must know.
+        token: the token that readers must know.
 
     Raises:
         ValueError: `host` is no address of this machine.
@@ -104,33 +104,33 @@ class RemoteAudience:
 
     @property
     def ranks(self) -> list[int]:
-        """The readers that are there."""
+        """The ranks of the readers that are there."""
         return [reader.rank for reader in self._readers.values()]
 
     @property
     def n_missing(self) -> int:
-        """How many have not joined yet."""
+        """The number of readers that have not joined yet."""
         return self.n_readers - self._joined
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there, nor will come."""
+        """Whether no reader is there, nor will come."""
         return not self._readers and not self.n_missing
 
     def has_room(self) -> bool:
-        """Whether everybody may be sent another message."""
+        """Return whether every reader may be sent another message."""
         return not self.n_missing and not self.laggards()
 
     def laggards(self) -> list[int]:
-        """Those who have not read what they were sent long ago."""
+        """Return the ranks of the readers that are `window` messages behind."""
         return [reader.rank for reader in self._readers.values() if self._sent - reader.read >= self._window]
 
     def descriptors(self) -> list[int]:
-        """Readable when `attend` may have something to do."""
+        """Return the descriptors that are readable when `attend` may have something to do."""
         return [int(self._router.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
     def attend(self) -> None:
-        """Hear what readers say, and find those who are gone. Waits for nothing."""
+        """Handle what readers have sent, and find those that are gone. This waits for nothing."""
         while True:
             try:
                 identity, *body = self._router.recv_multipart(zmq.NOBLOCK)
@@ -139,23 +139,26 @@ class RemoteAudience:
             if len(body) == 1:
                 self._hear(identity, body[0])
         if has_event(self._monitor):
-            self._probe_until = time.monotonic() + _PROBE_S  # the event is ahead of what it tells of
+            # The event comes before the end of the connection is felt.
+            self._probe_until = time.monotonic() + _PROBE_S
         if time.monotonic() < self._probe_until:
             for identity in list(self._readers):
                 self._tell(identity, [TAG_PROBE])
 
     def prepare(self, parts: Sequence[Bytes]) -> Prepared:
-        """A copy of the next message, which all readers share; makes of `send` a call that cannot fail."""
+        """Return a copy of the next message, which all readers share; after it `send` cannot fail."""
         return [NUMBERED.pack(TAG_DATA, self._sent), *(zmq.Frame(part, copy=True) for part in parts)]
 
     def send(self, message: Prepared) -> None:
-        """Send the message prepared last to everybody; the caller knows that there is room."""
+        """Send the message prepared last to every reader; the caller knows that there is room."""
         self._sent += 1
         for identity in list(self._readers):
             self._tell(identity, message)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Tell everybody that this was all, and wait for so long until they have read what was sent."""
+        """Tell every reader that this was all, and wait up to `patience_s` seconds until they have read
+        it.
+        """
         try:
             for identity in list(self._readers):
                 self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
@@ -163,13 +166,13 @@ class RemoteAudience:
         finally:
             self._router.disable_monitor()
             self._monitor.close(0)
-            self._router.close(_FAREWELL_MS_MAX)  # until the system has what readers were told
+            self._router.close(_FAREWELL_MS_MAX)  # until the system has the last messages to readers
             self._context.term()
 
     def _await_the_last(self, deadline: float) -> None:
-        # What a reader has said and nobody heard would make the system throw away, at the end of the
-        # connection, what is still on its way to the reader. Who has read all says nothing more, and the
-        # goodbye, which is short, is on its way at once: such a reader need not hear it now.
+        # If a reader's words are unread at the end of the connection, the system throws away what is still on
+        # its way to that reader. A reader that has read all says nothing more, and the goodbye, which is
+        # short, is on its way at once: such a reader need not be heard now.
         self.attend()
         while self._behind() and (left := deadline - time.monotonic()) > 0:
             self._router.poll(int(min(left, 0.1) * 1000) + 1)
@@ -223,11 +226,14 @@ class RemoteAudience:
 
 
 def configure(socket: zmq.Socket[bytes]) -> None:
-    """What holds at both ends. The window bounds how much waits; nothing may be dropped."""
+    """Set the options that hold at both ends. The window bounds how many messages wait; none may be
+    dropped.
+    """
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    # There is no second connection. To say so with -1 would throw away what came before the first one ended.
+    # There is no second connection. The value -1 would say so, and throw away what came before the first one
+    # ended.
     socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S * 1000 / 4))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
@@ -235,7 +241,7 @@ def configure(socket: zmq.Socket[bytes]) -> None:
 
 
 def has_event(monitor: zmq.Socket[bytes]) -> bool:
-    """Whether anything happened to a connection; forgets what it was."""
+    """Return whether anything happened to a connection, and forget what it was."""
     found = False
     while True:
         try:

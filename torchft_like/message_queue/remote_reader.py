@@ -1,7 +1,7 @@
-"""The end of a queue for a reader on another machine than the writer.
+"""The end of a queue for a reader on another machine than the writer's.
 
-Messages come whole and in order over one connection, each with its number: one that is missing is an
-error, never a gap. There is no second connection: when the first ends, so does the queue.
+Messages come whole and in order over one connection, each with its number: a missing one is an error, never a
+gap. There is no second connection: when the first ends, so does the queue.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ENDS = (
 
 
 class RemoteReader(ReadingEnd):
-    """See MessageQueue."""
+    """The reader's end of a `MessageQueue`, over a socket."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
         if handle.remote is None:
@@ -65,7 +65,7 @@ class RemoteReader(ReadingEnd):
         self._writer_is_gone = False
         self._has_left = False
         self._number: int | None = None  # of the next message
-        self._came: list[zmq.Frame] = []  # of that message, until it was read
+        self._came: list[zmq.Frame] = []  # the parts of that message, until it was read
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, 0)
@@ -80,13 +80,13 @@ class RemoteReader(ReadingEnd):
             self._events.register(watched, zmq.POLLIN)
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
-        """Until the writer has let this reader in."""
+        """Wait until the writer has let this reader in."""
         with self._lock:
             self._require_open()
             self._join(deadline, seconds)
 
     def dequeue(self, deadline: float, seconds: float, is_expected: bool = False) -> object:
-        """The next message."""
+        """Return the next message."""
         with self._lock:
             self._require_open()
             if self._number is None:
@@ -143,7 +143,7 @@ class RemoteReader(ReadingEnd):
             if self._writer_is_gone:
                 raise QueueWriterLostError("the connection to the writer ended, and all that came was read")
             if has_event(self._monitor):
-                self._writer_is_gone = True  # what came before that can still be read
+                self._writer_is_gone = True  # messages that came before that can still be read
                 continue
             if (now := time.monotonic()) >= deadline:
                 raise QueueTimeoutError(seconds, what)
@@ -171,7 +171,7 @@ class RemoteReader(ReadingEnd):
     def _tell(self, data: bytes) -> None:
         with contextlib.suppress(
             zmq.Again
-        ):  # no connection any more, or none came about: the next wait sees it
+        ):  # there is no connection any more, or none was made: the next wait sees it
             self._dealer.send(data, zmq.NOBLOCK)
 
     def _say_goodbye(self) -> None:
@@ -188,17 +188,19 @@ class RemoteReader(ReadingEnd):
         os.close(self._stop)
 
     def _abandon(self) -> None:
-        """ZeroMQ's threads do not exist in a fork: to close what they serve would wait for them."""
+        """Do nothing: ZeroMQ's threads do not exist in a fork, and closing what they serve would wait for
+        them.
+        """
 
 
 class _Parts:
-    """Leaves that came one by one."""
+    """The leaves of a message that came one by one."""
 
     def __init__(self, leaves: list[zmq.Frame]) -> None:
         self._leaves = iter([leaf.buffer for leaf in leaves])
 
     def fill(self, memory: memoryview) -> None:
-        leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty one is never asked for
+        leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty leaf is never asked for
         if len(leaf) != len(memory):
             raise QueueCorruptError("a leaf of a message has another length than the message says")
         memory[:] = leaf

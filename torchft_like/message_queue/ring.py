@@ -1,8 +1,8 @@
 """The ring: a number of equal slots in shared memory, and how messages lie in it.
 
-A message is a record, which says how long it is, and its bytes; it takes as many slots as it needs, one
-after the other, round the end where it must. One writer fills slots, every reader reads all of them, and
-a slot is filled again once all readers are done with it.
+A message is a record, which says how long it is, and its bytes; it takes as many consecutive slots as it
+needs, and wraps round at the end. One writer fills slots, every reader reads all of them, and a slot is
+filled again once all readers are done with it.
 
     header page      the writer's words, each on a cache line of its own
     slots            count x slot_bytes
@@ -17,7 +17,8 @@ The words are 64 bits, only ever grow (but SLEEPING), and have one writer each:
 
 INVARIANTS
 * The writer touches no slot unless CONSUMED of every reader is beyond its last message.
-* A message is complete before PUBLISHED tells of it: whatever happens to the writer, there are no half ones.
+* A message is complete before PUBLISHED tells of it: whatever happens to the writer, there are no half
+  messages.
 * A reader takes nothing for granted: each number is checked against the ring before it is used.
 
 This module knows nothing of sockets, waiting, or of what the bytes mean.
@@ -48,23 +49,23 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Geometry(NamedTuple):
-    """How large a ring is."""
+    """The size of a ring."""
 
     slots: int
     slot_bytes: int
 
     @property
     def memory_bytes(self) -> int:
-        """Of the whole file."""
+        """The size of the whole file in bytes."""
         return PAGE_BYTES + self.slots * self.slot_bytes
 
     @property
     def message_bytes_max(self) -> int:
-        """What fits when the ring is empty."""
+        """The size in bytes of the longest message that fits into an empty ring."""
         return self.slots * self.slot_bytes - RECORD_BYTES
 
     def slots_for(self, nbytes: int) -> int:
-        """How many a message of so many bytes takes."""
+        """Return how many slots a message of so many bytes takes."""
         return -(-(nbytes + RECORD_BYTES) // self.slot_bytes)
 
 
@@ -86,8 +87,10 @@ class RingWriter:
         """Write a message; the caller knows that its slots are free.
 
         Args:
-            parts: the structure first; `nbytes` together.
-            slots: how many it takes.
+            kind: INLINE or IN_FILE.
+            parts: the structure first, then the leaves.
+            nbytes: the length of all parts together.
+            slots: how many slots the message takes.
         """
         slots_in_all, slot_bytes = self.geometry
         published = self.words[PUBLISHED]
@@ -107,14 +110,14 @@ class RingWriter:
         self.words[PUBLISHED] = published + slots
 
     def _put_round(self, at: int, data: Bytes) -> int:
-        """Write a part that may go round the end; returns where the next one begins."""
+        """Write a part that may wrap round the end; return where the next part begins."""
         room = min(self._size - at, len(data))
         self._area[at : at + room] = data[:room]
         self._area[: len(data) - room] = data[room:]
         return (at + len(data)) % self._size
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.words.release()
         self._area.release()
 
@@ -129,10 +132,10 @@ class RingReader:
         self.area = memory[PAGE_BYTES:]
 
     def next_record(self) -> tuple[int, int, int, int, int]:
-        """What is known of the next message, which PUBLISHED tells of, before its bytes are read.
+        """Return the record of the next message, which PUBLISHED announces, before its bytes are read.
 
         Returns:
-            Where they begin, how many they are, how many of them are the structure, slots, and kind.
+            Where the bytes begin, how many they are, how many are the structure, the slots, and the kind.
 
         Raises:
             QueueCorruptError: the memory does not hold what a writer writes.
@@ -151,7 +154,7 @@ class RingReader:
         return place + RECORD_BYTES, nbytes, structure_bytes, taken, kind
 
     def segments(self, at: int, nbytes: int) -> list[memoryview]:
-        """The memory of so many bytes from a place on; two pieces where the ring goes round."""
+        """Return the memory of so many bytes from a place on; two pieces where the ring wraps round."""
         size = len(self.area)
         at %= size
         if at + nbytes <= size:
@@ -159,13 +162,13 @@ class RingReader:
         return [self.area[at:], self.area[: at + nbytes - size]]
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """A copy of so many bytes from a place on."""
+        """Return a copy of so many bytes from a place on."""
         end = at + nbytes
         if end > len(self.area):
             return b"".join(self.segments(at, nbytes))
         return self.area[at:end].tobytes()
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self.words.release()
         self.area.release()

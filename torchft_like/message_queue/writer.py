@@ -1,8 +1,8 @@
 """The writing end of a queue.
 
-One message at a time: it waits until every reader has room for it, and only then touches the ring, so
-that a call that times out has written nothing. Whoever waits sleeps in one place, where a reader's word,
-a reader's death, a newcomer and `shutdown` all end the sleep.
+It writes one message at a time: it waits until every reader has room for the message, and only then touches
+the ring, so that a call that times out has written nothing. A waiting thread sleeps in one place, where a
+reader's message, a reader's death, a newcomer and `shutdown` all end the sleep.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from torchft_like.plain_data import bytes_of, dissect
 from torchft_like.runtime.long_waits import LongWait
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
-if TYPE_CHECKING:  # queues without remote readers do without ZeroMQ
+if TYPE_CHECKING:  # queues without remote readers need no ZeroMQ
     from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience
 
 
 class Writer(End):
-    """See MessageQueue. Takes over `remote`."""
+    """The writer's end of a `MessageQueue`. It takes over `remote`."""
 
     def __init__(
         self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteAudience | None
     ) -> None:
         self._geometry = geometry
-        self._is_broken = False  # interrupted while it wrote
+        self._is_broken = False  # an exception interrupted it while it wrote
         self._is_ready = False
         self._spin = AdaptiveSpin()
         self._sleeps = 0
-        self._attempts = 0  # to send a file: who has one that an interrupt came after must not read it
+        self._attempts = 0  # to send a file: a reader that has one from before an interrupt must not read it
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
         purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
         self._remote = remote
@@ -69,30 +69,30 @@ class Writer(End):
 
     @property
     def name(self) -> str:
-        """Where local readers knock."""
+        """The name to which local readers connect."""
         return self._local.lobby.name
 
     def readers(self) -> list[int]:
-        """The ranks of those who are there now."""
+        """Return the ranks of the readers that are there now."""
         with self._lock:
             self._require_open()
             self._attend()
             return sorted(self._local.ranks + (self._remote.ranks if self._remote else []))
 
     def lost_readers(self) -> list[int]:
-        """The ranks of those who died, in the order in which that was noticed."""
+        """Return the ranks of the readers that died, in the order in which that was noticed."""
         with self._lock:
             self._attend_if_open()
             return self._local.lost + (self._remote.lost if self._remote else [])
 
     def left_readers(self) -> list[int]:
-        """The ranks of those who left in peace."""
+        """Return the ranks of the readers that left in good order."""
         with self._lock:
             self._attend_if_open()
             return self._local.left + (self._remote.left if self._remote else [])
 
     def wait_until_ready(self, deadline: float, seconds: float) -> None:
-        """Until every reader has joined."""
+        """Wait until every reader has joined."""
         with self._lock:
             self._require_open()
             self._wait(self._all_joined, deadline, seconds, self._describe_missing)
@@ -125,8 +125,9 @@ class Writer(End):
         self._release()
 
     def _release(self, patience_s: float = 0.0) -> None:
-        self._local.close()  # first: who waits need not wait for a farewell to remote readers
-        with self._undo:  # whatever interrupts the farewell
+        # First, so that a waiting local reader need not wait for the goodbye to remote ones.
+        self._local.close()
+        with self._undo:  # whatever interrupts the goodbye
             if self._remote:
                 self._remote.close(patience_s)
 
@@ -136,7 +137,7 @@ class Writer(End):
             self._remote.attend()
 
     def _attend_if_open(self) -> None:
-        if not self._is_closing:  # nor was it interrupted while it wrote
+        if not self._is_closing:  # nor did an exception interrupt it while it wrote
             self._attend()
 
     def _all_joined(self) -> bool:
@@ -151,7 +152,7 @@ class Writer(End):
     def _write_file(
         self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float, prepared: Prepared
     ) -> None:
-        """A message that no ring holds travels as a file in memory, and its slot only says so."""
+        """Send a message that is longer than the ring as a file in memory; its slot only says so."""
         slots = self._geometry.slots_for(FILE_RECORD.size)
         self._await_room(slots, True, deadline, seconds)
         number = self._ring.published
@@ -170,7 +171,7 @@ class Writer(End):
             self._local.wake()
             if self._remote:
                 self._remote.send(prepared)
-        except BaseException:  # Ctrl-C: who knows which readers have the message
+        except BaseException:  # also for Ctrl-C: it is unknown which readers have the message
             self._is_closing = self._is_broken = True
             self._local.close()
             raise
@@ -224,7 +225,9 @@ class Writer(End):
         self._spin.learn(wait.seconds)
 
     def _require_door(self) -> None:
-        """Raise if who stands there cannot be let in: to wait for that would be no sleep."""
+        """Raise an error if a caller cannot be let in for want of descriptors: to wait for that would be no
+        sleep.
+        """
         if (shortage := self._local.lobby.shortage) is not None:
             with descriptors_for("a reader that wants to join the message queue"):
                 raise shortage
