@@ -1,4 +1,4 @@
-"""What the arguments of a gang's functions have to be. Nothing here talks to anybody."""
+"""Checks of the arguments of a gang's functions; they communicate with no other process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchft_like.gang.base import ReduceOperation
 
 
 def check_source(source_rank: int, size: int) -> int:
-    """The rank, if a gang of `size` has it.
+    """Return the rank, if a gang of `size` has it.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the gang does not have it.
     """
     rank = operator.index(source_rank)
     if not 0 <= rank < size:
@@ -23,7 +23,7 @@ def check_source(source_rank: int, size: int) -> int:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a part of a gang of `size`.
+    """Return the ranks of a part of a gang of `size`.
 
     Raises:
         ValueError: there are none, or duplicates, or one is out of range.
@@ -39,7 +39,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_partition(partition: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
-    """The ranks of several parts.
+    """Return the ranks of several parts of a gang of `size`.
 
     Raises:
         ValueError: as for `check_ranks`, or a rank is in two of them.
@@ -53,7 +53,7 @@ def check_partition(partition: Sequence[Sequence[int]], size: int) -> list[tuple
 
 
 def check_reduction(tensor: Tensor, op: ReduceOperation) -> None:
-    """Whether the operation is defined for the tensor.
+    """Check that the operation is defined for the tensor.
 
     Raises:
         ValueError: it is not.
@@ -70,10 +70,10 @@ def check_reduction(tensor: Tensor, op: ReduceOperation) -> None:
 
 
 def check_gather(output: Tensor, source: Tensor, size: int) -> None:
-    """Whether `output` has room for the tensors of all members, and no more.
+    """Check that `output` has room for the tensors of all members, and no more.
 
     Raises:
-        ValueError: it has not, or is of another kind.
+        ValueError: it has not, or its dtype or device is another one than `source`'s.
     """
     _check_alike(output, source, "output_tensor")
     stacked = (size, *source.shape)
@@ -86,7 +86,7 @@ def check_gather(output: Tensor, source: Tensor, size: int) -> None:
 
 
 def check_gather_list(outputs: Sequence[Tensor], source: Tensor, size: int) -> None:
-    """Whether there is one tensor like `source` for every member.
+    """Check that there is one tensor like `source` for every member.
 
     Raises:
         ValueError: there is not.

@@ -1,4 +1,4 @@
-"""What a gang is: a set of processes that call the same functions in the same order.
+"""The interface of a gang: a set of processes that call the same functions in the same order.
 
 Every function is synchronous: it returns when the caller's tensors hold the result, on a CUDA device
 when the current stream will see it. The interface says nothing of how processes reach each other.
@@ -16,7 +16,9 @@ from torch import Tensor
 
 
 class ReduceOperation(Enum):
-    """How `all_reduce` makes one tensor of many. Of bools, SUM and MAX are "or", PRODUCT and MIN "and"."""
+    """The operation by which `all_reduce` makes one tensor of many. For bools SUM and MAX mean "or", PRODUCT
+    and MIN "and".
+    """
 
     SUM = 1
     MEAN = 2
@@ -29,31 +31,39 @@ class Gang(ABC):
     """A set of processes that work collectively.
 
     Ranks, in arguments and in `rank`, are those of this gang. Wrong arguments are a ValueError before
-    anything is sent; what fails on the way is a GangError, whose cause says why.
+    anything is sent; a failure during communication is a GangError, whose cause says why.
     """
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The caller's place, `0 <= rank < size`. Raises GangError while there are no members."""
+        """The caller's place, `0 <= rank < size`.
+
+        Raises:
+            GangError: the gang has no members now.
+        """
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many processes there are. Raises GangError while there are no members."""
+        """The number of processes.
+
+        Raises:
+            GangError: the gang has no members now.
+        """
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where tensors are that the gang makes itself."""
+        """The device of the tensors that the gang makes itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the gang has made for itself. Safe to call again."""
+        """Release what the gang has made for itself. Safe to call again."""
 
     @abstractmethod
     def create_gang(self, ranks: Sequence[int]) -> Gang | None:
-        """The gang of some of the processes; None where the caller is not one of them.
+        """Make the gang of some of the processes; return None where the caller is not one of them.
 
         Every member of this gang calls it, with the same ranks.
 
@@ -66,7 +76,7 @@ class Gang(ABC):
         """
 
     def split(self, partition: Sequence[Sequence[int]]) -> Gang | None:
-        """Several gangs at once: the one of `partition` that has the caller in it, None if none has.
+        """Make several gangs at once; return the one that has the caller in it, None if none has.
 
         Every member of this gang calls it, with the same partition.
 
@@ -80,20 +90,22 @@ class Gang(ABC):
         return found
 
     def of_all(self) -> Gang:
-        """A gang of all members in which every one counts: this one, unless it does without some."""
+        """Return a gang of all members in which every member counts: this gang, unless it does without
+        some.
+        """
         return self
 
     @abstractmethod
     def as_process_group(self) -> dist.ProcessGroup:
-        """The group for functions of torch that take one.
+        """Return the process group, for functions of torch that take one.
 
         Raises:
-            NotSupportedError: there is none behind a simulated gang.
+            NotSupportedError: a simulated gang has none.
         """
 
     @property
     def supports_process_group(self) -> bool:
-        """Whether `as_process_group` gives one."""
+        """Whether `as_process_group` returns a group."""
         return True
 
     @abstractmethod
@@ -129,7 +141,7 @@ class Gang(ABC):
 
     @abstractmethod
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        """As `all_gather`, into one tensor of the input's shape for each member.
+        """Fill one tensor of the input's shape for each member, as `all_gather` does.
 
         Raises:
             ValueError: the list has not `size` tensors, or one has another shape, dtype or device.
@@ -150,13 +162,13 @@ class Gang(ABC):
         """Replace the items of `objects` by those of `source_rank`.
 
         Args:
-            objects: of the same length on all members. What is sent is plain data, see
-                `torchft_like.plain_data`: None, bool, int, float, str, bytes, list, tuple, dict, tensors
-                and numpy arrays.
-            source_rank: who sends.
+            objects: of the same length on all members; plain data as in `torchft_like.plain_data`: None,
+                bool, int, float, str, bytes, list, tuple, dict, tensors and numpy arrays.
+            source_rank: the rank that sends.
 
         Raises:
             ValueError: `source_rank` is not within `[0, size)`; or, on every member, the lengths or the
-                sources differ between members. PlainDataError: an object is of another type.
+                sources differ between members.
+            PlainDataError: an object is of another type.
             GangError: the members could not communicate, or the source could not send.
         """

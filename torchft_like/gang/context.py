@@ -1,4 +1,6 @@
-"""Which gangs to use for tensors of a device: those of the thread's block, or else the default ones."""
+"""The gangs to use for tensors of a device: those of the thread's innermost block, or else the default
+ones.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ _alone: dict[torch.device, Gangs] = {}
 
 
 def get_current_gangs(device: torch.device | None = None) -> Gangs:
-    """The gangs of the innermost block of the calling thread that is about a device, or the default ones.
+    """Return the gangs of the innermost block of the calling thread that is about a device, or the default
+    ones.
 
     Args:
-        device: left out, torch's default device.
+        device: the device of the tensors; None for torch's default device.
     """
     wanted = _device(device)
     return current.innermost(wanted) or get_default_gangs(wanted)
@@ -28,10 +31,10 @@ def get_current_gangs(device: torch.device | None = None) -> Gangs:
 
 @contextlib.contextmanager
 def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
-    """In the block, the gangs are the thread's current ones for their device, as in `with gangs:`.
+    """Make the gangs the thread's current ones for their device in the block, as `with gangs:` does.
 
     Args:
-        meta: for the meta device, too.
+        meta: whether they are the current ones for the meta device, too.
     """
     current.push(gangs, meta=meta)
     try:
@@ -41,10 +44,10 @@ def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
 
 
 def get_default_gangs(device: torch.device | None = None) -> Gangs:
-    """The gangs of the process for a device: what it has set, or else fake ones, the same each time.
+    """Return the gangs that the process has set for a device, or else fake ones, the same each time.
 
     Args:
-        device: left out, torch's default device.
+        device: the device of the tensors; None for torch's default device.
     """
     wanted = _device(device)
     with _lock:
@@ -58,7 +61,7 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
     """Make the gangs the default ones of the process for their device.
 
     Args:
-        meta: for the meta device, too.
+        meta: whether they are the default ones for the meta device, too.
     """
     with _lock:
         _defaults[current.with_index(gangs.device)] = gangs
@@ -67,14 +70,16 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
 
 
 class GangContext:
-    """The current gangs as an object, for code that is handed what it needs; a test may hand it another."""
+    """The current gangs as an object, for code that gets its dependencies as arguments; a test may pass
+    another one.
+    """
 
     def get_current_gangs(self, device: torch.device | None = None) -> Gangs:
-        """What the function of that name gives."""
+        """Return what the function `get_current_gangs` returns."""
         return get_current_gangs(device)
 
     def set_gangs(self, gangs: Gangs, *, meta: bool = False) -> contextlib.AbstractContextManager[None]:
-        """What the function of that name gives."""
+        """Return what the function `set_gangs` returns."""
         return set_gangs(gangs, meta=meta)
 
 

@@ -1,7 +1,8 @@
-"""The gangs that a block of code shall use, for callees that cannot be handed them: a stack per thread.
+"""The gangs that a block of code uses, for callees that cannot get them as an argument: a stack per thread.
 
-It is kept in a context variable, so that tasks of one thread do not see each other's, and what
-stands for the thread, so that no thread inherits another's. (Not its number, which the next thread gets.)
+It is kept in a context variable, so that tasks of one thread do not see each other's, together with an object
+that stands for the thread, so that no thread inherits another's. (The thread's number would not do: a later
+thread gets it again.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ META = torch.device("meta")
 
 
 class _Block(NamedTuple):
-    """One that the thread is in, and the devices for whose tensors it says which gangs to use."""
+    """A block that the thread is in, and the devices for whose tensors its gangs are used."""
 
     gangs: Gangs
     devices: tuple[torch.device, ...]
@@ -41,28 +42,30 @@ def _calling_thread() -> object:
 
 
 def maybe_get_current_gangs() -> Gangs | None:
-    """The gangs of the innermost `with gangs:` that the calling thread is in; None outside of any."""
+    """Return the gangs of the innermost `with gangs:` that the calling thread is in; None outside of any."""
     blocks = _present()
     return blocks[-1].gangs if blocks else None
 
 
 def innermost(device: torch.device) -> Gangs | None:
-    """The gangs of the innermost block about a device; None outside of any."""
+    """Return the gangs of the innermost block about a device; None outside of any."""
     return next((block.gangs for block in reversed(_present()) if device in block.devices), None)
 
 
 def push(gangs: Gangs, *, meta: bool = False) -> None:
-    """`with gangs:` begins.
+    """Begin a `with gangs:` block.
 
     Args:
-        meta: whether they are those of the meta device, too.
+        meta: whether the gangs are those of the meta device, too.
     """
     devices = (with_index(gangs.device), *([META] if meta else []))
     _stack.set(_Stack(_calling_thread(), (*_present(), _Block(gangs, devices))))
 
 
 def pop(gangs: Gangs) -> None:
-    """`with gangs:` ends. Generators may end theirs out of order: the innermost of its own goes."""
+    """End a `with gangs:` block. Generators may end theirs out of order: the innermost block of these gangs
+    ends.
+    """
     present = _present()
     for place in reversed(range(len(present))):
         if present[place].gangs is gangs:
@@ -71,7 +74,7 @@ def pop(gangs: Gangs) -> None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device itself, where "cuda" means the current one."""
+    """Return the device with its index: "cuda" alone means the current one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,8 +1,8 @@
 """A gang of one process that behaves as if all the others held the same tensors.
 
-For tests, for scripts that run alone, and for topologies: `create_parallel_gangs` over a fake root
-shows who would be with whom. It checks what it is given as a real gang does, so that a script which
-runs on a fake gang does not fail on a real one for its arguments.
+It serves tests, scripts that run alone, and topologies: `create_parallel_gangs` over a fake root shows which
+ranks would be together. It checks its arguments as a real gang does, so that a script that runs on a fake
+gang does not fail on a real one for its arguments.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FakeGang(Gang):
     A SUM multiplies by `size`, a PRODUCT is a power, MEAN, MIN and MAX change nothing.
 
     Args:
-        device: where a script's tensors are.
-        rank, size: what the gang says that it is.
+        device: the device of the script's tensors.
+        rank, size: the rank and the size that the gang reports.
 
     Raises:
         ValueError: `rank` is not within `[0, size)`, or the device is meta, whose tensors have no numbers.
@@ -51,40 +51,35 @@ class FakeGang(Gang):
 
     @property
     def rank(self) -> int:
-        """See Gang.rank."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See Gang.size."""
         return self._size
 
     @property
     def device(self) -> torch.device:
-        """See Gang.device."""
         return self._device
 
     @property
     def supports_process_group(self) -> bool:
-        """Whether `as_process_group` gives one, which it never does."""
+        """Whether `as_process_group` returns a group, which it never does."""
         return False
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
     def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
-        """See Gang.create_gang."""
         return self.split([ranks])
 
     def split(self, partition: Sequence[Sequence[int]]) -> FakeGang | None:
-        """See Gang.split."""
         for ranks in check_partition(partition, self._size):
             if self._rank in ranks:
                 return FakeGang(self._device, rank=ranks.index(self._rank), size=len(ranks))
         return None
 
     def as_process_group(self) -> NoReturn:
-        """There is none.
+        """Raise an error: there is no group.
 
         Raises:
             NotSupportedError: always.
@@ -92,11 +87,10 @@ class FakeGang(Gang):
         raise NotSupportedError("a FakeGang has no process group: use a ProcessGroupGang")
 
     def barrier(self) -> None:
-        """See Gang.barrier."""
+        """Return at once: there is no other member to wait for."""
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
-        """See Gang.all_reduce."""
         check_reduction(tensor, op)
         with dense(tensor, writes=True) as without_gaps, reducible(without_gaps, op) as numbers:
             match effective(op, tensor):
@@ -109,16 +103,14 @@ class FakeGang(Gang):
 
     @torch.no_grad()
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """See Gang.all_gather."""
         check_gather(output_tensor, input_tensor, self._size)
         check_dense(input_tensor, writes=False)
         check_dense(output_tensor, writes=True)
-        source = input_tensor.clone()  # which may be its own place in the output
+        source = input_tensor.clone()  # the input may be a part of the output
         output_tensor.detach().view(self._size, *input_tensor.shape).copy_(source)
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        """See Gang.all_gather_to_list."""
         check_gather_list(output_tensors, input_tensor, self._size)
         check_dense(input_tensor, writes=False)
         for output in output_tensors:
@@ -128,12 +120,10 @@ class FakeGang(Gang):
             output.detach().copy_(source)
 
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
-        """See Gang.broadcast."""
         source = check_source(source_rank, self._size)
         check_dense(tensor, writes=self._rank != source)
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        """See Gang.broadcast_objects."""
         if check_source(source_rank, self._size) == self._rank:
             plain_data.disassemble(list(objects))
 

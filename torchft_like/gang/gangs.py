@@ -1,7 +1,8 @@
 """The gangs of a job with several kinds of parallelism, and how they are made from one root.
 
-Sizes decide who is with whom (`topology`); the root gang makes the gangs, whatever kind it is. A part
-that is the whole is the whole gang itself, and a part of one is a FakeGang: neither costs a connection.
+The sizes decide which ranks are together (`topology`); the root gang, of any kind, makes the gangs. A part
+that is the whole is the whole gang itself, and a part of one process is a FakeGang: neither costs a
+connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchft_like.gang.fake import FakeGang
 
 @dataclass(kw_only=True, eq=False)
 class Gangs:
-    """One gang for each kind of parallelism. As a context manager, the current ones of the thread.
+    """One gang for each kind of parallelism. In a `with` block they are the thread's current ones.
 
     Attributes:
         root: all processes.
@@ -32,8 +33,8 @@ class Gangs:
         pp: pipeline parallel.
 
     Raises:
-        ValueError: the caller is rank 0 of the root and not of all gangs: who does something for each gang
-            as its rank 0 would be another process than who does it for the job.
+        ValueError: the caller is rank 0 of the root and not of all gangs: work that rank 0 does for each gang
+          would be in another process than work that rank 0 does for the job.
     """
 
     root: Gang
@@ -44,7 +45,7 @@ class Gangs:
     pp: Gang
 
     def __post_init__(self) -> None:
-        with suppress(GangError):  # one has no members yet: its first use will say so
+        with suppress(GangError):  # one of the gangs has no members yet: its first use will say so
             if self.root.rank == 0:
                 parts = {name: getattr(self, name) for name in ("dp", "rdp", "sdp", "tp", "pp")}
                 if others := {name: gang.rank for name, gang in parts.items() if gang.rank}:
@@ -54,12 +55,12 @@ class Gangs:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are that the root makes itself."""
+        """The device of the tensors that the root makes itself."""
         return self.root.device
 
     def close(self) -> None:
         """Close every gang, the root last. Safe to call again."""
-        with ExitStack() as all_of_them:  # whatever becomes of one
+        with ExitStack() as all_of_them:  # even if one of them fails to close
             for gang in _unique(self.root, self.dp, self.rdp, self.sdp, self.tp, self.pp):
                 all_of_them.callback(gang.close)
 
@@ -74,7 +75,7 @@ class Gangs:
 
 
 def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
-    """Split the root gang for tensor and data parallelism. All members of the root call it.
+    """Split the root gang for tensor and data parallelism. All members of the root call this.
 
     Neighbours share a tensor parallel gang: put them on one host. A root of 8 with `tp_size=2` gives the
     tensor parallel gangs 01, 23, 45, 67 and the data parallel gangs 0246, 1357.
@@ -97,7 +98,7 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
 
 
 def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs:
-    """Set `gangs.sdp` and `gangs.rdp` for sharded data parallelism; gives the same object.
+    """Set `gangs.sdp` and `gangs.rdp` for sharded data parallelism; return the same object.
 
     Those of an earlier call are closed.
 
@@ -129,7 +130,7 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
 
 
 def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:
-    """With these, in place of what an earlier call has made."""
+    """Put these gangs in place of those that an earlier call has made, and close the latter."""
     before = gangs.sdp, gangs.rdp
     gangs.sdp, gangs.rdp = sdp, rdp
     kept = _unique(gangs.root, gangs.dp, gangs.tp, gangs.pp, sdp, rdp)
@@ -140,13 +141,13 @@ def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:
 
 
 def create_fake_gangs(device: torch.device) -> Gangs:
-    """Gangs of one process: every one is a FakeGang of rank 0 and size 1."""
+    """Return gangs of one process: every one is a FakeGang of rank 0 and size 1."""
     alone = FakeGang(device)
     return Gangs(root=alone, dp=alone, rdp=alone, sdp=alone, tp=alone, pp=alone)
 
 
 def _part(whole: Gang, partition: topology.Partition, alone: Gang) -> Gang:
-    """The caller's part of a gang that is divided up completely, in the order of its ranks."""
+    """Return the caller's part of a gang that is divided up completely, in the order of its ranks."""
     if len(partition) == 1:
         return whole
     if len(partition) == whole.size:

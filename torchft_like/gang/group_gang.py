@@ -1,8 +1,8 @@
 """The functions of a gang over any process group that torch's functions take.
 
-What a process group leaves to its caller is done here: arguments are checked, tensors with gaps and
-unusual dtypes made movable, errors put into a gang's words. An error that the group keeps to itself,
-as the swallowing groups do, is asked for after every call: a gang never returns what was not computed.
+Here is what a process group leaves to its caller: arguments are checked, tensors with gaps and unusual dtypes
+are made movable, errors are put into a gang's words. A group may keep an error to itself, as the swallowing
+groups do; the gang asks for it after every call, so it never returns without a result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from torchft_like.plain_data.schema import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.collectives import ALLREDUCE
 
-_SUM, _MEAN = ReduceOperation.SUM, ReduceOperation.MEAN  # an enum looks them up in Python
+# Constants, because an enum looks its members up in Python.
+_SUM, _MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
 _REDUCE_OPS = {
     ReduceOperation.SUM: ReduceOp.SUM,
     ReduceOperation.MEAN: ReduceOp.AVG,
@@ -53,7 +54,7 @@ _NO_LIST = "of no list"
 
 
 class _Members(Communicator):
-    """The members of a gang, each of which is to hear that one has died."""
+    """The members of a gang, each of which hears of a member's death."""
 
     asks_first_rank = False
 
@@ -65,41 +66,39 @@ class GroupGang(Gang):
         device: of the tensors that the gang makes itself; "cuda" is the current device.
     """
 
-    _quick: Communicator | None = None  # those of whom nothing has to be asked before a call
+    _quick: Communicator | None = None  # the members, if nothing has to be asked of them before a call
 
     def __init__(self, device: torch.device) -> None:
         self._device = with_index(torch.device(device))
 
     @property
     def device(self) -> torch.device:
-        """See Gang.device."""
         return self._device
 
     @abstractmethod
     def _present(self) -> Communicator:
-        """The members of the present configuration, if they can communicate now.
+        """Return the members of the present configuration, if they can communicate now.
 
         Raises:
             GangError: they cannot.
         """
 
     def _over(self, group: dist.ProcessGroup) -> Communicator:
-        """The members of a group in its present configuration."""
+        """Return the members of a group in its present configuration."""
         channel = Channel(group)
         channels = {device.type: channel for device in group._device_types}
         channels.setdefault(self._device.type, channel)
         return _Members("gang", (self.rank, self.size), self._device, channels, _OPTIONS)
 
     def _has_average(self, tensor: Tensor) -> bool:
-        """Whether the group has MEAN for tensors like this one; it is a division after a SUM otherwise."""
+        """Return whether the group has MEAN for tensors like this one; otherwise a SUM is divided."""
         return tensor.is_cuda
 
     def _explained(self, what: str, error: Exception) -> GangError:
-        """The error of a gang for one of its group."""
+        """Return the gang's error for an error of its group."""
         return GangError(f"{what} of {self!r} failed: {error}")
 
     def barrier(self) -> None:
-        """See Gang.barrier."""
         with self._communicating("barrier") as members:
             group = members.control.group
             if self._device.type != "cuda":
@@ -108,10 +107,9 @@ class GroupGang(Gang):
             dist.barrier(group=group, device_ids=[self._device.index])
             torch.cuda.current_stream(self._device).synchronize()
             if isinstance(group, ProcessGroup) and (error := group.errored()) is not None:
-                raise error  # of what came before, too: NCCL tells it once the stream is there
+                raise error  # an error of earlier work, too: NCCL reports it once the stream is there
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
-        """See Gang.all_reduce."""
         members = self._quick
         if members is None or op is not _SUM or not _is_plain(tensor):
             self._all_reduce(tensor, op)
@@ -122,7 +120,7 @@ class GroupGang(Gang):
             return
         try:
             channel.issue(ALLREDUCE, [tensor], AllreduceOptions()).wait()
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._raise("all_reduce", error)
 
     @torch.no_grad()
@@ -141,7 +139,6 @@ class GroupGang(Gang):
 
     @torch.no_grad()
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """See Gang.all_gather."""
         check_gather(output_tensor, input_tensor, self.size)
         self._check_place(input_tensor)
         with (
@@ -152,13 +149,12 @@ class GroupGang(Gang):
             flat = source.view(1) if source.dim() == 0 else source
             is_joined = output.dim() == flat.dim()
             rows = output.shape[0] if is_joined else output.shape[0] * flat.shape[0]
-            # The concatenated shape, which every backend has.
+            # This is the concatenated shape, which every backend takes.
             joined = output.view(rows, *flat.shape[1:])
             members.allgather(as_moved(joined), as_moved(flat)).wait()
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        """See Gang.all_gather_to_list."""
         check_gather_list(output_tensors, input_tensor, self.size)
         self._check_place(input_tensor)
         check_dense(input_tensor, writes=False)
@@ -171,7 +167,6 @@ class GroupGang(Gang):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
-        """See Gang.broadcast."""
         source = check_source(source_rank, self.size)
         self._check_place(tensor)
         is_target = self.rank != source
@@ -180,7 +175,6 @@ class GroupGang(Gang):
 
     @torch.no_grad()
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        """See Gang.broadcast_objects."""
         source = check_source(source_rank, self.size)
         is_list = isinstance(objects, list)
 
@@ -198,13 +192,14 @@ class GroupGang(Gang):
             except HARMLESS:
                 raise
             except BaseException as error:
-                # The others would wait for this member, and take its next call for the rest of this one.
+                # Otherwise the others would wait for this member, and take its next call for the rest of this
+                # one.
                 members.break_off(f"a member left broadcast_objects half-way: {error!r}")
                 raise
 
     @contextlib.contextmanager
     def _agreeing(self, objects: object, source: int) -> Iterator[None]:
-        """Around a broadcast of objects: a disagreement of the members is told in a gang's words."""
+        """Put a disagreement of the members about a broadcast of objects into a gang's words."""
         own: ValueError | None = None
         if not isinstance(objects, list):
             own = ValueError(f"objects are given in a list, not in a {type(objects).__name__}")
@@ -218,7 +213,7 @@ class GroupGang(Gang):
             raise own
 
     def _split(self, members: Communicator, partition: Sequence[tuple[int, ...]]) -> Part | None:
-        """The caller's part of `members`.
+        """Return the caller's part of `members`.
 
         Raises:
             ValueError: the members were given different ranks.
@@ -230,32 +225,28 @@ class GroupGang(Gang):
 
     @contextlib.contextmanager
     def _communicating(self, what: str) -> Iterator[Communicator]:
-        """In the block the members may communicate; whatever goes wrong is told in a gang's words."""
+        """Yield the members, which may communicate in the block; put every error into a gang's words."""
         try:
             members = self._present()
             yield members
             if (error := members.control.hidden_error()) is not None:
                 raise error
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything
             self._raise(what, error)
 
     def _raise(self, what: str, error: Exception) -> NoReturn:
-        """Raise the error of a gang for one of its group.
-
-        Raises:
-            Exception: that.
-        """
+        """Raise the gang's error for an error of its group."""
         told = self._told(what, error)
         if told is error:
             raise error
         raise told from told.__cause__
 
     def _told(self, what: str, error: Exception) -> Exception:
-        """The error to raise for one of the group."""
+        """Return the error to raise for an error of the group."""
         if isinstance(error, ToldToAllError):
             return error.error if isinstance(error.error, GangError) else self._told(what, error.error)
         if isinstance(error, GroupCoordinatorError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # what a channel found
+            error = error.__cause__  # the error that a channel found
         if isinstance(error, GangError | NotSupportedError | PlainDataError):
             return error
         if isinstance(error, ValueError | TypeError):
@@ -279,7 +270,7 @@ class GroupGang(Gang):
 
 
 def _is_plain(tensor: object) -> bool:
-    """Whether a backend reduces the tensor as it is, with nothing for autograd to see."""
+    """Return whether a backend reduces the tensor as it is, with nothing for autograd to see."""
     return (
         type(tensor) is Tensor
         and tensor.dtype in REDUCIBLE

@@ -1,4 +1,4 @@
-"""Small things that scripts do with a gang."""
+"""Small functions that scripts use with a gang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def broadcast_flag(gang: Gang, flag: bool, source_rank: int = 0) -> bool:
-    """What `source_rank` has passed as `flag`, on every member.
+    """Return, on every member, the `flag` that `source_rank` has passed.
 
     Raises:
         ValueError: `source_rank` is not within `[0, gang.size)`.
@@ -30,7 +30,7 @@ def broadcast_flag(gang: Gang, flag: bool, source_rank: int = 0) -> bool:
 
 
 def raise_operational_gang_error(cause: GangError) -> NoReturn:
-    """Raise for a gang that has failed where a job has no way to go on.
+    """Raise an error for a gang that has failed where a job has no way to go on.
 
     Raises:
         OperationalError: from `cause`.
@@ -39,11 +39,11 @@ def raise_operational_gang_error(cause: GangError) -> NoReturn:
 
 
 def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
-    """The sum of all members' values, a tensor without dimensions on the gang's device.
+    """Return the sum of all members' values, a tensor without dimensions on the gang's device.
 
-    int64 and exact if all values are integers; else added up in float64, and of the dtype of the caller's
-    tensor, if that is a floating point one, or torch's default dtype. Some members may pass an int and some
-    a float.
+    The sum is int64 and exact if all values are integers. Otherwise it is added up in float64, and has the
+    dtype of the caller's tensor, if that is a floating point one, or torch's default dtype. Some members may
+    pass an int and some a float.
 
     Args:
         value: a number of Python or numpy, or a tensor with one element.
@@ -62,7 +62,7 @@ def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
         raise TypeError(f"all_sum adds up numbers, not {what}: use all_reduce for tensors")
     if is_whole and value not in _INT64:
         raise ValueError(f"{value} does not fit into 64 bits")
-    # Halves of an integer add up exactly in float64, whatever the members' order.
+    # The halves of an integer add up exactly in float64, in any order of the members.
     high, low = divmod(int(value), _HALF) if is_whole else (0, 0)
     numbers = [0.0 if is_whole else 1.0, high, low, 0.0 if is_whole else value]
     parts = torch.tensor(numbers, dtype=torch.float64, device=gang.device)

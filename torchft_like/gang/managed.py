@@ -1,8 +1,8 @@
 """A gang whose members are those of a Manager's quorum, and gangs of it that are derived anew.
 
-The Manager decides who is in; a trainer calls `start_quorum` and `should_commit` as it always does. In
-between a gang's functions raise GangError where a managed group would keep an error to itself, and the
-step of such an error is lost: it cannot be committed by a script that goes on.
+The Manager decides which replicas are members; a trainer calls `start_quorum` and `should_commit` as with any
+Manager. In between, a gang's functions raise a GangError where a managed group would keep an error to itself,
+and the step of such an error is lost: a script that goes on cannot commit it.
 
 INVARIANT: a gang made of this one belongs to one quorum. It ends, wherever its members wait, when that
 quorum's group is aborted or configured anew, and says so from then on.
@@ -30,33 +30,34 @@ from torchft_like.process_group.managed import GroupManager
 
 
 class GangManager(GroupManager, Protocol):
-    """What a managed gang needs of a Manager."""
+    """The part of a Manager that a managed gang uses."""
 
     def current_step(self) -> int:
-        """How many steps were committed."""
+        """Return how many steps were committed."""
 
     def replica_rank(self) -> int | None:
-        """This replica group's rank among all members of the quorum."""
+        """Return this replica group's rank among all members of the quorum."""
 
     def replica_world_size(self) -> int:
-        """How many members the quorum has."""
+        """Return how many members the quorum has."""
 
 
 @final
 class ManagedGang(GroupGang):
     """The members of the current quorum, healing ones included: one rank of every replica group.
 
-    Usable from the first `start_quorum` on. A reduction counts the participants, so a replica that heals
-    in this step adds zero, or what else changes no result, and MEAN divides by the others; what shares
-    tensors out by rank (all_gather) makes no sense in such a step and raises GangError. So do all functions
-    of sub-gangs in it. Step 0 is such a step, however often it is tried, unless the Manager has
-    `init_sync=False`; with `use_async_quorum=False` replicas heal before the step, and no step is.
+    It is usable from the first `start_quorum` on. A reduction counts the participants, so a replica that
+    heals in this step adds zero, or another value that changes no result, and MEAN divides by the others; a
+    function that shares tensors out by rank (all_gather) makes no sense in such a step and raises a
+    GangError. So do all functions of sub-gangs in it. Step 0 is such a step, however often it is tried,
+    unless the Manager has `init_sync=False`; with `use_async_quorum=False` replicas heal before the step, and
+    no step is.
 
     After a GangError go on to the next `start_quorum`: the gang then has the members of that quorum.
 
     Args:
-        manager: of this rank.
-        device: where the tensors are; asked of the manager's group if left out.
+        manager: the Manager of this rank.
+        device: the device of the tensors; None asks the manager's group.
     """
 
     def __init__(self, manager: GangManager, device: torch.device | None = None) -> None:
@@ -67,7 +68,7 @@ class ManagedGang(GroupGang):
 
     @property
     def rank(self) -> int:
-        """The caller's place in the quorum; waits for it.
+        """The caller's place in the quorum; to read it waits for the quorum.
 
         Raises:
             GangError: there is no quorum.
@@ -80,7 +81,7 @@ class ManagedGang(GroupGang):
 
     @property
     def size(self) -> int:
-        """How many members the quorum has; waits for it.
+        """The number of members of the quorum; to read it waits for the quorum.
 
         Raises:
             GangError: there is no quorum.
@@ -90,23 +91,23 @@ class ManagedGang(GroupGang):
 
     @property
     def configuration(self) -> Configuration:
-        """The present one of the manager's group; waits for the quorum."""
+        """The present configuration of the manager's group; to read it waits for the quorum."""
         self._wait_quorum()
         return self._manager.process_group.configuration
 
     def close(self) -> None:
-        """Nothing: the group is the Manager's."""
+        """Do nothing: the group is the Manager's."""
 
     def as_process_group(self) -> dist.ProcessGroup:
-        """A ManagedProcessGroup, whose collectives do not raise."""
+        """Return a ManagedProcessGroup, whose collectives do not raise."""
         return self._group
 
     def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
-        """See Gang.create_gang. The gang is of the current quorum; `ElasticGangs` has the next ones, too."""
+        """Make a gang of the current quorum; `ElasticGangs` has those of the next ones, too."""
         return self.split([ranks])
 
     def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
-        """See Gang.split; the gang is of the current quorum."""
+        """Make gangs of the current quorum."""
         parts = check_partition(partition, self.size)
         with self._communicating("create_gang"):
             part = self._split(self._over(self._manager.process_group), parts)
@@ -115,7 +116,7 @@ class ManagedGang(GroupGang):
         return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)
 
     def of_all(self) -> Gang:
-        """See Gang.of_all: of the current quorum, and unusable while a member heals."""
+        """Return a gang of the current quorum, which cannot be used while a member heals."""
         return self.split([range(self.size)]) or self
 
     def _check_nobody_heals(self) -> None:
@@ -129,7 +130,7 @@ class ManagedGang(GroupGang):
         raise error
 
     def _how_to_go_on(self) -> str:
-        if self._manager.current_step() == 0:  # which is tried again, and then they heal again
+        if self._manager.current_step() == 0:  # step 0 is tried again, and then they heal again
             return "pass Manager(use_async_quorum=False), or init_sync=False if all replicas start out alike"
         return "they do in the next one, and in every one with Manager(use_async_quorum=False)"
 
@@ -144,7 +145,7 @@ class ManagedGang(GroupGang):
             raise GangError(f"there is no quorum: {error}") from error
 
     def _has_average(self, tensor: Tensor) -> bool:
-        return True  # of the participants, whom the manager counts
+        return True  # of the participants, which the manager counts
 
     def _explained(self, what: str, error: Exception) -> GangError:
         explained = super()._explained(what, error)
@@ -165,23 +166,23 @@ class ElasticGangs:
 
     Args:
         root: the gang of the quorum.
-        rule: makes gangs of it; all members have the same one.
+        rule: the function that makes gangs of it; the same on all members.
     """
 
     def __init__(self, root: ManagedGang, rule: Callable[[Gang], Gangs]) -> None:
         self._root = root
         self._rule = rule
-        self._configuration: Configuration | None = None  # of the present gangs
+        self._configuration: Configuration | None = None  # the configuration of the present gangs
         self._gangs: Gangs | None = None
 
     def current(self) -> Gangs:
-        """The gangs of the current quorum, derived where it is another than at the last call.
+        """Return the gangs of the current quorum, derived anew if it is another one than at the last call.
 
-        Every member calls it, after `start_quorum` and before its first use of them.
+        Every member calls this, after `start_quorum` and before its first use of them.
 
         Raises:
-            TopologyError: the size of the quorum does not factor; the same on every member, and before
-                anything is sent. Another quorum may have another size.
+            TopologyError: the size of the quorum does not factor. Every member gets the error, before
+              anything is sent. Another quorum may have another size.
             GangError: the members could not meet.
         """
         configuration = self._root.configuration
@@ -191,7 +192,7 @@ class ElasticGangs:
         return self._gangs
 
     def close(self) -> None:
-        """Give the present gangs back. Safe to call again."""
+        """Close the present gangs. Safe to call again."""
         gangs, self._gangs = self._gangs, None
         if gangs is not None:
             gangs.close()

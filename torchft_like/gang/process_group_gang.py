@@ -41,10 +41,10 @@ class ProcessGroupGang(GroupGang):
     Args:
         pg: any that `torch.distributed` takes: its own, ours, wrapped or not. It stays the caller's:
             `close` leaves it alone.
-        device: where the group's tensors are.
+        device: the device of the group's tensors.
 
     Raises:
-        ValueError: `pg` is what torch gives to those who are not in a group.
+        ValueError: `pg` is torch's placeholder for a group that the caller is not in.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -72,9 +72,10 @@ class ProcessGroupGang(GroupGang):
 
         Args:
             device: cpu or cuda.
-            timeout: the limit of each operation, positive; 15 minutes if left out.
-            high_priority: run on streams of high priority, if the backend has such: torch's own nccl.
-            backend: as torch names them. Left out: torchft-gloo or torchft-nccl, which can be aborted.
+            timeout: the limit of each operation, positive; None for 15 minutes.
+            high_priority: whether to run on streams of high priority, if the backend has such: torch's own
+                nccl.
+            backend: torch's name of the backend; None for torchft-gloo or torchft-nccl, which can be aborted.
 
         Raises:
             ValueError: the device is neither cpu nor cuda, or the timeout is no positive timedelta.
@@ -112,22 +113,22 @@ class ProcessGroupGang(GroupGang):
 
     @property
     def rank(self) -> int:
-        """See Gang.rank."""
         return _known(self._pg.rank)
 
     @property
     def size(self) -> int:
-        """See Gang.size."""
         return _known(self._pg.size)
 
     def as_process_group(self) -> dist.ProcessGroup:
-        """The group; functions of torch that look groups up by name know those that a gang has made."""
+        """Return the group; functions of torch that look groups up by name find those that a gang has
+        made.
+        """
         if self._part is not None and self._part.group._name is None:
             self._part.group.register(f"gang-{next(_registrations)}")
         return self._pg
 
     def close(self) -> None:
-        """Give back the group if the gang has made it, and with it its sub-gangs. Safe to call again."""
+        """Release the group if the gang has made it, which ends its sub-gangs. Safe to call again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -135,22 +136,21 @@ class ProcessGroupGang(GroupGang):
         if (part := self._part) is not None:
             part.group.unregister()
             if part.ending.reason is not None or part.group.errored() is not None:
-                part.group.abort("the gang was closed")  # what goes on in it nobody has to wait for
+                part.group.abort("the gang was closed")  # its operations have no waiter any more
             else:
                 part.group.shutdown()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
-        """See Gang.create_gang.
+        """Make a gang over a group of the same class, with its timeout and options.
 
-        The new gang is over a group of the same class, with its timeout and options; over one of ours, if
-        this one is torch's. It ends with the configuration of this gang's group in which it was made.
+        If this gang's group is torch's, the new one is over a group of ours. It ends with the configuration
+        of this gang's group in which it was made.
         """
         return self.split([ranks])
 
     def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
-        """See Gang.split."""
         parts = check_partition(partition, self.size)
         with self._communicating("create_gang") as members:
             part = self._split(members, parts)
@@ -164,11 +164,13 @@ class ProcessGroupGang(GroupGang):
         tell: Callable[[Exception], object],
         check: Callable[[], object] | None,
     ) -> Self:
-        """The gang of a part that has met.
+        """Return the gang of a part that has met.
 
         Args:
-            tell: who hears of its errors.
-            check: raises if the members cannot communicate now.
+            part: the group and its members.
+            device: the device of the tensors that the gang makes itself.
+            tell: called with each error of the gang.
+            check: raises an error if the members cannot communicate now; None for no check.
         """
         gang = cls(part.group, device)
         gang._part, gang._tell, gang._check = part, tell, check
@@ -196,7 +198,7 @@ class ProcessGroupGang(GroupGang):
     def _explained(self, what: str, error: Exception) -> GangError:
         if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
-            if self._part.is_latest:  # else it is no news of the configuration that there is now
+            if self._part.is_latest:  # otherwise the error says nothing about the present configuration
                 self._tell(stale)
             return stale
         explained = super()._explained(what, error)
@@ -212,7 +214,7 @@ class ProcessGroupGang(GroupGang):
 
 
 def _known(place: Callable[[], int]) -> int:
-    """The rank or the size of a group.
+    """Return the rank or the size of a group.
 
     Raises:
         GangError: it has none before it is configured.

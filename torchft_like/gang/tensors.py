@@ -1,8 +1,8 @@
-"""Tensors as a backend can move and reduce them.
+"""Tensors in a form that a backend can move and reduce.
 
-Gloo moves the memory of a tensor that has gaps, gaps included, without an error; and it ends the group
-over a dtype that it does not know. So what a backend is given here has no gaps, and one of the dtypes
-that all of them know. It knows tensors only, no groups.
+Gloo moves the memory of a tensor that has gaps, gaps included, without an error; and it ends the group over a
+dtype that it does not know. So the tensors that go to a backend from here have no gaps, and one of the dtypes
+that all backends know. This module knows tensors only, no groups.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _KNOWN = frozenset(
         torch.float64,
     }
 )
-_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # by bytes: bits are copied
+# By bytes: the bits are copied.
+_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @contextlib.contextmanager
 def dense(tensor: Tensor, *, writes: bool) -> Iterator[Tensor]:
-    """In the block, the tensor without gaps; what the block leaves in it is in `tensor` afterwards.
+    """Yield the tensor without gaps; what the block writes into it is in `tensor` afterwards.
 
     Raises:
-        ValueError: see `check_dense`.
+        ValueError: as from `check_dense`.
     """
     check_dense(tensor, writes=writes)
     original = tensor.detach()
@@ -49,11 +50,11 @@ def dense(tensor: Tensor, *, writes: bool) -> Iterator[Tensor]:
 
 
 def check_dense(tensor: Tensor, *, writes: bool) -> None:
-    """Whether the numbers of a tensor can be moved, and overwritten if `writes`.
+    """Check that the numbers of a tensor can be moved, and overwritten if `writes`.
 
     Raises:
-        ValueError: it is sparse, nested or quantized, or has no memory; or several of those to be
-            overwritten are one in memory.
+        ValueError: it is sparse, nested or quantized, or has no memory; or elements to be
+            overwritten share memory.
     """
     if not is_dense(tensor):
         kind = "nested ones" if tensor.is_nested else f"{tensor.layout} of {tensor.dtype} on {tensor.device}"
@@ -63,7 +64,7 @@ def check_dense(tensor: Tensor, *, writes: bool) -> None:
 
 
 def as_moved(tensor: Tensor) -> Tensor:
-    """The same memory, of a dtype that every backend can copy."""
+    """Return a view of the same memory, of a dtype that every backend can copy."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor if tensor.dtype in _KNOWN else tensor.view(_CARRIERS[tensor.itemsize])
@@ -71,13 +72,13 @@ def as_moved(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def reducible(tensor: Tensor, op: ReduceOperation) -> Iterator[Tensor]:
-    """In the block, the tensor in a dtype in which every backend can reduce it; and back.
+    """Yield the tensor in a dtype in which every backend can reduce it, and copy the result back.
 
-    A MEAN of float16 is made in float32: the sum before the division may be more than a float16 holds, and
-    what is divided first loses its last bits. Those of other dtypes have room.
+    A MEAN of float16 is made in float32: the sum before the division may be more than a float16 holds, and a
+    number that is divided first loses its last bits. The means of other dtypes have room.
 
     Raises:
-        NotSupportedError: there is none.
+        NotSupportedError: there is no such dtype.
     """
     numbers = _as_numbers(tensor)
     is_narrow = op is ReduceOperation.MEAN and numbers.dtype is torch.float16
@@ -91,7 +92,7 @@ def reducible(tensor: Tensor, op: ReduceOperation) -> Iterator[Tensor]:
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:
-    """The same memory; complex numbers as pairs, bools as 0 and 1."""
+    """Return a view of the same memory: complex numbers as pairs, bools as 0 and 1."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     if tensor.dtype is torch.bool:
@@ -102,7 +103,9 @@ def _as_numbers(tensor: Tensor) -> Tensor:
 
 
 def effective(op: ReduceOperation, tensor: Tensor) -> ReduceOperation:
-    """What is asked of a backend: bools are numbers to it, of which a sum may be neither 0 nor 1."""
+    """Return the operation to ask a backend for: to it bools are numbers, of which a sum may be neither 0 nor
+    1.
+    """
     if tensor.dtype is not torch.bool:
         return op
     is_or = op in (ReduceOperation.SUM, ReduceOperation.MAX)

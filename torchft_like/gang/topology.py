@@ -1,4 +1,4 @@
-"""Who is with whom: the rank lists of parallel gangs. Numbers in, numbers out."""
+"""The rank lists of parallel gangs: which ranks are together. Numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Partition = list[list[int]]
 
 
 def tensor_parallel_ranks(size: int, tp_size: int) -> Partition:
-    """Neighbours are together: 8 by 2 is 01 23 45 67.
+    """Return gangs of neighbours: 8 by 2 is 01 23 45 67.
 
     Raises:
         TopologyError: `tp_size` does not divide `size`.
@@ -18,7 +18,7 @@ def tensor_parallel_ranks(size: int, tp_size: int) -> Partition:
 
 
 def data_parallel_ranks(size: int, tp_size: int) -> Partition:
-    """Those with the same place among their neighbours are together: 8 by 2 is 0246 1357.
+    """Return gangs of the ranks with the same place among their neighbours: 8 by 2 is 0246 1357.
 
     Raises:
         TopologyError: `tp_size` does not divide `size`.
@@ -28,7 +28,7 @@ def data_parallel_ranks(size: int, tp_size: int) -> Partition:
 
 
 def sharded_ranks(size: int, intra_node_size: int) -> Partition:
-    """Of a data parallel gang, those of one node: 8 by 4 is 0123 4567.
+    """Return the gangs of a data parallel gang whose ranks are on one node: 8 by 4 is 0123 4567.
 
     Raises:
         TopologyError: `intra_node_size` is less than 2, or does not divide `size`.
@@ -38,7 +38,8 @@ def sharded_ranks(size: int, intra_node_size: int) -> Partition:
 
 
 def replicated_ranks(size: int, intra_node_size: int) -> Partition:
-    """Of a data parallel gang, those that have the same place in their nodes: 8 by 4 is 04 15 26 37.
+    """Return the gangs of a data parallel gang whose ranks have the same place in their nodes: 8 by 4 is 04
+    15 26 37.
 
     Raises:
         TopologyError: `intra_node_size` is less than 2, or does not divide `size`.

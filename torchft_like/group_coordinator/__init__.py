@@ -1,4 +1,4 @@
-"""One object for all that a group of processes says to each other: tensors, objects, dicts of both."""
+"""One object for all communication of a group of processes: tensors, objects, dicts of both."""
 
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions

@@ -1,11 +1,11 @@
-"""Whether all ranks of a job ask for the same, before they have a group in which they could tell each other.
+"""An agreement of all ranks of a job on what they ask for, before they have a group for it.
 
 Their records (see `torchft_like.agreement.statements`) stand in a store that all of them reach.
 
-One key is written once, by whoever is first, with the ranks that are missing: with none by the last to
-come, with those that have not come by one whose time is up. What stands there binds everybody, also who
-comes later: either all ranks go on or none does. One that went on alone would count torch's groups
-otherwise than the others from then on.
+One key is written once, by the first rank that can decide, with the ranks that are missing: the last rank to
+come writes that none is, a rank whose time is up writes the ranks that have not come. The key binds every
+rank, also one that comes later: either all ranks go on or none does. A rank that went on alone would count
+torch's groups otherwise than the others from then on.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _MISSING = "missing"
 
 
 def part_of_next(store: Store, rank: int) -> Store:
-    """The part of the store that belongs to a rank's next agreement: its n-th is with the n-th of the others.
+    """Return the part of the store for a rank's next agreement: its n-th agreement is with the n-th of the
+    others.
 
-    The store counts them, not the process: what only some ranks have made does not count, nor what was made
-    in another job.
+    The store counts them, not the process: coordinators that only some ranks have made do not count, nor
+    those of another job.
 
     Raises:
         GroupCoordinatorError: the store failed.
@@ -42,7 +43,8 @@ class Agreement:
     """One rank's part in one agreement.
 
     Args:
-        store: the part of it that belongs to this agreement.
+        store: the part of the store that belongs to this agreement.
+        timeout: how long this rank waits for the others.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -52,11 +54,12 @@ class Agreement:
         self._timeout = timeout
 
     def reach(self, statement: Statement) -> None:
-        """Wait for the others, and compare.
+        """Wait for the other ranks, and compare their statements.
 
         Raises:
             CollectiveMismatchError: the ranks do not ask for the same, or one refuses.
-            CollectiveTimeoutError: some had not come when the time of the first was up; names them.
+            CollectiveTimeoutError: some ranks had not come when the time of the first was up; the text names
+              them.
             GroupCoordinatorError: the store failed.
         """
         self.say(statement)
@@ -70,7 +73,7 @@ class Agreement:
         check({rank: decode(record) for rank, record in enumerate(said)})
 
     def say(self, statement: Statement) -> None:
-        """Without waiting for the others: a refusal.
+        """State something, such as a refusal, without waiting for the other ranks.
 
         Raises:
             GroupCoordinatorError: the store failed.
@@ -81,7 +84,7 @@ class Agreement:
                 self._decide([])
 
     def _missing(self) -> list[int]:
-        """Who had not come when it was decided; waits for that."""
+        """Wait for the decision, and return the ranks that had not come."""
         try:
             self._store.wait([_MISSING], self._timeout)
         except RuntimeError:
@@ -90,7 +93,7 @@ class Agreement:
         return missing
 
     def _decide(self, missing: list[int]) -> None:
-        """Unless it is decided already."""
+        """Decide which ranks are missing, unless it is decided already."""
         self._store.compare_set(_MISSING, "", json.dumps(missing))
 
 

@@ -1,9 +1,10 @@
-"""A barrier that says who is missing.
+"""A barrier that names the missing ranks.
 
-The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
-each rank notes in a store that it has come, and whoever waits in vain reads there who has not. A barrier
-whose time is up stays open: a rank that comes late finds it complete, and the group stays usable. Who
-calls again waits for the same one again, or the ranks would be one off; so does who was interrupted.
+The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it each
+rank notes in a store that it has come, and a rank that waits in vain reads there which ranks have not. A
+barrier whose time is up stays open: a rank that comes late finds it complete, and the group stays usable. A
+rank that calls again, after a timeout or an interrupt, waits for the same barrier again: otherwise the ranks
+would be one off.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Barriers:
     """The barriers of the members of one communicator.
 
     Args:
-        store: that all members reach; None takes the one in which the members of the group met.
-        name: of the coordinator, the same on all members.
+        store: a store that all members reach; None takes the one in which the members of the group met.
+        name: the coordinator's name, the same on all members.
     """
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
@@ -46,15 +47,16 @@ class Barriers:
             self._arrivals = _Arrivals(communicator, store or _store_of(communicator), name)
 
     def wait(self, timeout: timedelta | float | None) -> None:
-        """Until all members have come; after a CollectiveTimeoutError, to the barrier that it was about.
+        """Wait until all members have come; after a CollectiveTimeoutError, to the barrier of that error.
 
         Args:
             timeout: seconds or a timedelta; None takes that of the options.
 
         Raises:
-            CollectiveTimeoutError: some did not come in time; names them. The group stays usable.
-            CollectiveMismatchError: some came to another call, over a group that compares them.
-            GroupCoordinatorError: a member died; names those that had not come.
+            CollectiveTimeoutError: some members did not come in time; the text names them. The group stays
+                usable.
+            CollectiveMismatchError: some members made another call, over a group that compares calls.
+            GroupCoordinatorError: a member died; the text names those that had not come.
             ValueError: the timeout is not positive.
         """
         patience = as_timedelta(self._communicator.options.timeout if timeout is None else timeout)
@@ -74,14 +76,14 @@ class Barriers:
         except GroupCoordinatorError as error:
             self._pending = None
             raise GroupCoordinatorError(f"{error}; {_absent(self._arrivals.missing())}") from error.__cause__
-        except Exception:  # refused, on all ranks: there was no such barrier
+        except Exception:  # all ranks refused it: there was no such barrier
             self._pending = None
             self._arrivals.leave()
             raise
         self._pending = None
 
     def _started(self, arrivals: _Arrivals, patience: timedelta) -> Handle[None]:
-        """The next barrier."""
+        """Begin the next barrier."""
         arrivals.come()
         with self._communicator.guard("barrier"):
             started = self._communicator.barrier(patience + as_timedelta(self._communicator.options.timeout))
@@ -89,7 +91,9 @@ class Barriers:
 
 
 class _Arrivals:
-    """Who has come to the present barrier, in a store: under each rank the number of its last one."""
+    """A store's notes of which members have come to the present barrier: under each rank the number of its
+    last one.
+    """
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
         self._rank = communicator.rank
@@ -110,7 +114,9 @@ class _Arrivals:
         self._ask(lambda store: store.set(str(self._rank), str(number)))
 
     def missing(self) -> list[int]:
-        """Who has not come to the caller's present barrier; nobody, if there is no store to ask."""
+        """Return the ranks that have not come to the caller's present barrier; none, if there is no store to
+        ask.
+        """
         return (
             self._ask(lambda store: [rank for rank in self._others if not self._has_come(store, rank)]) or []
         )
@@ -139,7 +145,7 @@ def _absent(missing: list[int]) -> str:
 
 
 def _store_of(communicator: Communicator) -> Store | None:
-    """The store in which the members met, if they met in one."""
+    """Return the store in which the members met, if they met in one."""
     if (address := communicator.control.store_address()) is None:
         return c10d._world.pg_map.get(communicator.control.group, (None, None))[1]
     try:

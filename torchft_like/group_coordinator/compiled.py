@@ -1,8 +1,8 @@
 """Collectives as operators of torch, so that `torch.compile` keeps a graph in one piece.
 
-A graph cannot hold a coordinator. It holds its name, by which the operator finds it when it runs, and, where
-the shape of a result depends on it, the number of members: torch compiles anew where that has changed. An
-operator returns new tensors and changes none, which is what torch asks of it.
+A graph cannot hold a coordinator. It holds the coordinator's name, by which the operator finds it when it
+runs, and, if the shape of a result depends on it, the number of members: torch compiles anew if that has
+changed. An operator returns new tensors and changes none, as torch demands.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torchft_like.errors import GroupCoordinatorError
 
 @torch.library.custom_op("torchft_like::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, coordinator: str) -> Tensor:
-    """See GroupCoordinator.all_reduce."""
+    """Call `GroupCoordinator.all_reduce`."""
     return _named(coordinator)._all_reduce_out_place(tensor)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("torchft_like::all_gather", mutates_args=())
 def all_gather(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
-    """See GroupCoordinator.all_gather."""
+    """Call `GroupCoordinator.all_gather`."""
     return _with_members(coordinator, world_size)._all_gather_out_place(tensor, dim)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("torchft_like::reduce_scatter", mutates_args=())
 def reduce_scatter(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
-    """See GroupCoordinator.reduce_scatter."""
+    """Call `GroupCoordinator.reduce_scatter`."""
     return _with_members(coordinator, world_size)._reduce_scatter_out_place(tensor, dim)  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def _named(unique_name: str) -> Any:
 
 
 def _with_members(coordinator: str, world_size: int) -> Any:
-    """The coordinator, if it has as many members as the graph was compiled for.
+    """Return the coordinator, if it has as many members as the graph was compiled for.
 
     Raises:
         GroupCoordinatorError: they have changed since the graph was entered, as a Manager's quorum may.
@@ -68,6 +68,7 @@ def _with_members(coordinator: str, world_size: int) -> Any:
     found = _named(coordinator)
     communicator = found._current()
     if communicator.world_size != world_size:
-        with communicator.guard("a compiled graph"):  # others may have entered theirs with the new members
+        # Other members may have entered theirs with the new members.
+        with communicator.guard("a compiled graph"):
             raise GroupCoordinatorError(f"it was entered with {world_size} members: enter it again")
     return found

@@ -1,6 +1,7 @@
-"""The public `GroupCoordinator`: all that the processes of a group do together, in one object.
+"""The public `GroupCoordinator`: all collective work of a group of processes, in one object.
 
-It has vLLM's names and arguments. How tensors, objects and dicts travel is for `torchft_like.communicator`.
+It has vLLM's names and arguments. `torchft_like.communicator` decides how tensors, objects and dicts are
+sent.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValue
 
 
 def coordinator_named(unique_name: str) -> GroupCoordinator:
-    """The coordinator of this process with that `unique_name`.
+    """Return the coordinator of this process with that `unique_name`.
 
     Raises:
         GroupCoordinatorError: there is none, or it was given up.
@@ -59,7 +60,7 @@ def coordinator_named(unique_name: str) -> GroupCoordinator:
 
 
 class Place(NamedTuple):
-    """The caller among the members, and the groups that join them.
+    """The caller's place among the members, and the groups that join them.
 
     Attributes:
         ranks: of the members in the whole job, in the order of their ranks in the group.
@@ -75,7 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What `combine` must know of the dispatch before it.
+    """The facts about a dispatch that `combine` needs.
 
     Attributes:
         sizes: the tokens of each rank.
@@ -94,37 +95,37 @@ class GroupCoordinator:
     All ranks of torch's default group make it together, each with the ranks of all groups, and get the
     one that they are in. `from_groups` makes one over process groups that exist.
 
-    Wherever a rank is passed it is a rank *in the group*. Whatever goes wrong is a ValueError or TypeError
-    for wrong arguments, a CollectiveMismatchError where the ranks' arguments do not fit each other, and a
-    GroupCoordinatorError with its cause for the rest: nothing waits for a dead member.
+    Every rank that is passed is a rank *in the group*. The errors are a ValueError or TypeError for wrong
+    arguments, a CollectiveMismatchError where the ranks' arguments do not fit each other, and a
+    GroupCoordinatorError with its cause for the rest: no call waits for a dead member.
 
     Args:
         group_ranks: the ranks of each group; every rank of the default group occurs once.
         local_rank: the number of the caller's device on its host.
-        torch_distributed_backend: of the device group: gloo, nccl or any other that torch knows.
+        torch_distributed_backend: the backend of the device group: gloo, nccl or any other that torch knows.
         use_device_communicator: whether there is a device group; if not, tensors go through CPU memory.
         use_message_queue_broadcaster: whether rank 0 broadcasts objects through a MessageQueue.
-        group_name: for messages; need not be unique.
+        group_name: the name in messages; it need not be unique.
         options: the same on every rank.
 
     Attributes:
         group_name: as it was given; the same on all members.
-        unique_name: of the coordinator in this process.
-        ranks: of the members in the whole job, in the order of their ranks in the group.
-        rank: the caller's in the whole job.
-        rank_in_group: its place among `ranks`.
-        world_size: how many members there are.
-        local_rank: the number of its device on its host.
-        device: where tensors that are received are put.
+        unique_name: the name of the coordinator in this process.
+        ranks: the members' ranks in the whole job, in the order of their ranks in the group.
+        rank: the caller's rank in the whole job.
+        rank_in_group: the caller's place among `ranks`.
+        world_size: the number of members.
+        local_rank: the number of the caller's device on its host.
+        device: the device of received tensors.
         cpu_group: the process group for tensors on the CPU.
         device_group: the process group for tensors on `device`.
-        mq_broadcaster: through which rank 0 broadcasts objects, if there is one.
+        mq_broadcaster: the queue through which rank 0 broadcasts objects, if there is one.
         options: as they were given.
 
     Raises:
         ValueError: the groups are not those of the default group's ranks, or there is no such device.
         CollectiveMismatchError: the ranks pass different arguments.
-        CollectiveTimeoutError: some ranks did not come; names them.
+        CollectiveTimeoutError: some ranks did not come; the text names them.
         GroupCoordinatorError: a group could not be made.
     """
 
@@ -198,19 +199,19 @@ class GroupCoordinator:
         store: Store | None = None,
         options: CoordinatorOptions | None = None,
     ) -> Self:
-        """A coordinator over process groups that exist: torch's own or any of ours, registered or not.
+        """Make a coordinator over process groups that exist: torch's own or any of ours, registered or not.
 
-        They stay their owner's: `destroy` leaves them alone. Configured anew, they have other members, and
-        the coordinator refuses to go on.
+        The groups stay their owner's: `destroy` leaves them alone. If they are configured anew, they have
+        other members, and the coordinator refuses to go on.
 
         Args:
             cpu_group: takes CPU tensors.
             device_group: takes tensors on `device`; the CPU group does, if that is a CPU.
-            ranks: of the members in the whole job; where left out those that the group, or torch, knows, or
+            ranks: the members' ranks in the whole job; None for those that the group, or torch, knows, or
                 else 0, 1, 2...
-            store: that all members reach, for barriers to name who is missing; several coordinators in one
-                store need names that differ. Groups of ours that were configured, and groups that torch
-                made, bring one.
+            store: a store that all members reach, so that barriers can name missing ranks; several
+                coordinators in one store need names that differ. Groups of ours that were configured, and
+                groups that torch made, bring one.
 
         Raises:
             ValueError: the groups do not fit each other, or `ranks`.
@@ -239,7 +240,9 @@ class GroupCoordinator:
 
     @property
     def device_communicator(self) -> Self | None:
-        """What moves tensors between the members: the coordinator itself; None where vLLM has none."""
+        """The object that moves tensors between the members: the coordinator itself; None where vLLM has
+        none.
+        """
         return self if self._has_device_communicator and self.world_size > 1 else None
 
     @property
@@ -273,7 +276,7 @@ class GroupCoordinator:
         return self._member(self.rank_in_group - 1)
 
     def _member(self, place: int) -> int:
-        """The rank in the whole job of the member at a place, counted round."""
+        """Return the rank in the whole job of the member at a place, counted round."""
         if not self.ranks:
             raise GroupCoordinatorError(f"{self!r} has no members now")
         return self.ranks[place % len(self.ranks)]
@@ -281,7 +284,7 @@ class GroupCoordinator:
     # ------------------------------------------------------------------------- tensors
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum over all ranks, in a new tensor; `input_` stays as it is."""
+        """Return the sum over all ranks in a new tensor; `input_` stays as it is."""
         if torch.compiler.is_compiling():
             return compiled.all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
         return self._all_reduce_out_place(input_)
@@ -290,7 +293,7 @@ class GroupCoordinator:
         return collectives.all_reduce(self._current(), input_)
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """The tensors of all ranks, which have one shape, joined along `dim`."""
+        """Join the tensors of all ranks, which have one shape, along `dim`."""
         if torch.compiler.is_compiling():
             return compiled.all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._all_gather_out_place(input_, dim)
@@ -305,17 +308,17 @@ class GroupCoordinator:
         self, input_: list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> list[Tensor]: ...
     def all_gatherv(self, input_: Tensors, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensors:
-        """The tensors of all ranks, which differ in their rows along `dim`, joined along it.
+        """Join the tensors of all ranks along `dim`, in which their sizes may differ.
 
         Args:
             input_: a tensor, or a list of tensors with the same number of rows.
-            sizes: the rows of each rank; None has the ranks say so.
+            sizes: the rows of each rank; None lets the ranks tell each other.
         """
         joined, _ = collectives.all_gatherv(self._current(), lambda: _listed(input_), dim, sizes)
         return joined if isinstance(input_, list) else joined[0]
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """This rank's part of the sum over all ranks, which is split evenly along `dim`."""
+        """Return this rank's part of the sum over all ranks, which is split evenly along `dim`."""
         if torch.compiler.is_compiling():
             return compiled.reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return self._reduce_scatter_out_place(input_, dim)
@@ -332,18 +335,20 @@ class GroupCoordinator:
         self, input_: list[Tensor], dim: int = -1, sizes: Sequence[int] | None = None
     ) -> list[Tensor]: ...
     def reduce_scatterv(self, input_: Tensors, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensors:
-        """This rank's rows along `dim` of the sum over all ranks.
+        """Return this rank's rows along `dim` of the sum over all ranks.
 
         Args:
             input_: a tensor, or a list of tensors with the same number of rows; the same shapes everywhere.
-            sizes: the rows that each rank gets; None shares them out as evenly as it goes, the first
-                ranks getting one more.
+            sizes: the rows that each rank gets; None shares them out as evenly as possible; the first ranks
+              get one more.
         """
         parts = collectives.reduce_scatterv(self._current(), _listed(input_), dim, lambda: sizes)
         return parts if isinstance(input_, list) else parts[0]
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """The tensors of all ranks, of one shape, joined along `dim` on rank `dst`; None elsewhere."""
+        """Join the tensors of all ranks, of one shape, along `dim` on rank `dst`; return None on the
+        others.
+        """
         return collectives.gather(self._current(), input_, dst, dim)
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
@@ -351,9 +356,9 @@ class GroupCoordinator:
         return collectives.broadcast(self._current(), input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """To one rank, the next if left out; returns when the tensor may be changed.
+        """Send a tensor to one rank, by default the next; return when the caller may change it.
 
-        In a group of one it goes nowhere.
+        In a group of one the tensor goes nowhere.
         """
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
@@ -367,12 +372,12 @@ class GroupCoordinator:
             messages.start_sending(communicator, to, TENSOR, prepare).wait()
 
     def recv(self, size: Sequence[int] | int, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """From one rank, the previous if left out: a tensor of that shape on `device`.
+        """Receive a tensor of that shape from one rank, by default the previous; it is on `device`.
 
-        In a group of one: zeros.
+        In a group of one the result is zeros.
 
         Args:
-            size: the shape; a number is that of a tensor with one dimension.
+            size: the shape; a number is the shape of a tensor with one dimension.
 
         Raises:
             CollectiveMismatchError: another shape or dtype came, or no tensor.
@@ -390,12 +395,12 @@ class GroupCoordinator:
     # ------------------------------------------------------------------------- objects
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """The object of rank `src`, which alone need pass it, on every rank.
+        """Return on every rank the object of rank `src`; the other ranks need not pass one.
 
         Raises:
-            PlainDataError: it holds something that does not travel; every rank gets an error.
+            PlainDataError: it holds a value that cannot be sent; every rank gets an error.
         """
-        communicator = self._current()  # first: it is what ends the epoch of an earlier queue
+        communicator = self._current()  # first, because this call ends the epoch of an earlier queue
         if self.mq_broadcaster is not None and src == 0:
             return members.broadcast_object(communicator, self.mq_broadcaster, obj)
         return messages.broadcast_object(communicator, obj, src)
@@ -412,7 +417,7 @@ class GroupCoordinator:
         return messages.broadcast_object_list(self._over(group, None), obj_list, src)
 
     def send_object(self, obj: Any, dst: int) -> None:
-        """To one rank."""
+        """Send an object to one rank."""
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
             messages.disassembled(communicator, obj)
@@ -420,7 +425,7 @@ class GroupCoordinator:
             messages.send_object(communicator, obj, to)
 
     def recv_object(self, src: int) -> Any:
-        """From one rank; None in a group of one."""
+        """Receive an object from one rank; in a group of one the result is None."""
         communicator, source = self._with_peer(src, -1, "src")
         return None if source is None else messages.recv_object(communicator, source)
 
@@ -432,7 +437,8 @@ class GroupCoordinator:
         external_writer_handle: object = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """The caller's end of a queue that one member writes and all others read; it ends with the groups.
+        """Open the caller's end of a queue that one member writes and all others read; it ends with the
+        groups.
 
         Args:
             external_writer_handle: on that member, the handle of a queue whose writer is outside the group:
@@ -446,12 +452,13 @@ class GroupCoordinator:
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[object]]:
-        """A queue of the caller's to write, which ends with the groups; on one member the handles of all.
+        """Make a queue that the caller writes, which ends with the groups; one member gets the handles of
+        all.
 
-        That member, or another process for it, opens each handle as its reader 0.
+        That member, or another process for it, opens each handle as reader 0.
 
         Args:
-            blocking: False: nobody can have opened the queues when the call returns.
+            blocking: must be False: no reader can have opened the queues before the call returns.
 
         Returns:
             The queue; and on the reader the handles in the order of ranks, its own among them.
@@ -469,14 +476,15 @@ class GroupCoordinator:
         group: Group | None = None,
         metadata_group: Group | None = None,
     ) -> TensorDict:
-        """The dict of rank `src`, which alone need pass it, on every rank: tensors, arrays and plain data.
+        """Return on every rank the dict of rank `src`, with tensors, arrays and plain data; the other ranks
+        need not pass one.
 
         Args:
             group: another process group of the same members, for the tensors.
-            metadata_group: another one, for what is said about them.
+            metadata_group: another process group of the same members, for the description of the tensors.
 
         Raises:
-            PlainDataError: it holds something that does not travel; every rank gets an error.
+            PlainDataError: it holds a value that cannot be sent; every rank gets an error.
         """
         communicator = self._over(group, metadata_group)
         with communicator.guard("broadcast_tensor_dict"):
@@ -489,7 +497,9 @@ class GroupCoordinator:
         group: Group | None = None,
         metadata_group: Group | None = None,
     ) -> Handle[TensorDict]:
-        """As `broadcast_tensor_dict`, but returns once every rank knows what will come."""
+        """Broadcast a dict as `broadcast_tensor_dict` does, but return once every rank knows what will
+        come.
+        """
         communicator = self._over(group, metadata_group)
         with communicator.guard("broadcast_tensor_dict"):
             begun = dicts.start_broadcasting(communicator, tensor_dict, src)
@@ -502,13 +512,13 @@ class GroupCoordinator:
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> None:
-        """To one rank, the next if left out; returns when the tensors may be changed.
+        """Send a dict to one rank, by default the next; return when the caller may change the tensors.
 
         Args:
             all_gather_group: ranks that all hold the tensors named below: each sends a slice of them to a
-                counterpart, and the counterparts gather the slices in a group of theirs.
+                counterpart, and the counterparts gather the slices in a group of their own.
             all_gather_tensors: True under the names of these tensors. If one of them is not the same on all
-                those ranks, the receivers get an error. What is not named is sent whole.
+                those ranks, the receivers get an error. Tensors that are not named are sent whole.
         """
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
@@ -525,7 +535,8 @@ class GroupCoordinator:
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> list[Handle[None]]:
-        """As `send_tensor_dict`, but returns at once; the tensors must stay as they are until it is done.
+        """Send a dict as `send_tensor_dict` does, but return at once; the tensors must stay as they are until
+        it is sent.
 
         Returns:
             One handle; none in a group of one.
@@ -545,11 +556,11 @@ class GroupCoordinator:
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> TensorDict | None:
-        """From one rank, the previous if left out; None in a group of one.
+        """Receive a dict from one rank, by default the previous; in a group of one the result is None.
 
         Args:
             all_gather_group: the counterparts of the sender's; the same on all of them.
-            all_gather_tensors: not needed: what comes says which tensors are slices.
+            all_gather_tensors: not needed: the message says which tensors are slices.
 
         Raises:
             CollectiveMismatchError: something else came, or slices of tensors that differ.
@@ -565,14 +576,16 @@ class GroupCoordinator:
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> tuple[TensorDict | None, list[Handle[TensorDict]], list[Callable[[], None]]]:
-        """As `recv_tensor_dict`, but returns at once; with a device group, when the sender has begun.
+        """Receive a dict as `recv_tensor_dict` does, but return at once; with a device group, when the sender
+        has begun.
 
-        Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it, and who
-        has its slices waits there for the others until the timeout of that group, not that of the `wait`.
+        Slices are joined in the handle's `wait`: all ranks of the `all_gather_group` must come to it, and a
+        rank that has its slices waits there for the others until the timeout of that group, not that of the
+        `wait`.
 
         Returns:
-            A dict, which is empty until the handle's `wait` has put everything into it; the handle; and what
-            is to be called afterwards, which is nothing. In a group of one: None, and no handle.
+            A dict, which is empty until the handle's `wait` has put everything into it; the handle; and an
+            empty list of functions to call afterwards. In a group of one: None, and no handle.
         """
         communicator, source = self._with_peer(src, -1, "src")
         gathering = _communicator_of(all_gather_group)
@@ -590,9 +603,9 @@ class GroupCoordinator:
             timeout: seconds or a timedelta; None takes that of the options.
 
         Raises:
-            CollectiveTimeoutError: some did not come in time; names them. The group stays usable, and the
-                next call waits for the same barrier again.
-            GroupCoordinatorError: a member died; names those that had not come.
+            CollectiveTimeoutError: some members did not come in time; the text names them. The group stays
+                usable, and the next call waits for the same barrier again.
+            GroupCoordinatorError: a member died; the text names those that had not come.
         """
         self._all_barriers().wait(timeout)
 
@@ -603,7 +616,7 @@ class GroupCoordinator:
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> DispatchedTensors:
-        """Bring the tokens of all ranks to all ranks, in the order of ranks; no tokens are fine, too.
+        """Bring the tokens of all ranks to all ranks, in the order of ranks; a rank may have no tokens.
 
         Args:
             hidden_states, router_logits: a row for each token of this rank.
@@ -634,10 +647,12 @@ class GroupCoordinator:
         extra_tensors: list[Tensor] | None = None,
     ) -> DispatchedTensors: ...
     def dispatch(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> DispatchedTensors:
-        """As `dispatch_router_logits`; or with what a router has chosen for each token.
+        """Dispatch as `dispatch_router_logits` does; or with the experts that a router has chosen for each
+        token.
 
         Args:
-            topk_weights, topk_ids: a row for each token of this rank: the weights of its experts, and which.
+            topk_weights, topk_ids: a row for each token of this rank: the weights of its experts, and their
+            numbers.
 
         Returns:
             The tensors with the rows of all ranks, two or three, and the extra ones as a list.
@@ -674,12 +689,13 @@ class GroupCoordinator:
         return tuple(own) if extra_tensors is None else (*own, extra)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Add up what the ranks made of the tokens of the last `dispatch`; gives the rows of this rank's own.
+        """Add up what the ranks made of the tokens of the last `dispatch`; return the rows of this rank's
+        own.
 
         Experts that return their input give `world_size` times the input: each rank adds what its own
         experts make of a token, and zero where the token is none of theirs.
         """
-        communicator = self._current()  # first: it is what ends the epoch of an earlier quorum
+        communicator = self._current()  # first, because this call ends the epoch of an earlier quorum
         dispatched = self._dispatched
         if dispatched is not None and dispatched.epoch is not None:
             dispatched.epoch.check("dispatch")
@@ -703,17 +719,18 @@ class GroupCoordinator:
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
-        """Around the capture of CUDA graphs: the block runs on a stream on which CUDA captures.
+        """Run the block, which captures CUDA graphs, on a stream on which CUDA captures.
 
         Args:
-            graph_capture_context: of a capture around this one, to share its stream.
+            graph_capture_context: the context of a capture around this one, to share its stream; None for a
+              new one.
         """
         self._current()
         with capturing(self.device, graph_capture_context) as context:
             yield context
 
     def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
-        """Nothing has to be prepared: the backends register no memory in advance.
+        """Check the model, and prepare nothing: the backends register no memory in advance.
 
         Raises:
             TypeError: it is no module.
@@ -723,9 +740,10 @@ class GroupCoordinator:
             raise TypeError(f"a torch.nn.Module was expected, not {type(model).__name__}")
 
     def destroy(self) -> None:
-        """Give back the groups and queues that the coordinator made. Once more does nothing."""
+        """Release the groups and queues that the coordinator made. Further calls do nothing."""
         communicator, self._communicator, self._barriers = self._communicator, None, None
-        with contextlib.ExitStack() as undo:  # the last first, and all of it, whatever interrupts a farewell
+        # The last first, and all of them, even if an exception interrupts one.
+        with contextlib.ExitStack() as undo:
             if communicator is not None and self._owns_groups:
                 for group in {id(group): group for group in (self.cpu_group, self.device_group)}.values():
                     if group is not None:
@@ -737,18 +755,19 @@ class GroupCoordinator:
     # ------------------------------------------------------------------ which ranks a call is between
 
     def _over(self, group: Group | None, metadata_group: Group | None) -> Communicator:
-        """The communicator of a call that may name other groups of the same members."""
+        """Return the communicator of a call that may name other groups of the same members."""
         if group is None and metadata_group is None:
             return self._current()
         return self._current().among(metadata_group or group, group)
 
     def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Communicator, int | None]:
-        """The communicator of a call to one rank, and that rank; None in a group of one, which has no other.
+        """Return the communicator of a call to one rank, and that rank; None in a group of one, which has no
+        other.
 
         Raises:
-            ValueError: no rank of the group, or the caller itself.
+            ValueError: it is no rank of the group, or the caller itself.
         """
-        communicator = self._current()  # which may have other members than the last call
+        communicator = self._current()  # it may have other members than at the last call
         size = communicator.world_size
         found = checked_rank((communicator.rank + step) % size if rank is None else rank, size, name)
         if size == 1:
@@ -758,11 +777,11 @@ class GroupCoordinator:
         return communicator, found
 
     def _keep(self, *queues: MessageQueue) -> None:
-        """Those that the coordinator made end with it."""
+        """Keep queues that the coordinator has made: they end with it."""
         self._queues = [*(known for known in self._queues if not known.is_closed), *queues]
 
     def _adopt(self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None) -> None:
-        """From now on these are the members."""
+        """Take these members from now on."""
         self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
         self.device_group = self.cpu_group if device_group is None else device_group
@@ -774,7 +793,7 @@ class GroupCoordinator:
         _by_name[self.unique_name] = self
 
     def _current(self) -> Communicator:
-        """What carries the next call.
+        """Return the communicator of the next call.
 
         Raises:
             GroupCoordinatorError: the coordinator was destroyed.
@@ -799,7 +818,10 @@ class GroupCoordinator:
 def _slicing(
     all_gather_group: GroupCoordinator | None, all_gather_tensors: Mapping[str, bool] | None
 ) -> Callable[[], dicts.Slicing | None]:
-    """Chosen where the receiver can be told of wrong arguments; raises if the group is not usable."""
+    """Return a function that chooses the slices, called where the receiver can be told of wrong arguments.
+
+    This raises an error if the group is not usable.
+    """
     if isinstance(all_gather_group, GroupCoordinator):
         all_gather_group._current()
     return lambda: dicts.slicing(_communicator_of(all_gather_group), all_gather_tensors)

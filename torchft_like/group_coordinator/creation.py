@@ -3,9 +3,9 @@
 The ranks first tell each other, in the default group's store, which groups they mean. `new_group` does
 not compare that, and waits for its whole timeout where one rank means others.
 
-The groups are of our own kind, because of torch's own no wait can be ended: the backends gloo and nccl
-mean torchft-gloo and torchft-nccl. Any other name is taken as it is, and `cpu:gloo` and `cuda:nccl` are
-names for torch's own.
+The groups are of our own kind, because no wait of torch's own can be ended: the backends gloo and nccl mean
+torchft-gloo and torchft-nccl. Any other name is taken as it is, and `cpu:gloo` and `cuda:nccl` are names for
+torch's own.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CPU_BACKEND = "torchft-gloo"
 ANONYMOUS = "anonymous"
 OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
 NAME_CHARACTERS_MAX = 100
-KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer ones do
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer versions of torch do
 _numbers: Counter[str] = Counter()
 
 
 class Made(NamedTuple):
-    """What a coordinator of torch's ranks consists of.
+    """The groups of a coordinator that torch's ranks have made.
 
     Attributes:
         name: unique among the coordinators of this process.
-        ranks: of its members in the default group.
+        ranks: the members' ranks in the default group.
         device_group: None where it has no device group, the CPU group where the device is a CPU.
     """
 
@@ -54,10 +54,10 @@ class Made(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What all ranks ask for together.
+    """The arguments that all ranks must pass alike.
 
     Attributes:
-        backend: of the device group, as torch knows it.
+        backend: torch's name of the device group's backend.
     """
 
     group_ranks: Sequence[Sequence[int]]
@@ -70,12 +70,12 @@ class Wish(NamedTuple):
 
 
 def make_groups(wish: Wish) -> Made:
-    """Make the groups; blocks until all ranks of the default group have.
+    """Make the groups; block until all ranks of the default group have made them.
 
     Raises:
-        ValueError: the ranks do not make groups of the default group's, or there is no default group.
+        ValueError: the ranks are not those of the default group, or there is no default group.
         CollectiveMismatchError: the ranks do not ask for the same.
-        CollectiveTimeoutError: some did not come; names them.
+        CollectiveTimeoutError: some ranks did not come; the text names them.
         GroupCoordinatorError: a group could not be made; the cause says why.
     """
     if not dist.is_initialized():
@@ -109,10 +109,10 @@ def make_groups(wish: Wish) -> Made:
 
 
 def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
-    """The groups, in which every rank of the default group occurs once; ranks in a group are in that order.
+    """Return the groups, in which every rank of the default group occurs once, with the ranks in their order.
 
     Raises:
-        ValueError: they are other groups than that.
+        ValueError: a rank is missing, foreign or there twice; or torch would change the order.
     """
     groups = [[int(rank) for rank in ranks] for ranks in group_ranks]
     if not groups or not all(groups):
@@ -130,7 +130,7 @@ def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> lis
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:
-    """Where the tensors of a backend are, on the rank with this number on its host.
+    """Return the device of a backend's tensors, on the rank with this number on its host.
 
     Raises:
         ValueError: no device has that number, or torch has no such backend.
@@ -149,7 +149,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
 
 
 def unique_name(name: str) -> str:
-    """`name:number`, where the number counts the coordinators of that name in this process.
+    """Return `name:number`, where the number counts the coordinators of that name in this process.
 
     Raises:
         ValueError: it is too long to be a key in a store.
@@ -162,13 +162,13 @@ def unique_name(name: str) -> str:
 
 
 def destroy_group(group: Any) -> None:
-    """Give back what `make_groups` made; nothing if torch has forgotten it since."""
+    """Destroy a group that `make_groups` made, unless torch has forgotten it since."""
     if dist.is_initialized() and group in c10d._world.pg_map:
         dist.destroy_process_group(group)
 
 
 def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str, str], ...]:
-    """What must be the same on every rank, under the names of the arguments."""
+    """Return the values that must be the same on every rank, under the names of the arguments."""
     options = wish.options
     values = {
         "group_ranks": groups,
@@ -186,7 +186,7 @@ def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str
 
 
 def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) -> Any:
-    """The caller's group, of all that all ranks make in the same order."""
+    """Make the groups, as all ranks do in the same order, and return the caller's."""
     own = None
     for ranks in groups:
         more: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}

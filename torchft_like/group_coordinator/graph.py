@@ -1,4 +1,4 @@
-"""The stream on which a CUDA graph is captured, and nothing of the kind on a CPU."""
+"""The stream on which a CUDA graph is captured; on a CPU there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class GraphCaptureContext:
-    """Where a graph is captured.
+    """The place where a graph is captured.
 
     Attributes:
         stream: a stream of the coordinator's device, other than the default one, on which CUDA does not
@@ -23,10 +23,10 @@ class GraphCaptureContext:
 
 @contextlib.contextmanager
 def capturing(device: torch.device, context: GraphCaptureContext | None) -> Iterator[GraphCaptureContext]:
-    """Run the block on a stream of its own, after all that the present stream has to do, and before the rest.
+    """Run the block on a stream of its own, after all work of the present stream, and before its later work.
 
     Args:
-        context: of a capture around this one, whose stream is used; None makes a stream.
+        context: the context of a capture around this one, whose stream is used; None makes a stream.
     """
     if device.type != "cuda":
         yield context or GraphCaptureContext(None)

@@ -1,9 +1,9 @@
 """Dicts of tensors and plain data, to one rank or to all, and slices of tensors that several ranks hold.
 
-An all-gather group spares bytes where each of its ranks sends the same tensor to a counterpart: each sends
-a slice, and the receivers gather the slices among themselves. That is right only if the tensors are
-replicated. So it is done for those that the sender declares to be, and a slice carries a digest of the
-whole tensor that it was cut from: the receivers compare the digests before they gather.
+An all-gather group saves bytes if each of its ranks sends the same tensor to a counterpart: each sends a
+slice, and the receivers gather the slices among themselves. That is right only if the tensors are replicated.
+So it is done for those that the sender declares to be replicated, and a slice carries a digest of the whole
+tensor that it was cut from: the receivers compare the digests before they gather.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ TensorDict = dict[str, Any]
 
 
 class Slicing(NamedTuple):
-    """Which tensors of a dict the ranks of a group send slices of, because each of them has the whole."""
+    """The tensors of a dict of which the ranks of a group send slices, because each of them has the whole."""
 
     group: Communicator
     declared: frozenset[str]
 
 
-# Of each slice in a dict, by name: part, parts, the whole's shape and digest.
+# The slices in a dict, by name: part, parts, the whole's shape and digest.
 Slices = dict[str, tuple[int, int, list[int], int]]
-# Gives what has come, or raises why that is nothing: the counterparts must hear of it, and not wait.
+# A function that returns the message, or raises the error for which there is none: the counterparts must hear
+# of it, and not wait.
 Received = Callable[[], tuple[TensorDict, Slices]]
 
 
 def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
-    """What the arguments of a call ask for; None where that is nothing."""
+    """Return the slicing that the arguments of a call ask for; None if they ask for none."""
     if not isinstance(all_gather_tensors, Mapping | None):
         raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(all_gather_tensors).__name__}")
     declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
@@ -54,7 +55,7 @@ def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] |
 
 
 def checked_dict(value: object) -> TensorDict:
-    """The value, if it is a dict.
+    """Return the value, if it is a dict.
 
     Raises:
         TypeError: it is not.
@@ -65,7 +66,7 @@ def checked_dict(value: object) -> TensorDict:
 
 
 def start_broadcasting(group: Communicator, tensor_dict: TensorDict | None, src: int) -> Begun:
-    """Begin to bring the dict of rank `src` to all; returns when all ranks know what will come."""
+    """Begin to send the dict of rank `src` to all; return when all ranks know what will come."""
 
     def check() -> Terms:
         if group.rank == src:
@@ -81,10 +82,10 @@ def start_sending_dict(
     dst: int,
     choose_slicing: Callable[[], Slicing | None],
 ) -> Begun:
-    """Begin to send; the tensors must stay as they are until it is over.
+    """Begin to send a dict; the tensors must stay as they are until it is sent.
 
     Args:
-        choose_slicing: gives what is sent in slices; may refuse.
+        choose_slicing: returns what is sent in slices; may raise an error.
     """
 
     def prepare() -> tuple[Statement, object]:
@@ -98,7 +99,7 @@ def start_sending_dict(
 def receiving(
     group: Communicator, src: int, gathered_by: Communicator | None, arriving: TensorDict
 ) -> Handle[TensorDict]:
-    """Begin to receive into a dict. On a CPU nothing is waited for: the sender may begin when it likes."""
+    """Begin to receive into a dict. On a CPU this waits for nothing: the sender may begin at any time."""
     tag = group.tag("from", src)
 
     def settle(received: Any) -> TensorDict:
@@ -116,12 +117,12 @@ def receiving(
 
 
 def received(group: Communicator, src: int, gathered_by: Communicator | None) -> TensorDict:
-    """What `src` sends next."""
+    """Return what `src` sends next."""
     return joined(_received(group, src, group.tag("from", src)), gathered_by)
 
 
 def handle(group: Communicator, operation: str, begun: Begun) -> Handle[Any]:
-    """A handle of a message that is under way to all, or from here to one."""
+    """Return a handle of a message that is under way to all, or from here to one."""
     watched = begun.is_over if group.waits_on_streams else None
     finish = _waiting(group, operation, begun)
     return Handle(f"{operation} over {group}", finish, lambda value: value, watched, group.epoch)
@@ -154,7 +155,9 @@ def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
 
 @contextlib.contextmanager
 def _missed_by(gathered_by: Communicator | None) -> Iterator[None]:
-    """Around what a dict should come from: if none comes, the counterparts do not wait for its slices."""
+    """Tell the counterparts if the block, which receives a dict, fails: then they do not wait for its
+    slices.
+    """
     try:
         yield
     except HARMLESS:  # the counterparts hear of it where slices are joined
@@ -166,7 +169,7 @@ def _missed_by(gathered_by: Communicator | None) -> Iterator[None]:
 
 
 def joined(received: Received, group: Communicator | None) -> TensorDict:
-    """A dict as it came, with whole tensors for the slices that the ranks of an all-gather group hold.
+    """Return a received dict, with whole tensors for the slices that the ranks of an all-gather group hold.
 
     Raises:
         ValueError: there are slices, and the group is not the one they were made for.
@@ -207,7 +210,9 @@ def _unsliced(tensor_dict: TensorDict, slices: Slices) -> TensorDict:
 
 
 def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
-    """The dict with slices for the tensors that are declared, and what the receiver must know of them."""
+    """Return the dict with slices for the declared tensors, and the facts about them that the receiver
+    needs.
+    """
     part, parts = sliced.group.rank, sliced.group.world_size
     cut, slices = dict(tensor_dict), Slices()
     for name in _ordered(sliced.declared):
@@ -220,7 +225,7 @@ def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """The same order on all ranks; whoever uses numbers as keys may use names beside them."""
+    """Return the names in the same order on all ranks; a dict may have numbers beside names as keys."""
     return sorted(names, key=lambda name: (type(name).__name__, name))
 
 
