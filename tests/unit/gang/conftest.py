@@ -26,11 +26,11 @@ class Crew:
         self.gangs = gangs
 
     def together(self, act: Callable[[ProcessGroupGang], T]) -> list[T]:
-        """The same on every member at once."""
+        """Run the same on every member at once."""
         return self._party.together(self.gangs, lambda _, gang: act(gang))  # type: ignore[arg-type]
 
     def outcomes(self, act: Callable[[ProcessGroupGang], T]) -> list[T | Exception]:
-        """As `together`, with the errors."""
+        """Run the same as `together` does; return the results or errors."""
 
         def caught(gang: ProcessGroupGang) -> T | Exception:
             try:
@@ -46,7 +46,7 @@ MakeCrew = Callable[..., Crew]
 
 @pytest.fixture
 def crew(party: Party) -> MakeCrew:
-    """Makes gangs: `crew(3)`, `crew(2, lambda: ProcessGroupGloo(1))`."""
+    """Return a function that makes gangs: `crew(3)`, `crew(2, lambda: ProcessGroupGloo(1))`."""
 
     def make(size: int, group: Callable[[], ProcessGroup] = lambda: ProcessGroupGloo(30)) -> Crew:
         return Crew(party, [ProcessGroupGang(pg, CPU) for pg in party.meet(size, group)])

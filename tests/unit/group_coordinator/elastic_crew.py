@@ -1,4 +1,4 @@
-"""Elastic coordinators in threads of one process, and a lighthouse that says who is a member."""
+"""Elastic coordinators in threads of one process, and a lighthouse that decides on the members."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Crew:
         return self.coordinators[name]
 
     def hire(self, names: str, timeout: float) -> None:
-        """Coordinators with a timeout of their own."""
+        """Make coordinators with a timeout of their own."""
         for name in names:
             options = CoordinatorOptions(timeout=timeout)
             self.coordinators[name] = ElasticCoordinator(
@@ -48,12 +48,12 @@ class Crew:
         return self._threads.submit(act, *args)
 
     def together(self, names: Sequence[str], act: Callable[[ElasticCoordinator], T]) -> list[T]:
-        """The same on each at once."""
+        """Run the same on each at once."""
         futures = [self.aside(act, self[name]) for name in names]
         return [future.result(LIMIT_S) for future in futures]
 
     def outcomes(self, names: Sequence[str], act: Callable[[ElasticCoordinator], object]) -> list[str]:
-        """As `together`: the classes of the errors, "" where there is none."""
+        """Run the same as `together` does; return the classes of the errors, "" where there is none."""
 
         def caught(coordinator: ElasticCoordinator) -> str:
             try:
@@ -65,7 +65,7 @@ class Crew:
         return self.together(names, caught)
 
     def change(self, members: str, leaving: str = "") -> None:
-        """Have these members, by their letters; those who leave say so first, and go last."""
+        """Change to these members, given by their letters; those that leave say so first, and go last."""
         departures = [self[name].begin_change(leaving=True) for name in leaving]
         changes = self.begin(members)
         assert self.complete(changes) == [""] * len(members)
@@ -73,7 +73,7 @@ class Crew:
             change.complete()
 
     def begin(self, members: str, timeout: float = LIMIT_S) -> dict[str, Change]:
-        """Each begins the change to these members; returns when they have met.
+        """Let each begin the change to these members; return when they have met.
 
         Who comes when decides what the lighthouse proposes first: other proposals are rolled back.
         """
@@ -92,11 +92,11 @@ class Crew:
         raise AssertionError(f"{members} have not met")
 
     def complete(self, changes: dict[str, Change], timeout: float | None = None) -> list[str]:
-        """All at once; the classes of the errors."""
+        """Complete all changes at once; return the classes of the errors."""
         return self.outcomes(list(changes), lambda c: changes[c.name].complete(timeout))
 
     def switch(self, names: str) -> None:
-        """As programs do it: at the same place of the program on all, as soon as a change is due."""
+        """Change as programs do: at the same place of the program on all, as soon as a change is due."""
 
         def serve(coordinator: ElasticCoordinator) -> None:
             deadline = time.monotonic() + LIMIT_S
@@ -113,21 +113,21 @@ class Crew:
         self.together(names, serve)
 
     def sums(self, names: str) -> list[float]:
-        """What each gets for the sum of ones."""
+        """Return what each gets for the sum of ones."""
         return self.together(names, lambda c: c.all_reduce(torch.ones(1)).item())
 
     def serving(self) -> str:
-        """Those who have members."""
+        """Return the names of the coordinators that have members."""
         return "".join(name for name, c in self.coordinators.items() if c.membership is not None)
 
     def lose(self, name: str) -> None:
-        """To the others this member has died."""
+        """Let this member be dead to the others."""
         coordinator = self.coordinators.pop(name)
         coordinator._session.hang_up("the test", in_order=False)
         coordinator.destroy()
 
     def restart_lighthouse(self) -> None:
-        """At the address that it had."""
+        """Start the lighthouse again at the address that it had."""
         self.lighthouse = LighthouseProcess(*self._flags, bind=self.lighthouse.address)
 
     def end(self) -> None:

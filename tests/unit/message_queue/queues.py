@@ -1,4 +1,4 @@
-"""Makes queues whose ends are threads of one process."""
+"""Queues whose ends are in threads of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Queues:
     def make(
         self, n_readers: int = 1, chunk_bytes: int = 4096, chunks: int = 4, remote: Sequence[int] = ()
     ) -> tuple[MessageQueue, list[MessageQueue]]:
-        """A writer and its readers, ready."""
+        """Make a writer and its readers, and wait until they have joined."""
         local = [rank for rank in range(n_readers) if rank not in remote]
         writer = MessageQueue(n_readers, len(local), local, chunk_bytes, chunks, LOOPBACK)
         self._made.append(writer)
@@ -37,12 +37,12 @@ class Queues:
         return self.keep(MessageQueue.create_from_handle(writer.export_handle(), rank))
 
     def keep(self, queue: MessageQueue) -> MessageQueue:
-        """It is closed in the end, too."""
+        """Have this queue closed in the end, too; return it."""
         self._made.append(queue)
         return queue
 
     def run(self, call: Callable[..., object], *arguments: object) -> Future[object]:
-        """In a thread of its own."""
+        """Run `call` in a thread of its own."""
         return self._threads.submit(call, *arguments)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Queues:
 
 
 def wait_for(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait for an event that the test only sees when it looks; after `limit_s` it raises AssertionError."""
+    """Wait until something is true that the test only sees when it looks; fail after `limit_s` seconds."""
     moment, waited_s = threading.Event(), 0.0
     while not fact():
         assert waited_s < limit_s
