@@ -1,4 +1,4 @@
-"""The lighthouse decides who is in the quorum, and tells the replicas over gRPC."""
+"""The lighthouse decides which replicas are in the quorum, and tells the replicas over gRPC."""
 
 from pathlib import Path
 

@@ -272,7 +272,7 @@ class QuorumCore:
         return None if session is None else session.number
 
     def describe(self, now: float) -> str:
-        """Describe the last quorum, who has joined, who is awaited, and why there is no quorum yet."""
+        """Describe the last quorum, the joined and the awaited replicas, and why there is no quorum yet."""
         facts = Facts(
             last_id=self._number.quorum_id,
             last=self._last,

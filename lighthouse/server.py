@@ -105,7 +105,7 @@ class Lighthouse:
         return self._address
 
     def describe(self) -> str:
-        """Describe who is in the quorum, who is awaited, and why there is no quorum yet."""
+        """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
         return self._core.describe(self._loop.time())
 
     async def stop(self, reason: str = "stopped") -> None:

@@ -70,7 +70,7 @@ class LighthouseServer:
         return self._lighthouse.address.url
 
     def describe(self) -> str:
-        """Describe who is in the quorum, who is awaited, and why there is no quorum yet."""
+        """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
         return self._loop.run(self._describe())
 
     async def _describe(self) -> str:

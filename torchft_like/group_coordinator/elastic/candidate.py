@@ -1,4 +1,4 @@
-"""The members of a coordinator decide by two quorums, all alike, whether they switch to new members. Pure.
+"""The members of a coordinator decide by two quorums, all alike, whether they switch to new members.
 
 A member
 

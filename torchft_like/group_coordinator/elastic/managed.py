@@ -32,7 +32,7 @@ class CoordinatorManager(Protocol):
         """Wait until the group is configured for the current step."""
 
     def replica_rank(self) -> int | None:
-        """This replica group's rank among all members of the quorum."""
+        """Return this replica group's rank among all members of the quorum."""
 
     def replica_world_size(self) -> int:
         """Return how many members the quorum has."""
@@ -41,19 +41,19 @@ class CoordinatorManager(Protocol):
         """Return why the current step is lost, if it is."""
 
     def report_error(self, e: Exception) -> None:
-        """The current step is lost."""
+        """Report an error: the current step is lost."""
 
 
 class ManagedCoordinator(EpochCoordinator):
     """The communication of a Manager's quorum: this rank of every replica group, healing ones included.
 
-    Usable from the first `start_quorum` on. After a GroupCoordinatorError go on to the next one: the same
-    object then has its members. `epoch` counts the configurations of the Manager's group; rank and size
+    It is usable from the first `start_quorum` on. After a GroupCoordinatorError go on to the next one: the
+    same object then has its members. `epoch` counts the configurations of the Manager's group; rank and size
     are up to date after a call, or `refresh`.
 
     Args:
-        manager: of this rank. `destroy` leaves it, and its group, alone.
-        device: of the tensors; the manager's group takes it.
+        manager: the Manager of this rank. `destroy` leaves it, and its group, alone.
+        device: the device of the tensors; the manager's group takes it.
     """
 
     def __init__(
