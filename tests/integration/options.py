@@ -34,7 +34,7 @@ class WorkerOptions:
     index: int = 0
     faults: tuple[str, ...] = ()
     steps: int = 1_000_000
-    pause_s: float = 0.03
+    pause_s: float = 0.06
     timeout_s: float = 120.0
     quorum_timeout_s: float = 120.0
     connect_timeout_s: float = 60.0

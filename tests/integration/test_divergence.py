@@ -62,8 +62,10 @@ def test_one_rank_s_shards_are_compared_with_the_same_rank_of_the_other_group(tm
     """Of two groups nobody knows which is right; the one with the lower replica rank is believed."""
     with Cluster(tmp_path, limit_s=SHARDED_LIMIT_S) as cluster:
         flips = tuple(cluster.plan(f"flip-{part}", "step") for part in ("parameter", "optimizer"))
-        a = cluster.start("a", size=GROUP_SIZE, options=WorkerOptions(reduce="sharded", slices=1))
-        options = WorkerOptions(reduce="sharded", slices=1, faults=flips)
+        a = cluster.start(
+            "a", size=GROUP_SIZE, options=WorkerOptions(reduce="sharded", pause_s=0.3, slices=1)
+        )
+        options = WorkerOptions(reduce="sharded", pause_s=0.3, slices=1, faults=flips)
         b = cluster.start("b", size=GROUP_SIZE, options=options)
         cluster.wait_for_quorum_of(a, b)
         for _ in flips:
