@@ -463,7 +463,7 @@ class GroupCoordinator:
         Returns:
             The queue; and on the reader the handles in the order of ranks, its own among them.
         """
-        queue, handles = members.create_single_reader(self._current(), reader_rank_in_group, blocking)
+        queue, handles = members.create_single_reader(self._current(), lambda: reader_rank_in_group, blocking)
         self._keep(queue)
         return queue, handles
 

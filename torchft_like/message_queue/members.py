@@ -3,17 +3,18 @@
 Readers on the writer's machine, in its network namespace and of its user read shared memory; the others get a
 socket. The caller need not say which: the members tell each other where they are.
 
-INVARIANT: an end that a member has been given ends with the group. A thread that waits in one hears of a
-member's death from the rank that breaks off.
+INVARIANT: an end that a member has been given ends with the communicator, when a call over that fails.
+A thread that waits in one hears of a member's death from the rank that breaks off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from lighthouse.address import LOOPBACK
-from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
+from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement, Terms
 from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.communicator import HARMLESS, Communicator
 from torchft_like.communicator.handle import Handle
@@ -78,18 +79,21 @@ def create_broadcaster(
         external: on that member, the handle of a queue with another writer: then all members read.
     """
     operation = "create_mq_broadcaster"
-    made: MessageQueue | None = None
+    made: list[MessageQueue] = []
+
+    def terms() -> Terms:
+        writer = checked_rank(writer_rank, group.world_size, "the writer's rank")
+        return ("writer", str(writer)), ("blocking", str(bool(blocking)))
 
     def handle() -> object:
-        nonlocal made
         if external is not None:
             return QueueHandle.from_plain(external).to_plain()
         readers = {rank: rank for rank in range(group.world_size) if rank != writer_rank}
-        made = _queue_for(group, readers, places)
-        return made.export_handle()
+        made.append(_queue_for(group, readers, places))
+        return made[0].export_handle()
 
-    with group.guard(operation):
-        places = _places(group, operation, "writer", writer_rank)
+    with group.guard(operation), _ended_if_it_fails(made):
+        places = _places(group, operation, terms)
         known = start_broadcast(group, operation, None, writer_rank, make=handle).wait()
         if group.rank == writer_rank:
             known = external
@@ -97,57 +101,74 @@ def create_broadcaster(
 
 
 def create_single_reader(
-    group: Communicator, reader_rank: int, blocking: bool
+    group: Communicator, find_reader: Callable[[], int], blocking: bool
 ) -> tuple[MessageQueue, list[object]]:
-    """Return a queue that the caller writes, and at `reader_rank` the handles of all members' queues, in the
+    """Return a queue that the caller writes, and on the reader the handles of all members' queues, in the
     order of ranks.
 
-    The member with that rank reads each of them as reader 0.
+    The reader reads each of them as reader 0.
+
+    Args:
+        find_reader: returns the reader's rank in the group, or raises an error that refuses the call.
     """
     operation = "create_single_reader_mq_broadcasters"
-    made: MessageQueue | None = None
+    made: list[MessageQueue] = []
+    reader = -1
 
-    def prepare() -> tuple[Statement, int, bytes, MessageQueue]:
-        nonlocal made
+    def terms() -> Terms:
+        nonlocal reader
         if blocking:
             raise ValueError(
                 "blocking: the queues can be opened only once this call has returned their handles; call "
                 "wait_until_ready on each of their ends"
             )
-        made = _queue_for(group, {reader_rank: 0}, places)
-        handle = disassemble(made.export_handle()).structure
+        reader = checked_rank(find_reader(), group.world_size, "the reader's rank")
+        return (("reader", str(reader)),)
+
+    def prepare() -> tuple[Statement, int, bytes, MessageQueue]:
+        made.append(_queue_for(group, {reader: 0}, places))
+        handle = disassemble(made[0].export_handle()).structure
         if len(handle) > PAYLOAD_BYTES_MAX:
             raise ValueError(f"the handle of a queue has {len(handle)} bytes")
-        return Statement(operation), 0, handle, made
+        return Statement(operation), 0, handle, made[0]
 
-    with group.guard(operation):
-        places = _places(group, operation, "reader", reader_rank)
-        try:
-            said, queue = group.agree(operation, prepare)
-        except BaseException:
-            if made is not None:
-                made.shutdown(timeout=0)
-            raise
+    with group.guard(operation), _ended_if_it_fails(made):
+        places = _places(group, operation, terms)
+        said, queue = group.agree(operation, prepare)
         group.when_broken_off(queue)
-        return queue, [assemble(each.payload, []) for each in said] if group.rank == reader_rank else []
+        return queue, [assemble(each.payload, []) for each in said] if group.rank == reader else []
+
+
+@contextlib.contextmanager
+def _ended_if_it_fails(made: list[MessageQueue]) -> Iterator[None]:
+    """Run a call that makes ends of queues: if it fails they are ended, however long its error is kept."""
+    try:
+        yield
+    except BaseException:
+        for end in made:
+            end.shutdown(timeout=0)
+        raise
 
 
 def _met(
-    group: Communicator, operation: str, written: MessageQueue | None, handle: object, blocking: bool
+    group: Communicator, operation: str, made: list[MessageQueue], handle: object, blocking: bool
 ) -> MessageQueue:
     """Return the caller's end, once every member has its own; if `blocking`, once the writer has let all in.
 
     The writer lets its readers in on another thread, and waits in the group, where it hears of a member that
     will not come. No reader waits before all have opened their ends: a writer outside the group may let them
     in much later.
+
+    Args:
+        made: the writer's end; a reader's is added.
     """
-    end = written
+    written = made[0] if made else None
     nobody_knocks = threading.Event()
 
     def opened() -> tuple[Statement, int, bytes, MessageQueue]:
-        nonlocal end
-        end = end or MessageQueue.create_from_handle(handle, group.rank)
-        return Statement(operation), 0, b"", end
+        if written is None:
+            made.append(MessageQueue.create_from_handle(handle, group.rank))
+        return Statement(operation), 0, b"", made[0]
 
     def joined() -> tuple[Statement, int, bytes, None]:
         if blocking and written is None:
@@ -163,11 +184,8 @@ def _met(
         _, own = group.agree(operation, opened)
         group.agree(operation, joined)
         letting_in.wait()
-    except BaseException as error:
-        if isinstance(error, HARMLESS):  # all members have said their part
-            nobody_knocks.set()
-        if end is not None:
-            end.shutdown(timeout=0)
+    except HARMLESS:  # all members have said their part
+        nobody_knocks.set()
         raise
     group.when_broken_off(own)
     return own
@@ -253,14 +271,13 @@ def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[byt
     return MessageQueue(len(readers), len(near), near, options.max_chunk_bytes, options.max_chunks, host)
 
 
-def _places(group: Communicator, operation: str, end: str, rank: int) -> list[bytes]:
-    """Return the places of the members: the same bytes for members that can share memory."""
+def _places(group: Communicator, operation: str, choose: Callable[[], Terms]) -> list[bytes]:
+    """Return the places of the members: the same bytes for members that can share memory.
 
-    def prepare() -> tuple[Statement, int, bytes, None]:
-        term = end, str(checked_rank(rank, group.world_size, f"the {end}'s rank"))
-        return Statement(operation, terms=(term,)), 0, _place(), None
-
-    said, _ = group.agree(operation, prepare)
+    Args:
+        choose: returns what the members must agree on, or raises an error that refuses the call.
+    """
+    said, _ = group.agree(operation, lambda: (Statement(operation, terms=choose()), 0, _place(), None))
     return [record.payload for record in said]
 
 

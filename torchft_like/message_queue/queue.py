@@ -134,6 +134,7 @@ class MessageQueue:
         """Open the caller's end of a queue that one member of a process group writes and all others read.
 
         All members call it, and agree on their arguments. Readers on the writer's machine read shared memory.
+        The queue does not end with the group.
 
         Args:
             pg: torch's own group or any of ours.
@@ -178,7 +179,7 @@ class MessageQueue:
         from torchft_like.message_queue import members  # noqa: PLC0415
 
         group = members.members_of(pg, max_chunk_bytes, max_chunks)
-        return members.create_single_reader(group, members.rank_in(pg, reader_rank), blocking)
+        return members.create_single_reader(group, lambda: members.rank_in(pg, reader_rank), blocking)
 
     def _become(self, end: Writer | ReadingEnd, handle: QueueHandle, rank: int | None) -> None:
         self._end = end

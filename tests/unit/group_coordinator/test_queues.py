@@ -162,8 +162,42 @@ def test_a_process_group_alone_is_enough_for_queues(party: Party, store: TCPStor
         assert "3 x 4096 bytes" in repr(own)
     with pytest.raises(TypeError, match="a process group of torch's or of ours was expected, not a str"):
         MessageQueue.create_from_process_group("world")
-    with pytest.raises(ValueError, match="rank 5 of the job is not in the group"):
-        MessageQueue.create_from_process_group_single_reader(groups[0], reader_rank=5)
+
+
+def _of_one_reader(rank: int, pg: Any) -> object:
+    return MessageQueue.create_from_process_group_single_reader(pg, reader_rank=5 if rank else 0)
+
+
+def _blocking_on_the_reader(rank: int, pg: Any) -> object:
+    return MessageQueue.create_from_process_group(pg, blocking=rank == 1)
+
+
+def test_a_wrong_argument_of_one_member_is_an_error_on_all(party: Party) -> None:
+    groups: list[Any] = party.meet(2, gloo)
+    found = errors(party, groups, _of_one_reader)
+    assert [type(error) for error in found] == [CollectiveMismatchError, ValueError]
+    assert "rank 5 of the job is not in the group" in str(found[1])
+    found = errors(party, groups, _blocking_on_the_reader)  # who would wait for a writer that does not
+    assert [type(error) for error in found] == [CollectiveMismatchError] * 2
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_a_queue(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member dies when the writer has made its queue, and before it can say so."""
+    coordinators = over(party.meet(2, gloo))
+    made: list[MessageQueue] = []
+    export = MessageQueue.export_handle
+
+    def last_words(queue: MessageQueue) -> dict[str, object]:
+        made.append(queue)
+        coordinators[1]._current().break_off("a test")
+        return export(queue)
+
+    monkeypatch.setattr(MessageQueue, "export_handle", last_words)
+    kept = errors(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    assert [type(error) for error in kept] == [GroupCoordinatorError] * 2
+    assert made[0].is_closed
 
 
 def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
