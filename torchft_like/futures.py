@@ -243,7 +243,6 @@ def _watchdog_s() -> float | None:
 _SWEEP_SIZE_MIN = 64
 _LOOKS = 10
 _TIMERS = TimerThread()
-call_later = _TIMERS.call_later
 
 
 class _Once:

@@ -47,7 +47,6 @@ from torchft_like.errors import (
     QueueDescriptorsError,
     QueueMemoryError,
 )
-from torchft_like.futures import call_later
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.runtime.long_waits import calls, watch_calls
@@ -141,7 +140,7 @@ class Communicator:
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
         self._ending: list[Ending] = []
-        watch_calls(call_later)
+        watch_calls()
 
     @classmethod
     def over(

@@ -1,25 +1,25 @@
 """The log line of a wait that takes minutes: once a minute it says what the process waits for.
 
 A message queue wakes often and looks by itself. A coordinator's call sleeps in its backend: while the call is
-under way it has an entry in `calls`, and the timer thread looks on its behalf.
+under way it has an entry in `calls`, and a thread looks on its behalf. It is not the timer thread, on which
+all timeouts depend: a log may block.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
 from lighthouse.forks import Turn, in_each_fork
 
 LONG_WAIT_S = 60.0
-_LOOKS = 4  # looks of the timer thread in that time
+_LOOKS = 4  # looks of the thread in that time
 
 # The calls that are under way, each with the monotonic time of its beginning, its name, and the group it is
 # over. A call enters and deletes its entry itself, without a function: most calls take microseconds.
 calls: dict[object, tuple[float, str, object]] = {}
-
-CallLater = Callable[[float, Callable[[], None]], object]
 
 _log = logging.getLogger(__name__)
 
@@ -58,33 +58,33 @@ class LongWait:
 
 
 class _Watch:
-    """The timer thread's looks at `calls`, which begin with the first communicator of a process."""
+    """Looks at `calls`, on a thread that begins with the first communicator of a process."""
 
     def __init__(self) -> None:
         self._waits: dict[object, LongWait] = {}
         self._has_begun = False
         in_each_fork(Turn.OBJECTS, self._forget)
 
-    def begin(self, call_later: CallLater) -> None:
-        """Look at `calls` from now on, several times in LONG_WAIT_S, on the thread of `call_later`.
-
-        Args:
-            call_later: takes a number of seconds and a function, which it calls after them.
-        """
+    def begin(self) -> None:
+        """Look at `calls` from now on, several times in LONG_WAIT_S."""
         if not self._has_begun:
             self._has_begun = True
-            call_later(LONG_WAIT_S / _LOOKS, lambda: self._look(call_later))
+            threading.Thread(target=self._run, name="torchft-long-waits", daemon=True).start()
 
-    def _look(self, call_later: CallLater) -> None:
-        now = time.monotonic()
-        present = list(calls.items())
-        self._waits = {call: self._waits.get(call) or LongWait(began) for call, (began, _, _) in present}
-        for call, (_, name, over) in present:
-            self._waits[call].look(now, lambda name=name, over=over: f"{name} over {over}")  # type: ignore[misc]
-        call_later(LONG_WAIT_S / _LOOKS, lambda: self._look(call_later))
+    def _run(self) -> None:
+        while True:
+            time.sleep(LONG_WAIT_S / _LOOKS)
+            self._look()
+
+    def _look(self) -> None:
+        now, present = time.monotonic(), calls.copy()  # at once: calls come and go on other threads
+        waits = {call: self._waits.get(call) or LongWait(began) for call, (began, _, _) in present.items()}
+        self._waits = waits
+        for call, (_, name, over) in present.items():
+            waits[call].look(now, lambda name=name, over=over: f"{name} over {over}")  # type: ignore[misc]
 
     def _forget(self) -> None:
-        """Forget all calls: in a fork they, and the timer thread, are the parent's."""
+        """Forget all calls: in a fork they, and the thread, are the parent's."""
         calls.clear()
         self._waits.clear()
         self._has_begun = False

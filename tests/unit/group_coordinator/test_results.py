@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
+from torch.futures import Future
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
 from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party, party, store
+from torchft_like.futures import future_timeout
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.runtime import long_waits
@@ -105,3 +109,33 @@ def test_a_call_that_takes_long_says_so_in_the_log_and_one_that_has_returned_doe
         coordinators[1].send(torch.tensor([7]), 0)
         assert (waiting.result(LIMIT_S), tensor.result(LIMIT_S).tolist()) == ("at last", [7])
     assert not [over for _, _, over in list(long_waits.calls.values()) if "group slow" in str(over)]
+
+
+class _BlockedHandler(logging.Handler):
+    """A log whose lines are not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_blocked, self.is_read = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.is_blocked.set()
+        self.is_read.wait(LIMIT_S)
+
+
+def test_a_log_that_blocks_holds_up_no_timeout(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, log = _BlockedHandler(), logging.Logger("blocked", logging.INFO)
+    monkeypatch.setattr(long_waits, "LONG_WAIT_S", 0.04)
+    monkeypatch.setattr(long_waits._watch, "_has_begun", False)
+    monkeypatch.setitem(long_waits.calls, "a test's", (0.0, "recv", "a group"))
+    monkeypatch.setattr(long_waits, "_log", log)
+    log.addHandler(handler)
+    expired = threading.Event()
+    try:
+        GroupCoordinator.from_groups(*party.meet(1, gloo))
+        assert handler.is_blocked.wait(LIMIT_S)
+        late: Future[None] = Future()
+        future_timeout(late, timedelta(milliseconds=1)).add_done_callback(lambda _: expired.set())
+        assert expired.wait(LIMIT_S / 4)
+    finally:
+        handler.is_read.set()
