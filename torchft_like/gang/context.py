@@ -5,7 +5,6 @@ ones.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from torchft_like.gang import current
 from torchft_like.gang.gangs import Gangs, create_fake_gangs
 
-_lock = threading.Lock()
 _defaults: dict[torch.device, Gangs] = {}
 _alone: dict[torch.device, Gangs] = {}
 
@@ -50,11 +48,10 @@ def get_default_gangs(device: torch.device | None = None) -> Gangs:
         device: the device of the tensors; None for torch's default device.
     """
     wanted = _device(device)
-    with _lock:
-        if (found := _defaults.get(wanted)) is not None:
-            return found
-        place = torch.device("cpu") if wanted.type == "meta" else wanted
-        return _alone.setdefault(place, create_fake_gangs(place))
+    if (found := _defaults.get(wanted)) is not None:
+        return found
+    place = torch.device("cpu") if wanted.type == "meta" else wanted
+    return _alone.setdefault(place, create_fake_gangs(place))
 
 
 def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
@@ -63,10 +60,9 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
     Args:
         meta: whether they are the default ones for the meta device, too.
     """
-    with _lock:
-        _defaults[current.with_index(gangs.device)] = gangs
-        if meta:
-            _defaults[current.META] = gangs
+    _defaults[current.with_index(gangs.device)] = gangs
+    if meta:
+        _defaults[current.META] = gangs
 
 
 class GangContext:

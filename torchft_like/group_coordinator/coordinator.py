@@ -746,8 +746,7 @@ class GroupCoordinator:
         with contextlib.ExitStack() as undo:
             if communicator is not None and self._owns_groups:
                 for group in {id(group): group for group in (self.cpu_group, self.device_group)}.values():
-                    if group is not None:
-                        undo.callback(destroy_group, group)
+                    undo.callback(destroy_group, group)
             for queue in self._queues:
                 undo.callback(queue.shutdown)
         self._queues.clear()
