@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from benchmarks.report import Result
+from torchft_like.core.state_comparison import RankFingerprint, combine, compare
 from torchft_like.divergence import StateFingerprint
-from torchft_like.divergence.comparison import RankFingerprint, combine, compare
 from torchft_like.divergence.state_fingerprint import DEFAULT_SLICES
 
 STEP = "training step"

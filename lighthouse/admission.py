@@ -17,9 +17,9 @@ from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
-from lighthouse.membership import QuorumNumber
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
+from lighthouse.core.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address or a reason

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from lighthouse import __version__
 from lighthouse.address import LOOPBACK, Address, parse_address
-from lighthouse.config import LighthouseConfig
+from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
 
 DEFAULT_PORT = 29510

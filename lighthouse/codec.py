@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.quorum import LeftOut, Member, MemberLost, Quorum, QuorumBroken, QuorumOver
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.quorum import LeftOut, Member, MemberLost, Quorum, QuorumBroken, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from lighthouse.address import Address
-from lighthouse.config import MESSAGE_BYTES_MAX
+from lighthouse.core.config import MESSAGE_BYTES_MAX
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
 from lighthouse.listening import bind_error, why_unbindable

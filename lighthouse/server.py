@@ -22,11 +22,9 @@ import grpc.aio
 
 from lighthouse import admission, codec
 from lighthouse.address import Address
-from lighthouse.config import LighthouseConfig
-from lighthouse.events import EventLog
-from lighthouse.membership import QuorumNumber
-from lighthouse.net import Keepalive, ServerLimits, make_aio_server
-from lighthouse.quorum import (
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import (
     Decision,
     LeftOut,
     MemberLost,
@@ -35,6 +33,8 @@ from lighthouse.quorum import (
     QuorumFormed,
     QuorumOver,
 )
+from lighthouse.events import EventLog
+from lighthouse.net import Keepalive, ServerLimits, make_aio_server
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 

@@ -15,15 +15,15 @@ import grpc
 
 from lighthouse import wire
 from lighthouse.address import parse_address
-from lighthouse.config import LighthouseConfig
+from lighthouse.core.config import LighthouseConfig
 from lighthouse.net import make_channel
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import seconds_of
-from torchft_like.manager.server import ManagerServer
+from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime.event_loop import coordination_loop
 
 __all__ = [

@@ -27,7 +27,7 @@ from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, Pro
 from torchft_like.futures import future_timeout
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL
 from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.cuda_ipc import TorchCuda
+from torchft_like.process_group.baby.cuda_ipc import TorchCuda
 from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.rendezvous import meet
 from torchft_like.process_group.store import parse_store_address

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from torch import nn
 
+from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.events import read_events
-from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, ids_of, registered
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo, QuorumTimeoutError

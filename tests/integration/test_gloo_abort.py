@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
-from torchft_like.process_group import ProcessGroupGloo, gloo
+from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.process_group.gloo import group as gloo
 from torchft_like.testing.ranks import Rank, end_all
 
 from .gloo_member import LIMIT_S, Member, StoreHost, serve_store

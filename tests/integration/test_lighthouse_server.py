@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lighthouse.address import parse_address
-from lighthouse.config import LighthouseConfig
+from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import BindError
 from lighthouse.events import Event, read_events
 from lighthouse.server import Lighthouse

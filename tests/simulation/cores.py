@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lighthouse.quorum import QuorumCore
-from torchft_like.manager.group import ReplicaGroup
-from torchft_like.manager.step import StepProtocol
+from lighthouse.core.quorum import QuorumCore
+from torchft_like.core.replica_group import ReplicaGroup
+from torchft_like.core.step import StepProtocol
 
 
 class Cores(NamedTuple):

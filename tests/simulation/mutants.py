@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.decisions import Decision, Link, QuorumState
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import QuorumCore
+from lighthouse.core.decisions import Decision, Link, QuorumState
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore
 from tests.simulation.cores import Cores
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
 from tests.simulation.simulation import run
-from torchft_like.manager import group as group_module
-from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult
-from torchft_like.manager.group import Effect, RankJoin, RankVerdict, ReplicaGroup
-from torchft_like.manager.peer_links import Probe
-from torchft_like.manager.step import Join, Plan, StepProtocol
+from torchft_like.core import replica_group as group_module
+from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import Effect, RankJoin, RankVerdict, ReplicaGroup
+from torchft_like.core.step import Join, Plan, StepProtocol
 
 SEEDS_MAX = 3000
 

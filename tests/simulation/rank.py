@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import LossNotice, RankJoin, Verdict
-from torchft_like.manager.step import Plan, StepRules
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
+from torchft_like.core.step import Plan, StepRules
 
 if TYPE_CHECKING:
     from tests.simulation.replica import Replica

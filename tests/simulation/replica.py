@@ -11,11 +11,12 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import Member, Quorum
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import Member, Quorum
 from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
-from torchft_like.manager.group import (
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
     GroupJoin,
@@ -28,7 +29,6 @@ from torchft_like.manager.group import (
     StepLostNotice,
     Verdict,
 )
-from torchft_like.manager.peer_links import Probe
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, cast
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import Member, QuorumCore, QuorumFormed
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import Member, QuorumCore, QuorumFormed
 from tests.simulation.cores import Cores
 from tests.simulation.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import HELD_UP, MESSAGE_KINDS, draw
 from tests.simulation.shrink import shrink, words
 from tests.simulation.simulation import run
-from torchft_like.manager.assignment import assign
+from torchft_like.core.assignment import assign
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

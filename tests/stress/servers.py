@@ -16,7 +16,7 @@ import torch
 from lighthouse.address import LOOPBACK
 from tests.stress.beside import STEP
 from torchft_like.checkpointing.http_transport import HTTPTransport
-from torchft_like.manager.server import ManagerServer
+from torchft_like.manager_server.server import ManagerServer
 
 
 def main(lighthouse: str) -> None:

@@ -17,10 +17,6 @@ from hypothesis import strategies as st
 from lighthouse.address import Address
 from tests.descriptors import left_open_since, open_descriptors
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
-from torchft_like.agreement import statements
-from torchft_like.agreement.referee import Missing
-from torchft_like.agreement.rules import Disagreement
-from torchft_like.agreement.statements import Statement
 from torchft_like.checkpointing.state_stream import (
     Expectation,
     IncomingState,
@@ -28,10 +24,13 @@ from torchft_like.checkpointing.state_stream import (
     load_state,
     read_header,
 )
+from torchft_like.core.agreement import statements
+from torchft_like.core.agreement.referee import Missing
+from torchft_like.core.agreement.rules import Disagreement
+from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CheckpointFormatError, ProcessGroupError
 from torchft_like.plain_data import encode
 from torchft_like.plain_data.schema import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE
-from torchft_like.process_group import exchange
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.baby.channel import (
     Channel,
@@ -42,6 +41,7 @@ from torchft_like.process_group.baby.channel import (
 from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.checking import messages
 from torchft_like.process_group.checking.link import _read_referee
+from torchft_like.process_group.gloo import exchange
 from torchft_like.process_group.store import StoreAddress
 
 DEEP = b"[" * 200_000

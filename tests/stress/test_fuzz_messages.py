@@ -11,13 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lighthouse import admission, codec
-from lighthouse.config import MESSAGE_BYTES_MAX, LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.core.config import MESSAGE_BYTES_MAX, LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
 from tests.stress.fuzzing import damaged, fuzz, names, numbers, parse_or_refuse
+from torchft_like.core.replica_group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.manager.duplex import MalformedMessageError
-from torchft_like.manager.group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
 
 NOW_MS = 1_800_000_000_000

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lighthouse.address import parse_address, parse_host
 from lighthouse.cli import _parse
-from lighthouse.config import MESSAGE_BYTES_MAX
+from lighthouse.core.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import Event, read_events
 from tests.stress.fuzzing import fuzz, json_values, names, parse_or_refuse

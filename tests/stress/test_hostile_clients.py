@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from lighthouse import wire
-from lighthouse.config import MESSAGE_BYTES_MAX, LighthouseConfig
+from lighthouse.core.config import MESSAGE_BYTES_MAX, LighthouseConfig
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S

@@ -29,9 +29,9 @@ from tests.integration.lighthouse_clients import (
 from tests.stress.beside import RankClient
 from torchft_like import LighthouseServer
 from torchft_like.errors import ConnectError
-from torchft_like.manager import service
 from torchft_like.manager.client import ManagerClient
-from torchft_like.manager.server import ManagerServer
+from torchft_like.manager_server import service
+from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.lighthouse import LighthouseProcess
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
-from torchft_like.agreement.statements import Statement, Terms
 from torchft_like.communicator.communicator import Communicator, call
 from torchft_like.communicator.sizes import (
     checked_dim,
@@ -34,6 +33,7 @@ from torchft_like.communicator.tensors import (
     checked_tensor,
     specifications,
 )
+from torchft_like.core.agreement.statements import Statement, Terms
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.writing import writing_to

@@ -25,8 +25,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, GatherOptions
 
-from torchft_like.agreement.rules import disagreement
-from torchft_like.agreement.statements import (
+from torchft_like.communicator.channel import Channel, Group, Started
+from torchft_like.communicator.epoch import Epoch
+from torchft_like.communicator.options import CoordinatorOptions
+from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
+from torchft_like.core.agreement.rules import disagreement
+from torchft_like.core.agreement.statements import (
     RECORD_BYTES,
     Record,
     RecordError,
@@ -36,10 +40,6 @@ from torchft_like.agreement.statements import (
     pack_statement,
     unpack_all,
 )
-from torchft_like.communicator.channel import Channel, Group, Started
-from torchft_like.communicator.epoch import Epoch
-from torchft_like.communicator.options import CoordinatorOptions
-from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,

@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchft_like.agreement.statements import (
+from torchft_like.communicator.channel import Started
+from torchft_like.communicator.communicator import Communicator, call, check
+from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.sizes import buckets, checked_rank
+from torchft_like.communicator.tensors import as_bytes
+from torchft_like.core.agreement.statements import (
     PAYLOAD_BYTES_MAX,
     RECORD_BYTES,
     RecordError,
@@ -34,11 +39,6 @@ from torchft_like.agreement.statements import (
     pack_statement,
     unpack,
 )
-from torchft_like.communicator.channel import Started
-from torchft_like.communicator.communicator import Communicator, call, check
-from torchft_like.communicator.handle import Handle
-from torchft_like.communicator.sizes import buckets, checked_rank
-from torchft_like.communicator.tensors import as_bytes
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.plain_data import Message, PlainDataError, TensorSpec, assemble, disassemble, tensor_specs
 from torchft_like.plain_data.schema import STRUCTURE_BYTES_MAX

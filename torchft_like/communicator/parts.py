@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lighthouse.address import Address
-from torchft_like.agreement.statements import PAYLOAD_BYTES_MAX, Statement
 from torchft_like.communicator.channel import ranks_in_job
 from torchft_like.communicator.communicator import Communicator
+from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement
 from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL

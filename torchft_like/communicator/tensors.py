@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchft_like.agreement.statements import Terms, specification
 from torchft_like.communicator.sizes import checked_dim
+from torchft_like.core.agreement.statements import Terms, specification
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.writing import is_dense, overlaps_itself
 

@@ -14,8 +14,9 @@ from typing import Self
 
 import torch
 
+from torchft_like.core import topology
 from torchft_like.errors import GangError
-from torchft_like.gang import current, topology
+from torchft_like.gang import current
 from torchft_like.gang.base import Gang
 from torchft_like.gang.fake import FakeGang
 

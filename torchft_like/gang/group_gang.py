@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
-from torchft_like.agreement.statements import Terms
 from torchft_like.communicator.channel import Channel
 from torchft_like.communicator.communicator import HARMLESS, Communicator, ToldToAllError
 from torchft_like.communicator.messages import start_broadcast
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.parts import Part, split
+from torchft_like.core.agreement.statements import Terms
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import (
     CollectiveMismatchError,

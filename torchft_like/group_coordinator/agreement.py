@@ -1,6 +1,6 @@
 """An agreement of all ranks of a job on what they ask for, before they have a group for it.
 
-Their records (see `torchft_like.agreement.statements`) stand in a store that all of them reach.
+Their records (see `torchft_like.core.agreement.statements`) stand in a store that all of them reach.
 
 One key is written once, by the first rank that can decide, with the ranks that are missing: the last rank to
 come writes that none is, a rank whose time is up writes the ranks that have not come. The key binds every
@@ -17,8 +17,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchft_like.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.communicator.communicator import check
+from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
 
 _MISSING = "missing"

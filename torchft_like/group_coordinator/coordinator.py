@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from torchft_like.agreement.statements import Statement, Terms, specification
 from torchft_like.communicator import collectives, messages
 from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.collectives import Sizes
@@ -27,6 +26,7 @@ from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_rank
 from torchft_like.communicator.tensors import checked_tensor, specifications
+from torchft_like.core.agreement.statements import Statement, Terms, specification
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator import compiled
 from torchft_like.group_coordinator import tensor_dict as dicts

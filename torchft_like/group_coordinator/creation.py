@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.agreement.statements import Statement
 from torchft_like.backends import BACKENDS
 from torchft_like.communicator.options import CoordinatorOptions
+from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement, part_of_next
 from torchft_like.process_group.checking.backend import is_wanted

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchft_like.agreement.statements import Statement, Terms
 from torchft_like.communicator.collectives import start_joining
 from torchft_like.communicator.communicator import HARMLESS, Communicator
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.messages import Begun, start_broadcast, start_receiving, start_sending
 from torchft_like.communicator.sizes import even_sizes
 from torchft_like.communicator.tensors import as_bytes, checked_tensor
+from torchft_like.core.agreement.statements import Statement, Terms
 from torchft_like.divergence.words import word_sum
 
 TENSOR_DICT = "tensor dict"

@@ -3,6 +3,7 @@
 `step`, `group` and `assignment` decide and are pure; `manager`, `server` and the links act.
 """
 
+from torchft_like.core.step import WorldSizeMode
 from torchft_like.manager.config import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_PORT_ENV,
@@ -13,7 +14,6 @@ from torchft_like.manager.config import (
 )
 from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.manager import Manager
-from torchft_like.manager.step import WorldSizeMode
 from torchft_like.process_group.flight_recorder import TORCH_FR_DUMP_TEMP_FILE_ENV
 
 __all__ = [

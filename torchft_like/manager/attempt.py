@@ -18,11 +18,11 @@ from collections.abc import Callable
 import torch
 
 from torchft_like import devices
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import Verdict
+from torchft_like.core.step import Plan
 from torchft_like.errors import QuorumTimeoutError
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_work import Pending, Report
-from torchft_like.manager.step import Plan
 
 
 class Attempt:

@@ -11,7 +11,7 @@ from torchft_like.errors import ConfigError
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
 from torchft_like.manager.rank_link import LocalListener, RankLink, SessionLink
-from torchft_like.manager.server import ManagerServer
+from torchft_like.manager_server.server import ManagerServer
 
 
 def connect(

@@ -7,11 +7,11 @@ reports that, and decides whether this replica can go on. It knows neither threa
 
 from __future__ import annotations
 
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.state_comparison import UNKNOWN_RANK, Divergence
 from torchft_like.divergence import OnDivergence, StateFingerprint
-from torchft_like.divergence.comparison import UNKNOWN_RANK, Divergence
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import DivergenceError
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.managed_group import Emit
 
 HEALS_IN_VAIN_MAX = 3

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import LossNotice
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import MemberLostError
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import LossNotice
-from torchft_like.manager.step import Plan, StepProtocol
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.native import adopted

@@ -27,6 +27,9 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import RankJoin
+from torchft_like.core.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     MaxRetriesError,
@@ -35,13 +38,11 @@ from torchft_like.errors import (
     ShutdownError,
 )
 from torchft_like.futures import future_timeout
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.ballot import Ballot
 from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
 from torchft_like.manager.connection import connect
 from torchft_like.manager.failure import ExceptionWithTraceback
-from torchft_like.manager.group import RankJoin
 from torchft_like.manager.group_store import start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import GroupReduction, Reduction, options_for
@@ -49,7 +50,6 @@ from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
-from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
 

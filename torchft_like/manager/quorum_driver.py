@@ -12,6 +12,10 @@ import time
 import weakref
 
 from lighthouse.forks import Turn, in_each_fork
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.stall_watch import Wait
+from torchft_like.core.step import Join, StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     FaultToleranceError,
@@ -19,17 +23,13 @@ from torchft_like.errors import (
     ShutdownError,
     StepLostError,
 )
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.divergence_watch import DivergenceWatch
-from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.rank_link import RankLink
-from torchft_like.manager.stall_watch import Wait
 from torchft_like.manager.state_exchange import StateExchange
-from torchft_like.manager.step import Join, StepProtocol
 from torchft_like.process_group.registration import abort_groups_of_torch
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.divergence.comparison import Divergence
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.stall_watch import Wait
+from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
-from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
-from torchft_like.manager.stall_watch import Wait
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05

@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
+from torchft_like.core.step import StepProtocol
 from torchft_like.errors import FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import AVERAGE, SUM, Reduction, is_average, summing
 from torchft_like.manager.quorum_driver import QuorumDriver
-from torchft_like.manager.step import StepProtocol
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
 from torchft_like.process_group.work import OperationWork
 from torchft_like.writing import writing_to

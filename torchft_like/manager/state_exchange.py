@@ -23,14 +23,14 @@ from datetime import timedelta
 import torch
 
 from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, MemberLostError
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.manager.step import Plan, StepProtocol
 from torchft_like.plain_data import Shard
 from torchft_like.runtime.event_loop import coordination_loop
 

@@ -13,11 +13,11 @@ from torchft_like.process_group.flight_recorder import (
     TORCHFT_TRIGGER_FR_ON_ABORT,
     trigger_nccl_fr_trace_through_pipe,
 )
-from torchft_like.process_group.gloo import ProcessGroupGloo
+from torchft_like.process_group.gloo.group import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
-from torchft_like.process_group.nccl import ProcessGroupNCCL
+from torchft_like.process_group.nccl.group import ProcessGroupNCCL
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from torchft_like.process_group.wrapper import ProcessGroupWrapper

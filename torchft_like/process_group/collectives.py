@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
-from torchft_like.agreement.statements import (
+from torchft_like.core.agreement.statements import (
     EXCHANGED,
     GATHERED,
     PAIRED,

@@ -31,7 +31,7 @@ from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import GroupMembers
-from torchft_like.process_group.gloo_gaps import GlooGaps
+from torchft_like.process_group.gloo.gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.rendezvous import claim_prefix
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.agreement.rules import disagreement
-from torchft_like.agreement.statements import (
+from torchft_like.core.agreement.rules import disagreement
+from torchft_like.core.agreement.statements import (
     CALL_BYTES_MAX,
     NUMBER_MAX,
     PAYLOAD_BYTES_MAX,

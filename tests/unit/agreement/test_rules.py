@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_like.agreement.referee import Call, Missing, Referee, Ruling
-from torchft_like.agreement.rules import Disagreement, disagreement
-from torchft_like.agreement.statements import (
+from torchft_like.core.agreement.referee import Call, Missing, Referee, Ruling
+from torchft_like.core.agreement.rules import Disagreement, disagreement
+from torchft_like.core.agreement.statements import (
     EXCHANGED,
     GATHERED,
     PAIRED,

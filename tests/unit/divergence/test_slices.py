@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.divergence.slices import ALIGNMENT, Slices
+from torchft_like.core.state_slices import ALIGNMENT, Slices
 
 SIZES = st.lists(st.integers(0, 200), max_size=12)
 COUNTS = st.integers(1, 40)

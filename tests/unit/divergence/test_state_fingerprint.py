@@ -15,8 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from torchft_like.core.state_comparison import RankFingerprint
 from torchft_like.divergence import OnDivergence, StateFingerprint
-from torchft_like.divergence.comparison import RankFingerprint
 from torchft_like.errors import ConfigError, NotSupportedError
 
 DTYPES = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.unit.manager.test_step import quorum
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.state_comparison import UNKNOWN_RANK, Divergence
 from torchft_like.divergence import OnDivergence, StateFingerprint
-from torchft_like.divergence.comparison import UNKNOWN_RANK, Divergence
 from torchft_like.errors import DivergenceError
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.divergence_watch import HEALS_IN_VAIN_MAX, DivergenceWatch
 
 pytestmark = pytest.mark.agreement

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.errors import TopologyError
-from torchft_like.gang.topology import (
+from torchft_like.core.topology import (
     Partition,
     data_parallel_ranks,
     replicated_ranks,
     sharded_ranks,
     tensor_parallel_ranks,
 )
+from torchft_like.errors import TopologyError
 
 
 def test_eight_ranks_with_tensor_parallelism_over_two() -> None:

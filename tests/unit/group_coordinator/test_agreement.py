@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from torchft_like.agreement.statements import Statement
+from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.group_coordinator.agreement import Agreement
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.decisions import Decision, Member, Quorum
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import QuorumCore, QuorumFormed, SessionSuperseded
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import Decision, Member, Quorum
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore, QuorumFormed, SessionSuperseded
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.group_coordinator.elastic.candidate import Answer, Candidate, Request, Stage
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.group import Effect, GroupJoin, RankJoin, RankQuorum, ReplicaGroup
-from torchft_like.manager.peer_links import Probe
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.candidate import Answer, Candidate, Request, Stage
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import Effect, GroupJoin, RankJoin, RankQuorum, ReplicaGroup
 
 
 def proposed(quorum_id: int = 7, *, epoch: int = 5) -> Candidate:

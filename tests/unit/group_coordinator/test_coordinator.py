@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.agreement.statements import RECORD_BYTES
+from torchft_like.core.agreement.statements import RECORD_BYTES
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

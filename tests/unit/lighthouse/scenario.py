@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import (
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import (
     Decision,
     LeftOut,
     Member,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lighthouse.cli import main
-from lighthouse.config import LighthouseConfig
+from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import ConfigError
 
 

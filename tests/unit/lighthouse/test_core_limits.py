@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
 
 REPLICAS = 1000
 NONE = QuorumNumber(0, 0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse.decisions import Link, Member
-from lighthouse.links import REPORTED_MAX, Links, leave_out
+from lighthouse.core.decisions import Link, Member
+from lighthouse.core.links import REPORTED_MAX, Links, leave_out
 
 pytestmark = pytest.mark.progress
 

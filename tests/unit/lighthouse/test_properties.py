@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import (
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import (
     Decision,
     LeftOut,
     Member,

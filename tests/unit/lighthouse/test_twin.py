@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.membership import QuorumNumber
-from lighthouse.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
 from tests.unit.lighthouse.twin import Twin
 
 CASES = 10_000

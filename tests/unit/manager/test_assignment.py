@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchft_like.manager.assignment import NotAMemberError, QuorumResult, assign
+from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
 
 
 @dataclasses.dataclass(frozen=True)

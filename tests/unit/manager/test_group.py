@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchft_like.manager.group import (
+from torchft_like.core.replica_group import (
     Effect,
     GroupJoin,
     GroupLeftNotice,

@@ -8,11 +8,11 @@ import logging
 import pytest
 
 from lighthouse.address import parse_address
-from lighthouse.config import LighthouseConfig
+from lighthouse.core.config import LighthouseConfig
 from lighthouse.server import Context, Lighthouse
 from lighthouse.session import ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.manager.lighthouse_link import LighthouseLink
+from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0

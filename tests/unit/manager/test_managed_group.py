@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.manager.test_step import quorum
+from torchft_like.core.replica_group import LossNotice
+from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import MemberLostError, ProcessGroupAbortedError
-from torchft_like.manager.group import LossNotice
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group import ProcessGroupDummy
 
 LIMIT_S = 30.0

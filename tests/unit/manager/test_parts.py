@@ -17,6 +17,8 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
+from torchft_like.core.replica_group import Verdict
+from torchft_like.core.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.errors import (
     CheckpointError,
     CollectiveRefusedError,
@@ -25,7 +27,6 @@ from torchft_like.errors import (
     ShutdownError,
 )
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
     GroupReduction,
@@ -37,7 +38,6 @@ from torchft_like.manager.managed_work import (
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.manager.step import StepProtocol, StepRules, WorldSizeMode
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
 from torchft_like.process_group.work import OperationWork, operation_of

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import pytest
 
 from lighthouse.admission import TEXT_MAX, about_links
-from lighthouse.links import REPORTED_MAX
+from lighthouse.core.links import REPORTED_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
-from torchft_like.manager.group import (
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
     GroupJoin,
@@ -18,7 +19,6 @@ from torchft_like.manager.group import (
     LossNotice,
     ReplicaGroup,
 )
-from torchft_like.manager.peer_links import Probe
 
 pytestmark = pytest.mark.progress
 

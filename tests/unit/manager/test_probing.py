@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from torchft_like.manager import probing
-from torchft_like.manager.peer_links import Probe
+from torchft_like.core.peer_links import Probe
+from torchft_like.manager_server import probing
 
 
 @pytest.fixture(autouse=True)

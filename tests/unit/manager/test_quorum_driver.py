@@ -12,18 +12,18 @@ import torch
 
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like import devices
+from torchft_like.core.assignment import QuorumResult, assign
+from torchft_like.core.replica_group import Verdict
+from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
-from torchft_like.manager.assignment import QuorumResult, assign
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
-from torchft_like.manager.group import Verdict
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import Reduction
 from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group.dummy import ProcessGroupDummy
 
 LIMIT_S = 30.0

@@ -10,11 +10,11 @@ import torch
 from torch.distributed import ReduceOp, Work
 
 from tests.unit.manager.test_step import quorum
+from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import Reduction, options_for
 from torchft_like.manager.reducer import Reducer
-from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group import ProcessGroupDummy, ProcessGroupWrapper
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.work import finished_work

@@ -15,12 +15,12 @@ from lighthouse.address import parse_address
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import RankJoin, Verdict
 from torchft_like.errors import ConnectError
 from torchft_like.manager.duplex import DuplexCall
-from torchft_like.manager.group import RankJoin, Verdict
-from torchft_like.manager.peer_links import Probe
 from torchft_like.manager.rank_link import SessionLink
-from torchft_like.manager.service import _Handlers
+from torchft_like.manager_server.service import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from torchft_like.manager.stall_watch import FIRST_S, LAST_S, LOOK_EVERY_S, PER_MEMBER_S, StallWatch, Wait
+from torchft_like.core.stall_watch import FIRST_S, LAST_S, LOOK_EVERY_S, PER_MEMBER_S, StallWatch, Wait
 
 pytestmark = pytest.mark.progress
 

@@ -14,13 +14,13 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, qu
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ConfigError, GroupLostError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.manager.step import StepProtocol, StepRules
 from torchft_like.process_group.dummy import ProcessGroupDummy
 
 SERVES, HEALS = {"a": 3, "b": 2}, {"a": 2, "b": 3}

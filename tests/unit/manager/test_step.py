@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchft_like.manager.assignment import QuorumResult
-from torchft_like.manager.step import Plan, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.step import Plan, StepProtocol, StepRules, WorldSizeMode
 
 
 def quorum(quorum_id: int = 1, **changes: Any) -> QuorumResult:

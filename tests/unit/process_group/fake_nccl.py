@@ -14,7 +14,8 @@ from torch.distributed import AllreduceOptions
 from torch.futures import Future
 
 from tests.unit.process_group.conftest import wait_until
-from torchft_like.process_group import device_watch, nccl
+from torchft_like.process_group.nccl import device_watch
+from torchft_like.process_group.nccl import group as nccl
 
 
 class FakeWork:

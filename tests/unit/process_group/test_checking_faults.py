@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.descriptors import left_open_since, open_descriptors
-from torchft_like.agreement.referee import Missing
-from torchft_like.agreement.statements import Statement, encode
+from torchft_like.core.agreement.referee import Missing
+from torchft_like.core.agreement.statements import Statement, encode
 from torchft_like.errors import (
     CollectiveTimeoutError,
     PeerLostError,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.unit.process_group.conftest import LIMIT_S, wait_until
-from torchft_like.process_group import device_watch
-from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
+from torchft_like.process_group.nccl import device_watch
+from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver, Watched
 
 
 class Operation:

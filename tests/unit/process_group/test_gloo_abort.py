@@ -27,7 +27,7 @@ from torchft_like.errors import (
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo_device import GlooDevice
+from torchft_like.process_group.gloo.device import GlooDevice
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
 

@@ -16,9 +16,9 @@ from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.gloo.thread_activity import IdleWatch
 from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.thread_activity import IdleWatch
 from torchft_like.process_group.work import FOREVER, Explain, FinishedOperation, OperationWork
 
 LIMIT_S = 30.0

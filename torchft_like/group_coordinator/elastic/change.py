@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import BarrierOptions
 
 from torchft_like.communicator.handle import Handle
+from torchft_like.core.candidate import Answer
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     ChangeInDoubtError,
@@ -24,7 +25,6 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     ProcessGroupError,
 )
-from torchft_like.group_coordinator.elastic.candidate import Answer
 from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal

@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.candidate import Answer, Candidate, Request, Stage
+from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.stall_watch import Wait
 from torchft_like.errors import ChangeInDoubtError
-from torchft_like.group_coordinator.elastic.candidate import Answer, Candidate, Request, Stage
 from torchft_like.group_coordinator.elastic.change import Change, EpochGroups
 from torchft_like.group_coordinator.elastic.membership import Membership
-from torchft_like.manager.assignment import QuorumResult
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
 from torchft_like.manager.connection import connect
-from torchft_like.manager.group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager.rank_link import RankLink
-from torchft_like.manager.stall_watch import Wait
 
 _VARIABLES = ("TORCHFT_LIGHTHOUSE", CONNECT_TIMEOUT_SEC_ENV)
 _HEARTBEAT = timedelta(milliseconds=100)  # only for a lighthouse without sessions

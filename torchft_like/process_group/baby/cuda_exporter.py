@@ -30,14 +30,7 @@ from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.baby.blocks import Block
-from torchft_like.process_group.baby.cuda_memory import Arena
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
-from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_sharing import Preamble
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
-from torchft_like.process_group.baby.work import Failures, RemoteOperation
-from torchft_like.process_group.collectives import Call
-from torchft_like.process_group.cuda_ipc import (
+from torchft_like.process_group.baby.cuda_ipc import (
     EventMessage,
     Export,
     IsPast,
@@ -46,6 +39,13 @@ from torchft_like.process_group.cuda_ipc import (
     TorchCuda,
     stream_message,
 )
+from torchft_like.process_group.baby.cuda_memory import Arena
+from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
+from torchft_like.process_group.baby.requests import Request, Requests
+from torchft_like.process_group.baby.tensor_sharing import Preamble
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
+from torchft_like.process_group.baby.work import Failures, RemoteOperation
+from torchft_like.process_group.collectives import Call
 from torchft_like.process_group.work import FOREVER
 from torchft_like.writing import writing_to
 

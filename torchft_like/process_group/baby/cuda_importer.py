@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from torchft_like.process_group.baby.cuda_exporter import EVENTS_PREPARED, TORCH_CUDA, note_of, read_note
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
-from torchft_like.process_group.cuda_ipc import (
+from torchft_like.process_group.baby.cuda_ipc import (
     EventMessage,
     MemoryImports,
     MirroredStreams,
@@ -19,6 +18,7 @@ from torchft_like.process_group.cuda_ipc import (
     PeerEvents,
     TorchCuda,
 )
+from torchft_like.process_group.baby.tensor_spec import TensorSpec, storage_of, tensor_at
 
 
 class CudaImporter:

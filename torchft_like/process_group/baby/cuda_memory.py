@@ -20,7 +20,7 @@ import torch
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.blocks import SLAB_BYTES_MAX, Block, Blocks
-from torchft_like.process_group.cuda_ipc import Export, IsPast, TorchCuda
+from torchft_like.process_group.baby.cuda_ipc import Export, IsPast, TorchCuda
 
 LARGE_BYTES = 2 * 1024 * 1024
 

@@ -26,7 +26,7 @@ from torchft_like.process_group.baby.tensor_sharing import Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import GroupMembers
-from torchft_like.process_group.nccl import require_nccl
+from torchft_like.process_group.nccl.group import require_nccl
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
@@ -111,7 +111,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     """
 
     RECIPE = Recipe(
-        group="torchft_like.process_group.gloo:ProcessGroupGloo",
+        group="torchft_like.process_group.gloo.group:ProcessGroupGloo",
         importer="torchft_like.process_group.baby.cpu_sharing:CpuImporter",
     )
 
@@ -149,7 +149,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
     divides = True
     RECIPE = Recipe(
-        group="torchft_like.process_group.nccl:ProcessGroupNCCL",
+        group="torchft_like.process_group.nccl.group:ProcessGroupNCCL",
         importer="torchft_like.process_group.baby.cuda_importer:CudaImporter",
     )
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
 
-from torchft_like.agreement.referee import Problem
-from torchft_like.agreement.rules import Disagreement
-from torchft_like.agreement.statements import PAIRED, encode
+from torchft_like.core.agreement.referee import Problem
+from torchft_like.core.agreement.rules import Disagreement
+from torchft_like.core.agreement.statements import PAIRED, encode
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     CollectiveMismatchError,

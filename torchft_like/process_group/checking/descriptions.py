@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchft_like.agreement.statements import EXCHANGED, PAIRED, Statement
+from torchft_like.core.agreement.statements import EXCHANGED, PAIRED, Statement
 from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import Call
 

@@ -27,8 +27,8 @@ from typing import Protocol
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import listen_tcp
-from torchft_like.agreement.referee import Call, Problem, Referee, Ruling
-from torchft_like.agreement.statements import decode
+from torchft_like.core.agreement.referee import Call, Problem, Referee, Ruling
+from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.messages import (

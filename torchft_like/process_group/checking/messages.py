@@ -12,8 +12,8 @@ import math
 import struct
 from dataclasses import dataclass
 
-from torchft_like.agreement.referee import Missing, Problem
-from torchft_like.agreement.rules import Disagreement
+from torchft_like.core.agreement.referee import Missing, Problem
+from torchft_like.core.agreement.rules import Disagreement
 
 CALL, OVERDUE = 1, 2
 BODY_BYTES_MAX = 4 * 1024 * 1024

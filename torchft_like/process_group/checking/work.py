@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from torchft_like.agreement.statements import Statement
+from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.work import FOREVER, NOTHING, ExplainedOperation, Operation
 

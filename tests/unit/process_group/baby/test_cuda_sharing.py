@@ -27,7 +27,7 @@ from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.nccl import ProcessGroupNCCL
+from torchft_like.process_group.nccl.group import ProcessGroupNCCL
 from torchft_like.process_group.work import OperationWork
 
 

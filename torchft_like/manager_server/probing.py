@@ -12,7 +12,7 @@ import contextlib
 
 from lighthouse.address import parse_address
 from lighthouse.errors import AddressError
-from torchft_like.manager.peer_links import Probe
+from torchft_like.core.peer_links import Probe
 from torchft_like.runtime.connecting import answers_tcp, resolve
 
 # All attempts together take far less than the timeout of a process group, and are enough where packets are

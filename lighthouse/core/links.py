@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from lighthouse.decisions import Link, Member
+from lighthouse.core.decisions import Link, Member
 
 __all__ = ["REPORTED_CHARACTERS_MAX", "REPORTED_MAX", "Link", "Links", "leave_out"]
 

@@ -22,8 +22,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from lighthouse.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
-from torchft_like.manager.assignment import QuorumMemberLike
+from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
+from torchft_like.core.assignment import QuorumMemberLike
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from lighthouse.address import LOOPBACK
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.exchange import ExchangeStore
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
-from torchft_like.process_group.gloo_device import GlooDevice
-from torchft_like.process_group.gloo_gaps import GlooGaps
+from torchft_like.process_group.gloo.device import GlooDevice
+from torchft_like.process_group.gloo.exchange import ExchangeStore
+from torchft_like.process_group.gloo.gaps import GlooGaps
+from torchft_like.process_group.gloo.thread_activity import IdleWatch, SleepWatch
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
 from torchft_like.process_group.rendezvous import claim_prefix
-from torchft_like.process_group.thread_activity import IdleWatch, SleepWatch
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import local_host_towards

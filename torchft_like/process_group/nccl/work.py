@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.device_watch import DeviceWatch, IsOver, Watched
+from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver, Watched
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
 from torchft_like.runtime.spin_wait import growing_pauses
 

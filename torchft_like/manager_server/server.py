@@ -22,9 +22,8 @@ from lighthouse.admission import TEXT_MAX
 from lighthouse.events import printable, short_name
 from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.errors import ConnectError
-from torchft_like.manager.config import seconds_of
-from torchft_like.manager.group import (
+from torchft_like.core.peer_links import Probe
+from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
     GroupJoin,
@@ -39,12 +38,13 @@ from torchft_like.manager.group import (
     StepLostNotice,
     Verdict,
 )
-from torchft_like.manager.lighthouse_link import LighthouseLink
-from torchft_like.manager.peer_links import Probe
-from torchft_like.manager.probing import silent_peers
+from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
+from torchft_like.errors import ConnectError
+from torchft_like.manager.config import seconds_of
 from torchft_like.manager.rank_link import LocalListener, RankListener
-from torchft_like.manager.service import manager_service
-from torchft_like.manager.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
+from torchft_like.manager_server.lighthouse_link import LighthouseLink
+from torchft_like.manager_server.probing import silent_peers
+from torchft_like.manager_server.service import manager_service
 from torchft_like.runtime.event_loop import coordination_loop
 
 logger = logging.getLogger(__name__)

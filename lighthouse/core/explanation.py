@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lighthouse.decisions import Link, QuorumState
+from lighthouse.core.decisions import Link, QuorumState
 
 _NAMES_MAX = 32
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_like.manager.assignment import QuorumResult
+from torchft_like.core.assignment import QuorumResult
 
 
 class WorldSizeMode(Enum):

@@ -47,9 +47,9 @@ from torchft_like.process_group import flight_recorder
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.device_watch import DeviceWatch, IsOver
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
-from torchft_like.process_group.nccl_work import NcclOperation
+from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver
+from torchft_like.process_group.nccl.work import NcclOperation
 from torchft_like.process_group.rendezvous import claim_prefix, meet
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import OperationWork

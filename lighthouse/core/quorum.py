@@ -51,8 +51,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lighthouse.config import LighthouseConfig
-from lighthouse.decisions import (
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
     LeftOut,
@@ -66,9 +66,9 @@ from lighthouse.decisions import (
     QuorumState,
     SessionSuperseded,
 )
-from lighthouse.explanation import Facts, describe
-from lighthouse.links import Links, leave_out
-from lighthouse.membership import HealthyReplicas, QuorumNumber, Session
+from lighthouse.core.explanation import Facts, describe
+from lighthouse.core.links import Links, leave_out
+from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
 
 __all__ = [
     "ALARMS_PER_QUORUM_MAX",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from torchft_like.divergence.comparison import Divergence, compare
+from torchft_like.core.state_comparison import Divergence, compare
 
 
 class QuorumMemberLike(Protocol):

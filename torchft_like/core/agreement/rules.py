@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchft_like.agreement.statements import (
+from torchft_like.core.agreement.statements import (
     EXCHANGED,
     GATHERED,
     SAME,

@@ -26,9 +26,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchft_like.divergence.comparison import combine
-from torchft_like.manager.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
-from torchft_like.manager.peer_links import PeerLinks, Probe
+from torchft_like.core.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
+from torchft_like.core.peer_links import PeerLinks, Probe
+from torchft_like.core.state_comparison import combine
 
 
 class RankJoin(NamedTuple):

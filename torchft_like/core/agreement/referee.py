@@ -22,12 +22,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from torchft_like.agreement.rules import (
+from torchft_like.core.agreement.rules import (
     Disagreement,
     disagreement,
     pair_disagreement,
 )
-from torchft_like.agreement.statements import PAIRED, Statement
+from torchft_like.core.agreement.statements import PAIRED, Statement
 
 
 @dataclass(frozen=True)
