@@ -26,9 +26,9 @@ class Origin(NamedTuple):
 
 BACKENDS = MappingProxyType(
     {
-        "torchft-gloo": Origin("gloo", "ProcessGroupGloo", ("cpu",)),
+        "torchft-gloo": Origin("gloo.group", "ProcessGroupGloo", ("cpu",)),
         "torchft-baby-gloo": Origin("baby", "ProcessGroupBabyGloo", ("cpu",)),
-        "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
+        "torchft-nccl": Origin("nccl.group", "ProcessGroupNCCL", ("cuda",)),
         "torchft-baby-nccl": Origin("baby", "ProcessGroupBabyNCCL", ("cuda",)),
         "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),
     }

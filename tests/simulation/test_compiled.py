@@ -46,7 +46,7 @@ def test_machine_code_has_the_same_histories(arguments: list[str], capfd: pytest
 @pytest.mark.timeout(600)
 def test_the_cores_are_machine_code_indeed() -> None:
     folder = compiled.compiled()
-    for core in ("lighthouse/quorum", "torchft_like/manager/group", "torchft_like/manager/step"):
+    for core in ("lighthouse/core/quorum", "torchft_like/core/replica_group", "torchft_like/core/step"):
         assert list(folder.glob(f"{core}.*.so"))
 
 

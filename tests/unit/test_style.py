@@ -41,27 +41,8 @@ FORBIDDEN_IMPORTS = {
     "": ("pickle", "marshal", "shelve", "dill", "cloudpickle"),
 }
 
-# Pure cores and the values they use: the standard library and each other, and of that no clocks,
-# threads, sockets or logging.
-CORES = (
-    "lighthouse/core/decisions.py",
-    "lighthouse/core/quorum.py",
-    "lighthouse/core/links.py",
-    "lighthouse/core/explanation.py",
-    "lighthouse/core/membership.py",
-    "lighthouse/core/config.py",
-    "lighthouse/errors.py",
-    "torchft_like/core/step.py",
-    "torchft_like/core/replica_group.py",
-    "torchft_like/core/peer_links.py",
-    "torchft_like/core/assignment.py",
-    "torchft_like/core/state_comparison.py",
-    "torchft_like/core/state_slices.py",
-    "torchft_like/core/candidate.py",
-    "torchft_like/core/agreement/statements.py",
-    "torchft_like/core/agreement/rules.py",
-    "torchft_like/core/agreement/referee.py",
-)
+# Modules in a folder called `core` are pure: they know the standard library, each other and error classes,
+# and of the standard library no clocks, threads, sockets or logging.
 IMPURE = (
     "asyncio",
     "logging",
@@ -192,14 +173,16 @@ def test_the_library_knows_nothing_of_its_testing_kit() -> None:
     )
 
 
-def test_pure_cores_know_the_standard_library_and_each_other() -> None:
-    others = tuple(other.removesuffix(".py").replace("/", ".") for other in CORES)
+def test_modules_in_a_core_folder_are_pure() -> None:
+    cores = [path for path in LIBRARY if "core" in path.parent.relative_to(ROOT).parts]
+    assert cores
+    known = ("torchft_like.core", "lighthouse.core", "torchft_like.errors", "lighthouse.errors")
     forbid(
-        f"{core}, a pure core, imports {module}"
-        for core in CORES
-        for module in sorted(set(imports(ROOT / core)) - {"torchft_like.manager"})
+        f"{name_of(path)}, which is pure, imports {module}"
+        for path in (*cores, ROOT / "lighthouse/errors.py")
+        for module in imports(path)
         if within(module, IMPURE)
-        or not (within(module, others) or module.split(".")[0] in sys.stdlib_module_names)
+        or not (within(module, known) or module.split(".")[0] in sys.stdlib_module_names)
     )
 
 

@@ -1,4 +1,8 @@
-"""Live transfer of training state between peers."""
+"""Live transfer of training state between peers.
+
+`transport` is the interface; `http_transport` and `pg_transport` implement it, over `state_stream`. Nothing
+here knows the Manager, or when a rank heals.
+"""
 
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.pg_transport import PGTransport

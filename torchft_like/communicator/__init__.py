@@ -3,8 +3,4 @@
 `channel` is one process group; `communicator` has the groups of the same members, the handling of their
 errors, and the agreement before a call; `collectives` moves tensors, `messages` values, and `parts` makes
 groups of some of the members. Nothing here knows a Manager, or the purpose of the calls.
-
-`channel` is one process group; `communicator` is the groups of the same members, what becomes of their
-errors, and the agreement before a call; `collectives` moves tensors, `messages` values, and `parts` makes
-groups of some of the members. Nothing here knows a Manager, or what the calls are for.
 """

@@ -1,4 +1,8 @@
-"""One object for all communication of a group of processes: tensors, objects, dicts of both."""
+"""Coordinators, with vLLM's names: all communication of a group of processes as one object.
+
+They are a face of `communicator`, which moves the data, and of message queues. Only `elastic` knows that
+members can change, and asks a quorum for them.
+"""
 
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions

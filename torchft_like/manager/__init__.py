@@ -1,6 +1,7 @@
-"""The Manager and its parts.
+"""The rank's side of fault tolerance: the public Manager, its quorum worker, healing and reductions.
 
-`step`, `group` and `assignment` decide and are pure; `manager`, `server` and the links act.
+`core.step` decides what a step may do; the modules here act. They must not know how the ManagerServer speaks
+to the lighthouse, only the line from a rank to its server (`rank_link`).
 """
 
 from torchft_like.core.step import WorldSizeMode

@@ -1,4 +1,9 @@
-"""Process groups whose members can change, and which can be aborted at any moment."""
+"""Process groups whose members can change, and which can be aborted at any moment.
+
+Every class is made from one table of collectives (`collectives`) and belongs to one configuration at a time
+(`configuration`); `gloo`, `nccl` and `baby` are backends, `wrapper`, `swallowing` and `managed` go around
+them. Nothing here knows a quorum or a lighthouse.
+"""
 
 from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from torchft_like.process_group.base import ProcessGroup

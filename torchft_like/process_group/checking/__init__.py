@@ -16,7 +16,7 @@ torch has a check of its own (`TORCH_DISTRIBUTED_DEBUG=DETAIL`). This one exists
 * tells each rank a different text, about itself and one other;
 * cannot be aborted: it runs on a group of its own, whose waits only end with their timeout.
 
-`torchft_like.core.agreement`, which is pure, says what must agree and which rank waits for which. In this folder
+`core.agreement`, which is pure, says what must agree and which rank waits for which. In this folder
 `messages` and `link` carry statements to the referee, `descriptions` makes statements of calls, and `backend`
 puts the check in front of any backend. Which rule a collective follows is a field of its row. The user's view
 is docs/checking-collectives.md.

@@ -1,0 +1,5 @@
+"""The decisions of replica groups, ranks and gangs.
+
+Everything here is pure: events and the time come as arguments, decisions are returned. It must not know
+torch, gRPC, sockets, threads, logging or the clock.
+"""
