@@ -22,8 +22,8 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
 from torchft_like.manager.client import ManagerClient
-from torchft_like.manager.config import seconds_of
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
 __all__ = [

@@ -17,8 +17,8 @@ from lighthouse.core.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed
 from lighthouse.wire import torchft_pb2 as pb
 from tests.stress.fuzzing import damaged, fuzz, names, numbers, parse_or_refuse
 from torchft_like.core.replica_group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
-from torchft_like.manager.duplex import MalformedMessageError
-from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
+from torchft_like.manager_server.duplex import MalformedMessageError
+from torchft_like.manager_server.rank_link import quorum_result_from_wire, quorum_result_to_wire
 
 NOW_MS = 1_800_000_000_000
 CONFIG = LighthouseConfig(replicas_max=8)

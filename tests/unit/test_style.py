@@ -37,6 +37,8 @@ MANY_PARAMETERS = {
 FORBIDDEN_IMPORTS = {
     "lighthouse": ("torch", "torchft_like"),
     "torchft_like/process_group": ("torchft_like.manager", "torchft_like.checkpointing", "grpc"),
+    "torchft_like/manager_server": ("torchft_like.manager", "torchft_like.process_group", "torch"),
+    "torchft_like/runtime": ("torchft_like.manager", "torchft_like.process_group", "torch", "zmq"),
     "torchft_like/checkpointing": ("torchft_like.manager", "torchft_like.process_group", "grpc"),
     "": ("pickle", "marshal", "shelve", "dill", "cloudpickle"),
 }

@@ -1,7 +1,7 @@
 """The rank's side of fault tolerance: the public Manager, its quorum worker, healing and reductions.
 
 `core.step` decides what a step may do; the modules here act. They must not know how the ManagerServer speaks
-to the lighthouse, only the line from a rank to its server (`rank_link`).
+to the lighthouse, only the line from a rank to its server (`manager_server.rank_link`).
 """
 
 from torchft_like.core.step import WorldSizeMode

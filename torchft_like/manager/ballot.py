@@ -13,9 +13,10 @@ from datetime import timedelta
 from torchft_like.core.replica_group import Verdict
 from torchft_like.errors import GroupLostError
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.config import ManagerConfig, seconds_of
+from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.quorum_driver import QuorumDriver
-from torchft_like.manager.rank_link import RankLink
+from torchft_like.manager_server.rank_link import RankLink
+from torchft_like.runtime.durations import seconds_of
 
 
 class Ballot:

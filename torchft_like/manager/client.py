@@ -13,8 +13,8 @@ from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConnectError
-from torchft_like.manager.config import seconds_of
-from torchft_like.manager.rank_link import quorum_result_from_wire
+from torchft_like.manager_server.rank_link import quorum_result_from_wire
+from torchft_like.runtime.durations import seconds_of
 
 
 class ManagerClient:

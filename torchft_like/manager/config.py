@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from lighthouse.address import Address, parse_address, parse_host
 from torchft_like.errors import ConfigError
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards
 
 T = TypeVar("T")
@@ -27,7 +28,6 @@ TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
-SECONDS_MAX = 10 * 365 * 24 * 3600.0  # the system's clocks and timers take no more
 PORT_MAX = 65535
 
 
@@ -130,22 +130,6 @@ def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> 
     """
     settings = _Settings({} if timeout_sec_env is None else {TIMEOUT_SEC_ENV: timeout_sec_env})
     return timedelta(seconds=settings.seconds(default_timeout_sec, "default_timeout_sec", TIMEOUT_SEC_ENV))
-
-
-def seconds_of(value: timedelta | float, name: str) -> float:
-    """Convert a duration to seconds.
-
-    Raises:
-        ConfigError: the duration is not a positive number, or more than ten years.
-    """
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds <= SECONDS_MAX:
-        raise ConfigError(
-            f"{name} is {value!r:.100}: it must be a positive number of seconds or a timedelta, "
-            "and not more than ten years"
-        )
-    return float(seconds)
 
 
 def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:

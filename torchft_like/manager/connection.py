@@ -10,7 +10,7 @@ from lighthouse.address import Address
 from torchft_like.errors import ConfigError
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
-from torchft_like.manager.rank_link import LocalListener, RankLink, SessionLink
+from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 
 

@@ -40,7 +40,7 @@ from torchft_like.errors import (
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.ballot import Ballot
-from torchft_like.manager.config import ManagerArguments, resolve, seconds_of
+from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager.connection import connect
 from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.group_store import start_default_group
@@ -52,6 +52,7 @@ from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
+from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
 logger = logging.getLogger("torchft_like")

@@ -28,8 +28,8 @@ from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.divergence_watch import DivergenceWatch
 from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.preparation import QuorumWorker
-from torchft_like.manager.rank_link import RankLink
 from torchft_like.manager.state_exchange import StateExchange
+from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.registration import abort_groups_of_torch
 
 logger = logging.getLogger(__name__)

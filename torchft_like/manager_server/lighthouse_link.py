@@ -23,7 +23,7 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
+from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25

@@ -40,11 +40,11 @@ from torchft_like.core.replica_group import (
 )
 from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
 from torchft_like.errors import ConnectError
-from torchft_like.manager.config import seconds_of
-from torchft_like.manager.rank_link import LocalListener, RankListener
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.probing import silent_peers
+from torchft_like.manager_server.rank_link import LocalListener, RankListener
 from torchft_like.manager_server.service import manager_service
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from lighthouse.admission import TEXT_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
-from torchft_like.manager.rank_link import quorum_result_to_wire
+from torchft_like.manager_server.rank_link import quorum_result_to_wire
 
 if TYPE_CHECKING:
     from torchft_like.manager_server.server import ManagerServer

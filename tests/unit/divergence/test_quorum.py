@@ -13,7 +13,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import GroupJoin, RankJoin, ReplicaGroup
 from torchft_like.core.state_comparison import Divergence, RankFingerprint, combine
-from torchft_like.manager.rank_link import quorum_result_from_wire, quorum_result_to_wire
+from torchft_like.manager_server.rank_link import quorum_result_from_wire, quorum_result_to_wire
 from torchft_like.manager_server.service import rank_join
 
 pytestmark = pytest.mark.agreement

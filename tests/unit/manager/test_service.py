@@ -18,8 +18,8 @@ from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import RankJoin, Verdict
 from torchft_like.errors import ConnectError
-from torchft_like.manager.duplex import DuplexCall
-from torchft_like.manager.rank_link import SessionLink
+from torchft_like.manager_server.duplex import DuplexCall
+from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.service import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 

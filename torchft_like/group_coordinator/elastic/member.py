@@ -27,7 +27,7 @@ from torchft_like.group_coordinator.elastic.change import Change, EpochGroups
 from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
 from torchft_like.manager.connection import connect
-from torchft_like.manager.rank_link import RankLink
+from torchft_like.manager_server.rank_link import RankLink
 
 _VARIABLES = ("TORCHFT_LIGHTHOUSE", CONNECT_TIMEOUT_SEC_ENV)
 _HEARTBEAT = timedelta(milliseconds=100)  # only for a lighthouse without sessions

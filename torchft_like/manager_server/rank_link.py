@@ -24,7 +24,7 @@ from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin,
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError
-from torchft_like.manager.duplex import DuplexCall, MalformedMessageError
+from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05
