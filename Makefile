@@ -62,11 +62,12 @@ slow: $(READY)  ## the tests that are too long for `make test`, but for those be
 dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
 	$(BIN)/python -m tests.dropin
 
-# Names of rows of docs/versions.md; all of them where none is given.
+# Names of rows and of suites of docs/versions.md; all of them where none is given.
 ROWS ?=
+SUITES ?=
 
 matrix: $(READY)  ## unit, conformance and failure tests on each version of torch, protobuf and Python (docs/versions.md)
-	$(BIN)/python -m tools.matrix --rows $(ROWS)
+	$(BIN)/python -m tools.matrix --rows $(ROWS) --suites $(SUITES)
 
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py

@@ -154,7 +154,10 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
             importlib.import_module(module)
     if (threads := threading.active_count()) != 1:
         raise RuntimeError(f"{threads} threads: a fork would have locks that nobody releases")
-    gc.freeze()  # or each fork, when it ends, looks at all that was loaded, and copies it page by page
+    # Otherwise each fork, when it ends, looks at all that was loaded and copies it page by page. But Triton,
+    # which comes with torch for CUDA, would report all that as leaked.
+    if "triton" not in sys.modules:
+        gc.freeze()
     server = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
