@@ -30,7 +30,7 @@ class Allowance:
     """The increase that is allowed in what no program holds constant, because of the memory allocator.
 
     Attributes:
-        mappings: anonymous ones: arenas and the stacks of threads that the C library keeps.
+        mappings: of memory without a file: arenas, heap, stacks of threads that the C library keeps.
         bytes: of resident memory.
     """
 
@@ -115,9 +115,12 @@ def _things(pid: int) -> Iterator[str]:
 
 
 def _mapped(pid: int) -> list[str]:
-    """Return the name behind each mapping, empty for anonymous ones."""
+    """Return the name behind each mapping, empty for the memory allocator's: anonymous ones and the heap.
+
+    The kernel shows the heap in two or more lines where two neighbouring parts of it could not be merged.
+    """
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [line[73:].strip() for line in lines]
+    return [line[73:].strip().replace("[heap]", "") for line in lines]
 
 
 def _kind(name: str) -> str:
