@@ -57,7 +57,7 @@ def batches(starts: int, target: str) -> Iterator[Tensor]:
     """Yield what the loaders load; each loader is released when its last batch has been used."""
     for start in range(starts):
         kind, method, persistent = chosen(start)
-        workers = 2 + start % 3 if method == "fork" else 1 + start // 5 % 3  # these load torch, each of them
+        workers = 1 + start % 3 if method == "fork" else 1  # which loads torch by itself
         data = Served(target, BATCHES * workers)
         loader = kind(
             data, num_workers=workers, multiprocessing_context=method, persistent_workers=persistent

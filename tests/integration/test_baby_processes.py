@@ -32,7 +32,6 @@ THEN_WAIT = "import signal; print('ready', flush=True); signal.pause()"
 THEN_WAIT_FOR_SIGNAL = """
 import signal, sys, time
 told = []  # not an Event: a handler that sets it while its lock is held waits for ever
-signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
 signal.signal(signal.SIGINT, lambda *_: told.append(True))
 print('ready', flush=True)
 while not told: time.sleep(0.01)
@@ -64,37 +63,27 @@ def assert_all_gone(family: list[psutil.Process]) -> None:
 def test_the_main_module_runs_once_without_a_guard(processes: Processes, tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(ALONE)
-    command = {
-        "script": [sys.executable, str(script)],
-        "command line": [sys.executable, "-c", ALONE],
-        "interactive": ["/bin/sh", "-c", f"{sys.executable} -i < {script}"],
+    # Of the command line only the trainer's own path leads to the package.
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{ALONE}"
+    command, path = {
+        "script": ([sys.executable, str(script)], ROOT),
+        "command line": ([sys.executable, "-c", program], tmp_path),
+        "interactive": (["/bin/sh", "-c", f"{sys.executable} -i < {script}"], ROOT),
     }[how]
-    trainer = processes.start(*command)
+    trainer = processes.start(*command, env={"PYTHONPATH": str(path)})
     trainer.wait_for_output(r"reduced 3\.0")
     assert trainer.wait() == 0
     assert trainer.output.count("main module runs") == 1
 
 
-def test_a_module_that_only_the_trainers_path_leads_to_does_not_matter(
-    processes: Processes, tmp_path: Path
+@pytest.mark.parametrize("end", ["sys.exit(3)", "pg.shutdown(); sys.exit(3)"])
+def test_all_end_with_the_trainer_which_alone_handles_a_signal_to_the_whole_terminal(
+    processes: Processes, end: str
 ) -> None:
-    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{ALONE}"
-    trainer = processes.start(sys.executable, "-c", program, env={"PYTHONPATH": str(tmp_path)})
-    trainer.wait_for_output(r"reduced 3\.0")
-    assert trainer.wait() == 0
-
-
-def test_all_end_with_the_trainer_when_it_is_killed(processes: Processes) -> None:
-    trainer, family = start_alone(processes)
-    trainer.signal(signal.SIGKILL)
-    assert trainer.wait() == -signal.SIGKILL
-    assert_all_gone(family)
-
-
-@pytest.mark.parametrize("end", ["os._exit(3)", "sys.exit(3)", "pg.shutdown(); sys.exit(3)"])
-def test_all_end_with_the_trainer_however_it_exits(processes: Processes, end: str) -> None:
-    trainer, family = start_alone(processes, THEN_WAIT_FOR_SIGNAL + end)
-    trainer.signal(signal.SIGUSR1)
+    then = f"pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); {end}"
+    trainer, family = start_alone(processes, THEN_WAIT_FOR_SIGNAL + then)
+    os.killpg(trainer.pid, signal.SIGINT)
+    trainer.wait_for_output(r"still 3\.0")
     assert trainer.wait() == 3
     assert_all_gone(family)
 
@@ -118,13 +107,6 @@ def test_all_end_with_the_trainer_though_a_fork_of_it_lives_on(processes: Proces
     trainer.wait()
     assert_all_gone(baby)
     assert any(process.is_running() for process in family if process not in baby)
-
-
-def test_a_signal_to_the_whole_terminal_is_the_trainers_to_handle(processes: Processes) -> None:
-    then = "pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); signal.pause()"
-    trainer, _ = start_alone(processes, THEN_WAIT_FOR_SIGNAL + then)
-    os.killpg(trainer.pid, signal.SIGINT)
-    trainer.wait_for_output(r"still 3\.0")
 
 
 def test_a_killed_fork_server_is_replaced(processes: Processes) -> None:

@@ -42,8 +42,7 @@ CRASHING_SCRIPT = "raise RuntimeError('this replica cannot even start')"
 
 
 def start(processes: Processes, folder: Path, *options: str) -> RunningProcess:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output-dir", str(folder / "output"), *options]
-    return processes.start(*command)
+    return processes.fork(str(EXAMPLES / "demo.py"), "--output-dir", str(folder / "output"), *options)
 
 
 def incarnations(output: Path, replica: int) -> set[Any]:
@@ -53,7 +52,9 @@ def incarnations(output: Path, replica: int) -> set[Any]:
 def test_all_replicas_end_bit_identical_through_a_kill_and_a_stop(
     processes: Processes, tmp_path: Path
 ) -> None:
-    demo, output = start(processes, tmp_path, "--steps", "120", "--batch-size", "1"), tmp_path / "output"
+    output = tmp_path / "output"
+    options = ("--output-dir", str(output), "--steps", "120", "--batch-size", "1")
+    demo = processes.start(sys.executable, str(EXAMPLES / "demo.py"), *options)
     assert demo.wait(LIMIT_S) == 0, demo.output
     summary = json.loads((output / "result.json").read_text())
     assert len({result["digest"] for result in summary["results"].values()}) == 1

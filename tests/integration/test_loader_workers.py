@@ -34,7 +34,7 @@ threads = [threading.Thread(target=speak) for _ in range(2)]
 for thread in threads:
     thread.start()
 try:
-    sums = {sum(map(len, DataLoader(torch.arange(8), num_workers=2, batch_size=2))) for _ in range(30)}
+    sums = {sum(map(len, DataLoader(torch.arange(8), num_workers=2, batch_size=2))) for _ in range(15)}
     print("loaded", sums, flush=True)
 finally:
     over.set()

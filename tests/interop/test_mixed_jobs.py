@@ -1,8 +1,8 @@
 """A job may take its Managers from one project and its lighthouse from the other.
 
-Real processes on both sides: replicas that train a small model in one package's environment, under
-the other package's lighthouse daemon. All replicas of a job are of one package: what they say to each
-other, when one heals, is not the same in both. Their process groups may be of the other one.
+Real processes on both sides: replicas that train a small model in one package's environment, under the other
+package's lighthouse daemon. All replicas of a job are of one package: what they say to each other, when one
+heals, is not the same in both. Their process groups may be of the other one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import sysconfig
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from benchmarks.processes import Fleet, FleetProcess, Record
-from benchmarks.systems import OURS, TORCHFT_NIGHTLY, System, start_lighthouse, start_worker
+from benchmarks.systems import OURS, TORCHFT, TORCHFT_NIGHTLY, System, start_lighthouse, start_worker
+from tests.integration.cluster import Cluster
+from tests.integration.options import WorkerOptions
 
 # The first test of a machine installs the peer, which takes longer than a test may.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
@@ -24,28 +27,20 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 STEPS = 5
 SECONDS_MAX = 120.0
 
+# Whoever speaks torchft's wire is known by heartbeats alone: here 1 s without one is death.
+LIMITS = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=10000")
+WITH_OUR_GROUPS = ("--groups=torchft_like", f"--beside={sysconfig.get_path('purelib')}")  # gRPC is there
+THEIRS = [
+    pytest.param(TORCHFT, (), id="torchft"),
+    pytest.param(TORCHFT_NIGHTLY, WITH_OUR_GROUPS, id="nightly over our groups"),
+]
 
+
+@pytest.mark.parametrize(("peer", "options"), THEIRS, indirect=["peer"])
 def test_torchft_replicas_survive_a_kill_and_heal_a_newcomer_under_our_lighthouse(
-    fleet: Fleet, peer: System
+    fleet: Fleet, peer: System, options: tuple[str, ...]
 ) -> None:
-    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, managers=peer, coordinator=OURS))
-
-
-def test_our_replicas_survive_a_kill_and_heal_a_newcomer_under_torchft_s_lighthouse(
-    fleet: Fleet, peer: System
-) -> None:
-    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, managers=OURS, coordinator=peer))
-
-
-@pytest.mark.parametrize("peer", [pytest.param(TORCHFT_NIGHTLY, id="nightly")], indirect=True)
-def test_managers_of_the_nightly_drive_our_process_group_through_a_kill_and_a_heal(
-    fleet: Fleet, peer: System
-) -> None:
-    ours = ("--groups=torchft_like", f"--beside={sysconfig.get_path('purelib')}")  # gRPC is there
-    _kill_one_and_heal_a_newcomer(_MixedJob(fleet, replace(peer, worker_options=ours), coordinator=peer))
-
-
-def _kill_one_and_heal_a_newcomer(job: _MixedJob) -> None:
+    job = Job(fleet, replace(peer, worker_options=options))
     first, second, victim = (job.start(rank) for rank in range(3))
     job.await_joint_steps([first, second, victim])
 
@@ -55,24 +50,22 @@ def _kill_one_and_heal_a_newcomer(job: _MixedJob) -> None:
 
     newcomer = job.start(3)
     job.await_joint_steps([first, second, newcomer])
-    healed = _commits(newcomer)[0]["step"]
-    assert healed > _commits(victim)[-1]["step"], "the newcomer took over the survivors' progress"
+    healed = commits_of(newcomer)[0]["step"]
+    assert healed > commits_of(victim)[-1]["step"], "the newcomer took over the survivors' progress"
 
-    digests = [_digests(replica) for replica in (first, second, newcomer)]
+    digests = [{r["step"]: r["digest"] for r in commits_of(replica)} for replica in (first, second, newcomer)]
     common = set.intersection(*(set(of_replica) for of_replica in digests))
     assert len(common) >= STEPS
     assert all(len({of_replica[step] for of_replica in digests}) == 1 for step in common)
 
 
-class _MixedJob:
-    """Replicas of one package under the lighthouse of another."""
+class Job:
+    """Replicas of torchft under our lighthouse."""
 
-    def __init__(self, fleet: Fleet, managers: System, coordinator: System) -> None:
+    def __init__(self, fleet: Fleet, managers: System) -> None:
         self._fleet = fleet
         self._managers = managers
-        # Whoever speaks torchft's wire is known by heartbeats alone: here 1 s without one is death.
-        limits = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=10000")
-        self._lighthouse = start_lighthouse(fleet, coordinator, min_replicas=2, extra=limits)
+        self._lighthouse = start_lighthouse(fleet, OURS, min_replicas=2, extra=LIMITS)
 
     def start(self, rank: int) -> FleetProcess:
         # The pause leaves the processors to a newcomer that starts, which takes seconds.
@@ -81,21 +74,45 @@ class _MixedJob:
         return start_worker(self._fleet, self._managers, f"replica{rank}", address, *options)
 
     def await_joint_steps(self, replicas: list[FleetProcess]) -> None:
-        """Until each of them has committed a few steps in which exactly they took part."""
+        """Wait until each of them has committed a few steps in which exactly they took part."""
         since = time.time()
         for replica in replicas:
-            probe = partial(_has_joint_steps, replica, since, len(replicas))
+            probe = partial(has_joint_steps, replica, since, len(replicas))
             self._fleet.wait_for(probe, f"joint steps of {replica.name}", SECONDS_MAX)
 
 
-def _has_joint_steps(replica: FleetProcess, since: float, participants: int) -> bool | None:
-    commits = (r for r in _commits(replica) if r["time"] > since and r["participants"] == participants)
+def has_joint_steps(replica: FleetProcess, since: float, participants: int) -> bool | None:
+    commits = (r for r in commits_of(replica) if r["time"] > since and r["participants"] == participants)
     return sum(1 for _ in commits) >= STEPS or None
 
 
-def _commits(replica: FleetProcess) -> list[Record]:
+def commits_of(replica: FleetProcess) -> list[Record]:
     return [record for record in replica.records if record["event"] == "step" and record["committed"]]
 
 
-def _digests(replica: FleetProcess) -> dict[int, str]:
-    return {record["step"]: record["digest"] for record in _commits(replica)}
+class UnderTheirLighthouse(Cluster):
+    """Replicas of ours under torchft's lighthouse."""
+
+    def __init__(self, folder: Path, fleet: Fleet, peer: System) -> None:
+        super().__init__(folder, limit_s=SECONDS_MAX)
+        self._fleet = fleet
+        self._peer = peer
+
+    def start_lighthouse(self) -> None:
+        """Start the peer's daemon, of which this cluster knows the address alone."""
+        self.lighthouse_address = start_lighthouse(
+            self._fleet, self._peer, min_replicas=2, extra=LIMITS
+        ).address
+
+
+def test_our_replicas_survive_a_kill_and_heal_a_newcomer_under_torchft_s_lighthouse(
+    tmp_path: Path, fleet: Fleet, peer: System
+) -> None:
+    options = WorkerOptions(timeout_s=20.0)
+    with UnderTheirLighthouse(tmp_path, fleet, peer) as cluster:
+        first, second, victim = cluster.start_all("abc", options=options)
+        victim.kill()
+        cluster.wait_for_quorum_of(first, second)
+        newcomer = cluster.start("d", options=options)
+        cluster.wait_for_quorum_of(first, second, newcomer)
+        assert newcomer.events("heal"), "the newcomer took over the survivors' progress"

@@ -205,6 +205,7 @@ def _become(env: Mapping[str, str], output: int, server: int) -> None:
 def _run(module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
     if module.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(module)))
         runpy.run_path(module, run_name="__main__")
         return
     sys.modules.pop(module, None)

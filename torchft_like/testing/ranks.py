@@ -8,10 +8,12 @@ chose. So the methods of that object's class may be run, too: `rank.ask(Member.c
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import socket
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +82,11 @@ class Rank:
     def tell(self, act: Act, *args: Any) -> None:
         """Ask for a call whose answer is fetched later, or never."""
         self._connection.send((act, args))
+
+    def has_begun(self) -> bool:
+        """Return whether the rank has taken note of everything that it was told."""
+        unread = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return not any(unread)
 
     def has_answer(self) -> bool:
         """Return whether `answer` would return at once."""
