@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.chaos.job import LIGHTHOUSE, ChaosJob, JobSettings
+from torchft_like.testing.chaos.job import ChaosJob, JobSettings
 from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
 from torchft_like.testing.chaos.orders import Training
+from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.invariants import violations
 from torchft_like.testing.journal import Record
 from torchft_like.testing.log import name_of
@@ -43,14 +44,12 @@ def job(tmp_path: Path, network: Network) -> Iterator[ChaosJob]:
 
 
 def wait(job: ChaosJob, done: Callable[[], object], what: str) -> None:
-    if job.wait_until(done, LIMIT_S):
+    if job.tend_until(done, LIMIT_S):
         return
     job.print_stacks()
     time.sleep(1)
-    logs = "\n".join(rank.child.tail() for replica in job.replicas for rank in replica.ranks)
-    raise AssertionError(
-        f"not within {LIMIT_S:g} s: {what}\n{logs}\n{job.lighthouse and job.lighthouse.tail()}"
-    )
+    logs = "\n".join(rank.tail() for rank in job.ranks())
+    raise AssertionError(f"not within {LIMIT_S:g} s: {what}\n{logs}\n{job.lighthouse.tail()}")
 
 
 def left_out(job: ChaosJob, source: str) -> list[Record]:

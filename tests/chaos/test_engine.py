@@ -5,22 +5,25 @@ The job's processes here train nothing: they write the events of a Manager that 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from torchft_like.testing.chaos import engine
 from torchft_like.testing.chaos.engine import Engine, Run, features
 from torchft_like.testing.chaos.evidence import Injection, Outcome
-from torchft_like.testing.chaos.injectors import Injected, Target, inject
-from torchft_like.testing.chaos.job import ChaosJob, JobSettings, Rank
+from torchft_like.testing.chaos.injectors import Injected, Target, inject, may_end
+from torchft_like.testing.chaos.job import ChaosJob, JobSettings
 from torchft_like.testing.chaos.report import hangs, make_report
 from torchft_like.testing.chaos.schedule import Planned
-from torchft_like.testing.journal import Journal, JournalTail
+from torchft_like.testing.journal import Journal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMIT_S = 40.0
@@ -67,7 +70,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ChaosJob]:
     job = ChaosJob(settings_of(tmp_path, request.param), tmp_path, str(tmp_path))
     try:
         job.start()
-        assert job.wait_until(lambda: job.is_whole(0.0), LIMIT_S)
+        assert job.tend_until(lambda: job.is_whole(0.0), LIMIT_S)
         yield job
     finally:
         job.kill()
@@ -96,7 +99,7 @@ def test_a_process_that_fails_when_it_is_asked_to_leave_has_crashed(tmp_path: Pa
 def test_what_outlives_a_killed_replica_is_found(job: ChaosJob) -> None:
     victim = job.replicas[0]
     victim.signal(signal.SIGKILL)
-    assert job.wait_until(lambda: victim.starts == 2, LIMIT_S)
+    assert job.tend_until(lambda: job.replicas[0].start == 2, LIMIT_S)
     assert len(job.left_behind()) == 1
     assert job.crashes == []
 
@@ -104,16 +107,16 @@ def test_what_outlives_a_killed_replica_is_found(job: ChaosJob) -> None:
 @pytest.mark.parametrize("job", ["trains"], indirect=True)
 def test_a_fault_excuses_no_end_after_the_next_one_began(job: ChaosJob) -> None:
     victim = job.replicas[0]
-    victim.may_end = True  # it had a reason to, but has not ended
+    may_end(victim)  # it had a reason to, but has not ended
     job.expect_no_end()
-    victim.ranks[0].child.signal(signal.SIGABRT)
-    assert job.wait_until(lambda: victim.starts == 2, LIMIT_S)
+    os.kill(victim.ranks[0].pid, signal.SIGABRT)
+    assert job.tend_until(lambda: job.replicas[0].start == 2, LIMIT_S)
     assert len(job.crashes) == 1
 
 
 @pytest.mark.parametrize("job", ["heals"], indirect=True)
 def test_a_step_for_which_a_command_healed_is_no_batch_of_its_own(job: ChaosJob) -> None:
-    assert job.wait_until(lambda: len(job.log.commits) > 40, LIMIT_S)
+    assert job.tend_until(lambda: len(job.log.commits) > 40, LIMIT_S)
     assert all(commit.participating == (commit.step % 4 > 0) for commit in job.log.commits)
 
 
@@ -121,8 +124,8 @@ def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
     job = ChaosJob(JobSettings(replicas=2, ranks=2), tmp_path, str(tmp_path))
     paths = tmp_path / "a.journal", tmp_path / "a.events"
     Journal(str(paths[0])).write("failed", began=1.0, step=3)
-    rank = Rank(1, None, *map(JournalTail, paths))  # type: ignore[arg-type]
-    job._read(job.replicas[0], rank)
+    rank: Any = SimpleNamespace(name="r0", number=1, label="r0.1.1", journal=paths[0], event_file=paths[1])
+    job._read(rank)
     assert [note["group_rank"] for note in job.log.notes] == [1]
 
 

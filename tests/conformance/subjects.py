@@ -6,6 +6,7 @@ members and where its errors are found. No other module of the suite knows a cla
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from torchft_like.process_group import (
 from .scene import PLAIN, Kind
 
 TIMEOUT_S = 30.0
+PAUSE_S = 0.02
 WORLD_MAX = 4
 
 
@@ -82,6 +84,7 @@ class ManagedSeat(Seat):
         self._manager.start_quorum()
         while self._manager.num_participants() != world_size:
             self._manager.should_commit()
+            time.sleep(PAUSE_S)  # the processor is for a member that is still starting
             self._manager.start_quorum()
 
     def error(self) -> Exception | None:

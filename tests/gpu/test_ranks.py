@@ -1,7 +1,8 @@
 """Groups of two to four ranks with real peers: sums, deaths, aborts, changes of membership.
 
 Each test is there for all four backends: over NCCL with all ranks on one GPU (`host_of_its_own`), and over
-Gloo without one, so that the tests themselves are tried out wherever the others run.
+Gloo without one, so that the tests themselves are tried out wherever the others run: some of them in `make
+slow`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_collective_gives_what_it_must(backend: str, count: int) -> None:
     with job(backend, count) as ranks:
         ranks.meet()
@@ -50,8 +51,11 @@ def test_every_collective_gives_what_it_must(backend: str, count: int) -> None:
 @each_backend
 @pytest.mark.parametrize(
     ("count", "number"),
-    [(2, signal.SIGKILL), (4, signal.SIGKILL), (3, signal.SIGSTOP)],
-    ids=["one-of-2-killed", "one-of-4-killed", "one-of-3-stopped"],
+    [
+        pytest.param(2, signal.SIGKILL, id="one-of-2-killed"),
+        pytest.param(4, signal.SIGKILL, id="one-of-4-killed", marks=pytest.mark.slow),
+        pytest.param(3, signal.SIGSTOP, id="one-of-3-stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_survivors_end_their_all_reduce_and_go_on_without_the_lost_rank(
     backend: str, count: int, number: signal.Signals, tmp_path: Path
@@ -89,7 +93,9 @@ def notice(survivors: Sequence[Rank]) -> int:
 
 
 @each_backend
-@pytest.mark.parametrize("place", ["wait", "synchronize", "configure"])
+@pytest.mark.parametrize(
+    "place", ["wait", *(pytest.param(name, marks=pytest.mark.slow) for name in ("synchronize", "configure"))]
+)
 def test_an_abort_ends_what_waits_for_a_peer(backend: str, place: str) -> None:
     with job(backend, 2) as ranks:
         assert_sums(ranks.meet())

@@ -25,6 +25,7 @@ from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState, average_over_replicas
 from torchft_like.testing.invariants import Commit
 from torchft_like.testing.journal import Journal
+from torchft_like.testing.training import Model, flip_bit
 
 # The ways in which a network is sharded and its gradients are averaged.
 WAYS = (
@@ -43,8 +44,8 @@ LEARNING_RATE, MOMENTUM = 0.05, 0.9
 HALF_ROUNDING = 5 * 2.0**-11
 
 
-class ShardedModel:
-    """As `worker.Model`: one small network for each way to shard it, all trained in every step.
+class ShardedModel(Model):
+    """One small network for each way to shard it, all trained in every step.
 
     The state is complete only once the Manager is known.
     """
@@ -106,7 +107,7 @@ class ShardedModel:
         momentum = self.optimizer.state[last]["momentum_buffer"]
         flip_bit({"parameter": last, "optimizer": momentum}[part].to_local())
 
-    def watched(self) -> list[nn.Parameter]:
+    def watched(self) -> list[Tensor]:
         """Return the tensors that are the same on the same rank of all replica groups."""
         return list(self.net.parameters())
 
@@ -148,11 +149,6 @@ class ShardedPart:
         for layer in (self.net[0], self.net[2], self.net[3]):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(self.net, mesh=mesh, **options)
-
-
-def flip_bit(tensor: Tensor) -> None:
-    """Change the lowest bit of the last element: too little for the training to notice."""
-    tensor.detach().reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
 
 
 def make_net() -> nn.Sequential:

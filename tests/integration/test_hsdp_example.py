@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lighthouse.events import read_events
+from torchft_like.testing.cluster import Cluster
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -46,7 +47,17 @@ def test_a_killed_group_heals_and_a_new_job_goes_on_from_what_was_saved(
     ]
     assert len({(report["step"], report["digest"]) for report in finished}) == 1
 
-    went_on = run(processes, tmp_path, "--num-replicas=1", f"--steps={finished[0]['step'] + 1}")
+    # A new job, as by torchrun: forks, which spare it the loading of torch.
+    options = [
+        "--num-replicas=1",
+        f"--steps={finished[0]['step'] + 1}",
+        f"--checkpoint-dir={tmp_path / 'saved'}",
+    ]
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        group = cluster.launch("group-0", [str(EXAMPLE), *options], size=2)
+        cluster.wait_for_end(group)
+        went_on = group.ranks[0].output
+        assert [rank.exit_code for rank in group.ranks] == [0, 0], went_on
     (resumed,) = reports(went_on, "resumed")
     assert (resumed["step"], resumed["digest"]) == (finished[0]["step"], finished[0]["digest"])
     assert reports(went_on, "finished")[0]["step"] == resumed["step"] + 1

@@ -349,14 +349,6 @@ def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: st
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_newer_session_takes_the_place_of_an_older_one(two: str) -> None:
-    with registered(two, "twice", "twice") as (older, newer):
-        code, text = older.end()
-        assert code == grpc.StatusCode.ABORTED
-        assert "newer session" in text
-        assert not newer.has_message()
-
-
 def test_unary_calls_without_a_replica_id_are_refused(two: str) -> None:
     with UnaryClient(two) as client, pytest.raises(grpc.RpcError) as refused:
         client.heartbeat("")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from torchft_like.testing.processes import Processes
+from torchft_like.testing.cluster import Cluster
 from torchft_like.testing.ranks import LIMIT_S, Ranks, running
 
 from . import torch_job as job
@@ -199,17 +198,18 @@ import os, torch, torch.distributed as dist, torchft_like
 dist.init_process_group("torchft-gloo")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
-os.write(1, f"sum {float(tensor)} {dist.get_backend()}\\n".encode())  # at once: two ranks write
+print("sum", float(tensor), dist.get_backend())
 dist.barrier()
 """
 
 
-def test_torchrun_starts_a_job_with_our_backend_which_need_not_be_destroyed(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_script_that_is_started_as_by_torchrun_need_not_destroy_our_backend(tmp_path: Path) -> None:
+    """torchrun itself starts examples/train_hsdp.py in test_hsdp_example."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = processes.start(*torchrun, str(script), env={"OMP_NUM_THREADS": "1"})
-    assert job.wait(100) == 0, job.output
-    assert job.output.count("sum 2.0 torchft-gloo") == 2
+    with Cluster(tmp_path) as cluster:
+        job = cluster.launch("job", [str(script)], size=2)
+        cluster.wait_for_end(job)
+        for rank in job.ranks:
+            assert rank.exit_code == 0, rank.output
+            assert rank.output == "sum 2.0 torchft-gloo\n"

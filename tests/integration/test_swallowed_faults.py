@@ -128,36 +128,6 @@ def call_of_two(group: Any, name: str) -> bool:
     return bool(getattr(group, name)(*args[name]).wait())
 
 
-@pytest.mark.parametrize("job", [1], indirect=True)
-def test_the_size_of_a_managed_group_follows_the_quorum(job: Job) -> None:
-    leave = threading.Event()
-
-    def step(manager: Manager, group: Any) -> tuple[int, float]:
-        manager.start_quorum()
-        size, tensor = dist.get_world_size(group), torch.ones(1)
-        dist.all_reduce(tensor, group=group)
-        assert size == group.size() == manager.num_participants()
-        return (size, float(tensor)) if manager.should_commit() else (0, 0.0)
-
-    def second() -> None:
-        with job.manager("second") as manager:
-            group = ManagedProcessGroup(manager)
-            while not leave.is_set():
-                step(manager, group)
-
-    with job.manager("first") as manager:
-        group = ManagedProcessGroup(manager)
-        seen = [step(manager, group)]
-        joining = job.threads.submit(second)
-        while seen[-1] != (2, 2.0):
-            seen.append(step(manager, group))
-        leave.set()
-        while seen[-1] != (1, 1.0):
-            seen.append(step(manager, group))
-        joining.result(LIMIT_S)
-    assert all(size == total for size, total in seen), seen
-
-
 @pytest.mark.parametrize("job", [2], indirect=True)
 def test_without_a_quorum_only_should_commit_raises(job: Job) -> None:
     with job.manager("lonely", quorum_timeout=1) as manager:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from tests.integration.options import WorkerOptions
-from tests.integration.sharded import ShardedModel, flip_bit
+from tests.integration.sharded import ShardedModel
 from torchft_like import (
-    DistributedDataParallel,
     Manager,
-    Optimizer,
     ProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
@@ -32,12 +28,10 @@ from torchft_like import (
 )
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
-from torchft_like.testing import training
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import at
-from torchft_like.testing.training import RelayedTransport, prepare_process
-from torchft_like.testing.witness import Witness
+from torchft_like.testing.training import Loop, Model, RelayedTransport, prepare_process
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
 NATIVE_WORLD = 8
@@ -49,96 +43,24 @@ def main() -> None:
     options = WorkerOptions.from_json(sys.argv[1])
     journal = Journal.of_this_process()
     faults = Faults(options.faults, journal)
-    model = ShardedModel(options) if options.reduce == "sharded" else Model(options)
+    model = ShardedModel(options) if options.reduce == "sharded" else plain_model(options)
     faults.flip = model.flip
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
-        model.use(manager)
+        loop = Loop(model, manager, journal, options.index, options.pause_s, faults.visit)
         if options.slices:
             manager.watch_divergence(fingerprint_of(model, options))
-        loop = Loop(options, model, manager, journal, faults)
-        while loop.steps_done < options.steps and not stop.requested:
-            loop.attempt_step()
+        steps_done = 0
+        while steps_done < options.steps and not stop.requested:
+            if loop.attempt_step():
+                steps_done += 1
+                if isinstance(model, ShardedModel):
+                    model.write(journal, manager.current_step())
 
 
-class Model(training.Model):
-    """The kit's model, which the Manager reduces as the options say, and of which a fault can flip a bit."""
-
-    def __init__(self, options: WorkerOptions) -> None:
-        super().__init__(
-            f"{options.name}/{os.environ['RANK']}", options.ballast_mb * 1024 * 1024, options.device
-        )
-        self._reduce = options.reduce
-
-    def use(self, manager: Manager) -> None:
-        """Have `manager` reduce the gradients."""
-        self._manager = manager
-        self._ddp = DistributedDataParallel(manager, self.net) if self._reduce == "ddp" else None
-
-    def backward(self, step: int) -> None:
-        """Compute the gradients, and have them reduced."""
-        inputs, targets = self.batch(step)
-        net = self._ddp or self.net
-        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        if self._ddp is None:
-            for gradient in (parameter.grad for parameter in self.net.parameters()):
-                if gradient is not None:
-                    self._manager.allreduce(gradient).wait()
-
-    def write(self, journal: Journal, step: int) -> None:
-        """Write nothing: the digest says it all."""
-
-    def flip(self, part: str) -> None:
-        """Change one bit, as a fault of the memory would."""
-        *_, last = self.net.parameters()
-        momentum = self.optimizer.state[last]["momentum_buffer"]
-        flip_bit({"parameter": last, "optimizer": momentum, "ballast": self.ballast}[part])
-
-    def watched(self) -> list[Tensor]:
-        """Return the tensors that are the same in all replicas."""
-        return [*self.net.parameters(), self.ballast]
-
-
-AnyModel = Model | ShardedModel
-
-
-class Loop:
-    """The training loop's body, and what it writes down."""
-
-    def __init__(
-        self, options: WorkerOptions, model: AnyModel, manager: Manager, journal: Journal, faults: Faults
-    ) -> None:
-        self.steps_done = 0
-        self._options = options
-        self._model = model
-        self._manager = manager
-        self._journal = journal
-        self._faults = faults
-        self._optimizer = Optimizer(manager, model.optimizer)
-        self._witness = Witness(manager, journal, options.index)
-        model.taken_over = self._witness.took_over
-        next(model.net.parameters()).register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
-
-    def attempt_step(self) -> None:
-        """Attempt one step; a committed one is written down."""
-        self._faults.visit("step")
-        self._optimizer.zero_grad()
-        self._journal.write("attempt", step=self._manager.current_step())
-        time.sleep(self._options.pause_s)
-        self._model.backward(self._manager.current_step())
-        self._manager.wait_quorum()
-        self._witness.attend(self._manager.current_step(), self._model.digest())
-        self._optimizer.step()
-        if self._witness.has_committed:
-            self.steps_done += 1
-            self._witness.testify(self._model.digest())
-            self._model.write(self._journal, self._manager.current_step())
-
-    def _on_last_gradient(self, _: Tensor) -> None:
-        """Visit the fault `backward` in the middle of the backward pass's end.
-
-        Backward ends with the first layer: with its gradient the bucket is full and can be sent.
-        """
-        self._faults.visit("backward")
+def plain_model(options: WorkerOptions) -> Model:
+    """Return the kit's model, which every rank has as a whole."""
+    name = f"{options.name}/{os.environ['RANK']}"
+    return Model(name, options.ballast_mb * 1024 * 1024, options.device, options.reduce)
 
 
 class FaultyProcessGroup(ProcessGroupWrapper):
@@ -177,7 +99,7 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
     return dist.group.WORLD
 
 
-def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Manager:
+def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manager:
     """Return the Manager that the options ask for; the environment says the rest."""
     timeout = timedelta(seconds=options.timeout_s)
 
@@ -200,7 +122,7 @@ def make_manager(options: WorkerOptions, model: AnyModel, faults: Faults) -> Man
     )
 
 
-def fingerprint_of(model: AnyModel, options: WorkerOptions) -> StateFingerprint:
+def fingerprint_of(model: Model, options: WorkerOptions) -> StateFingerprint:
     """Return a fingerprint of all that the model has."""
     return StateFingerprint(
         model.watched(),

@@ -89,7 +89,10 @@ def test_a_replica_that_comes_back_takes_its_own_place_at_once(lighthouse: str) 
         older.registered()
         with At(lighthouse, "back", "http://10.0.0.1:1") as newer:
             newer.registered()
-            assert older.end()[0] == grpc.StatusCode.ABORTED
+            code, text = older.end()
+            assert code == grpc.StatusCode.ABORTED
+            assert "newer session" in text
+            assert not newer.has_message()
 
 
 def test_calls_of_one_replica_that_pile_up_are_answered() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,13 +27,15 @@ from typing import Self
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from torchft_like.testing.forks import Fork
 from torchft_like.testing.invariants import Commit, History, Process, progress, violations
 from torchft_like.testing.journal import JOURNAL_ENV, JournalReader, Record
 from torchft_like.testing.lighthouse import LISTENING
 from torchft_like.testing.log import Log, commit_of
-from torchft_like.testing.processes import ForkedProcess, kill_all
+from torchft_like.testing.processes import RunningProcess, kill_all
 
 LOOPBACK = "127.0.0.1"
+LIGHTHOUSE = "lighthouse"
 
 # Far above the time of any wait here, far below the workers' operation timeout.
 LIMIT_S = 40.0
@@ -42,15 +45,40 @@ STACKS_S = 1.0
 TRACEBACK_END = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
 
 
-class Daemon(ForkedProcess):
-    """A process of the job, and whether it has a reason to end."""
+class Daemon(RunningProcess):
+    """A process of the job, and whether it has a reason to end.
+
+    Args:
+        label: what its files and messages call it.
+        command: a module or a script, and its arguments, for a fork that has torch loaded; of a cold process
+            the program and its arguments.
+        folder: the folder for its output.
+        variables: variables of the environment, beside those of this process.
+        namespace: the path of a network namespace to run in; empty for that of this process.
+        is_cold: whether it is a new process, and no fork.
+    """
 
     def __init__(
-        self, label: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]
+        self,
+        label: str,
+        command: Sequence[str],
+        folder: Path,
+        variables: Mapping[str, str],
+        *,
+        namespace: str = "",
+        is_cold: bool = False,
     ) -> None:
         self.label = label
         self.may_end = False
-        super().__init__(command, folder / f"{label}.log", variables)
+        self._namespace = namespace
+        self._is_cold = is_cold
+        entering = ["nsenter", f"--net={namespace}", "--"] if namespace and is_cold else []
+        super().__init__([*entering, *command], folder / f"{label}.log", variables)
+
+    def _launch(self, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes] | Fork:
+        if self._is_cold:
+            return super()._launch(env, output)
+        return Fork(self.command, env, [output], self._namespace)
 
     @property
     def is_stopped(self) -> bool:
@@ -79,17 +107,35 @@ class Daemon(ForkedProcess):
 
 
 class Rank(Daemon):
-    """A rank of a replica group, and its records."""
+    """A rank of a replica group, and its records.
+
+    Attributes:
+        name: the name of the replica group.
+        number: its group rank.
+        journal, event_file: what it writes.
+    """
 
     def __init__(
-        self, label: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]
+        self,
+        name: str,
+        start: int,
+        number: int,
+        command: Sequence[str],
+        folder: Path,
+        variables: Mapping[str, str],
+        *,
+        namespace: str = "",
+        is_cold: bool = False,
     ) -> None:
-        journal, events = folder / f"{label}.journal", folder / f"{label}.events"
-        self._journal, self._events = JournalReader(journal), JournalReader(events)
+        self.name, self.number = name, number
+        label = f"{name}.{start}.{number}"
+        self.journal, self.event_file = folder / f"{label}.journal", folder / f"{label}.events"
+        self._journal, self._events = JournalReader(self.journal), JournalReader(self.event_file)
         self._commits: list[Commit] = []
-        files = {JOURNAL_ENV: str(journal), "TORCHFT_EVENT_FILE": str(events)}
-        variables = {**variables, **host_of_its_own(label), **files, "OMP_NUM_THREADS": "1"}
-        super().__init__(label, command, folder, variables)
+        own = {JOURNAL_ENV: str(self.journal), "TORCHFT_EVENT_FILE": str(self.event_file)}
+        if not is_cold:
+            own |= {**host_of_its_own(label), "OMP_NUM_THREADS": "1"}
+        super().__init__(label, command, folder, {**own, **variables}, namespace=namespace, is_cold=is_cold)
 
     def print_stacks(self) -> None:
         """Make the rank print the stacks of its threads, if it can."""
@@ -121,8 +167,9 @@ class Rank(Daemon):
 class Group:
     """One start of a replica group; a second start has the same name and is another Group."""
 
-    def __init__(self, name: str, ranks: list[Rank], store: TCPStore | None) -> None:
+    def __init__(self, name: str, start: int, ranks: list[Rank], store: TCPStore | None) -> None:
         self.name = name
+        self.start = start
         self.ranks = ranks
         self._store = store
 
@@ -191,13 +238,14 @@ class Cluster:
         join_timeout_ms: int = 120_000,
         limit_s: float = LIMIT_S,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._limit_s = limit_s
         self._options = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
         self._daemons: list[Daemon] = []
         self._indices: dict[str, int] = {}
         self.groups: list[Group] = []
         self.lighthouse_address = f"http://{LOOPBACK}:0"
+        self.lighthouse_events = JournalReader(folder / f"{LIGHTHOUSE}.events")
 
     def __enter__(self) -> Self:
         try:
@@ -221,62 +269,78 @@ class Cluster:
 
     # ------------------------------------------------------------ starting
 
+    def host_of(self, name: str) -> tuple[str, str]:
+        """Return the address and the network namespace of a replica group, or of the lighthouse."""
+        return LOOPBACK, ""
+
     def start_lighthouse(self) -> None:
         """Start the lighthouse; a later one listens at the address of the first one."""
         bind = self.lighthouse_address.removeprefix("http://")
-        label = f"lighthouse.{len(self._daemons)}"
-        events = self._folder / f"{label}.events"
-        variables = {"TORCHFT_EVENT_FILE": str(events)}
-        command = ["lighthouse", "--bind", bind, *self._options]
-        self.lighthouse = Daemon(label, command, self._folder, variables)
+        self.lighthouse = Daemon(
+            f"{LIGHTHOUSE}.{len(self._daemons)}",
+            ["lighthouse", "--bind", bind, *self._options],
+            self.folder,
+            {"TORCHFT_EVENT_FILE": str(self.folder / f"{LIGHTHOUSE}.events")},
+            namespace=self.host_of(LIGHTHOUSE)[1],
+        )
         self._daemons.append(self.lighthouse)
-        self.lighthouse_events = JournalReader(events)
         self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, self._limit_s)[1]
 
     def index_of(self, name: str) -> int:
         """Return the position of a replica group among those that were started: its bit in the ledger."""
         return self._indices.setdefault(name, len(self._indices))
 
-    def launch(self, name: str, command: Sequence[str], *, size: int = 1) -> Group:
+    def launch(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        size: int = 1,
+        variables: Mapping[str, str] | None = None,
+        is_cold: bool = False,
+    ) -> Group:
         """Start a replica group of `size` ranks, as torchrun would; a name may be started again.
 
         Args:
             command: a module, as after `python -m`, or the path of a script, and its arguments.
+            variables: variables of the environment.
+            is_cold: whether `command` is a program, which starts anew; else it runs in forks that have torch
+                loaded.
         """
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if size > 1 else None
-        ranks = [
-            Rank(
-                f"{name}{len(self.groups)}.{rank}", command, self._folder, self._variables(rank, size, store)
+        start = 1 + sum(group.name == name for group in self.groups)
+        store, where = self._store(name, start) if size > 1 else (None, {})
+        job = {"TORCHFT_LIGHTHOUSE": self.lighthouse_address, "WORLD_SIZE": str(size), **where}
+        ranks = []
+        for number in range(size):
+            own = {**job, **(variables or {}), "RANK": str(number)}
+            namespace = self.host_of(name)[1]
+            ranks.append(
+                Rank(name, start, number, command, self.folder, own, namespace=namespace, is_cold=is_cold)
             )
-            for rank in range(size)
-        ]
-        self._daemons += ranks
-        self.groups.append(Group(name, ranks, store))
+            self._daemons.append(ranks[-1])
+        self.groups.append(Group(name, start, ranks, store))
         return self.groups[-1]
 
-    def _variables(self, rank: int, size: int, store: TCPStore | None) -> dict[str, str]:
-        variables = {
-            "TORCHFT_LIGHTHOUSE": self.lighthouse_address,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
+    def _store(self, name: str, start: int) -> tuple[TCPStore | None, dict[str, str]]:
+        """Serve the store of a replica group of several ranks, as torchrun's agent does; return it, and the
+        variables that lead to it.
+        """
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        return store, {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        if store is not None:
-            variables |= {
-                "MASTER_ADDR": LOOPBACK,
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-        return variables
 
     # -------------------------------------------------------------- faults
 
     def plan(self, act: str, place: str) -> str:
         """Describe a fault for the script's `Faults` that waits for `pull_trigger`."""
-        return f"{act}@{place}@{self._folder / 'trigger'}"
+        return f"{act}@{place}@{self.folder / 'trigger'}"
 
     def pull_trigger(self) -> None:
         """Let the planned fault strike the next process that comes to its place."""
-        (self._folder / "trigger").touch()
+        (self.folder / "trigger").touch()
 
     # ------------------------------------------------------------- waiting
 
@@ -355,7 +419,7 @@ class Cluster:
         for rank in (rank for group in self.groups for rank in group.ranks):
             rank.print_stacks()
         time.sleep(STACKS_S)
-        paths = sorted(self._folder.glob("*.events"))
+        paths = sorted(self.folder.glob("*.events"))
         texts = {path.name: path.read_text(errors="replace") for path in paths}
         texts |= {daemon.label: daemon.output for daemon in self._daemons}
         return "\n".join(f"--- {name}\n{_tail(text)}" for name, text in texts.items())

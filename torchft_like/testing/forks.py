@@ -29,6 +29,7 @@ MESSAGE_BYTES_MAX = 200_000
 DESCRIPTORS_MAX = 8
 ANSWER_S_MAX = 600.0  # the first answer waits until everything is loaded, on a machine that may be busy
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _modules = [
     "torch",
     "grpc",
@@ -53,12 +54,16 @@ class Fork:
         env: the whole environment of the fork.
         descriptors: open files for the fork; the first one is its standard output and error, the numbers
             that the others have in it are added to its arguments.
+        namespace: the path of a network namespace to run in; empty for that of the caller.
     """
 
     stdin = None
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]) -> None:
-        self.pid, self._watch = _server().fork(argv, env, descriptors)
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int], namespace: str = ""
+    ) -> None:
+        order = {"argv": list(argv), "env": dict(env), "namespace": namespace}
+        self.pid, self._watch = _server().fork(order, descriptors)
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -106,13 +111,10 @@ class _Server:
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])  # noqa: S603
         atexit.register(self.stop)
 
-    def fork(
-        self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
-    ) -> tuple[int, int]:
-        """Fork a process that runs `argv`; return its process id and its pidfd."""
-        order = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
+    def fork(self, order: Mapping[str, object], descriptors: Sequence[int]) -> tuple[int, int]:
+        """Fork a process that carries out the order; return its process id and its pidfd."""
         with self._lock:
-            socket.send_fds(self._control, [order], list(descriptors))
+            socket.send_fds(self._control, [json.dumps(order).encode()], list(descriptors))
             answer, watches, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
         return int(self._read(answer)), watches[0]
 
@@ -170,6 +172,8 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
         elif (pid := os.fork()) == 0:
             control.close()
             _become(order["env"], descriptors[0], server)
+            if order["namespace"]:
+                _enter(order["namespace"])
             _run(*order["argv"], *map(str, descriptors[1:]))
             return
         else:
@@ -200,6 +204,14 @@ def _become(env: Mapping[str, str], output: int, server: int) -> None:
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+
+
+def _enter(namespace: str) -> None:
+    """Enter a network namespace, before there is any other thread: threads that start later inherit it."""
+    with open(namespace, "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), namespace)
 
 
 def _run(module: str, *arguments: str) -> None:

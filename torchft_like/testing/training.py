@@ -1,4 +1,5 @@
-"""A tiny model that a rank trains by the public API, and a transport whose answers a fault can strike.
+"""A tiny model, the loop in which a rank trains it by the public API, and a transport whose answers a fault
+can strike.
 
 The workers of chaos runs and of this project's failure tests are made of it.
 """
@@ -9,6 +10,7 @@ import faulthandler
 import hashlib
 import re
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchft_like import DistributedDataParallel, Manager, Optimizer
 from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay
+from torchft_like.testing.witness import Witness
 
 
 def prepare_process() -> None:
@@ -34,22 +39,38 @@ class Model:
         name: the rank's name; parameters and data are drawn from it.
         ballast_bytes: size of the state beside the network, so that a heal takes a while.
         device: the device of all tensors.
+        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient.
+
+    Attributes:
+        taken_over: called with the digest of a peer's state, once that is loaded.
     """
 
-    def __init__(self, name: str, ballast_bytes: int, device: str = "cpu") -> None:
+    def __init__(self, name: str, ballast_bytes: int, device: str = "cpu", reduce: str = "ddp") -> None:
         self._name = name
         self._device = device
+        self._reduce = reduce
         torch.manual_seed(seed_of(name, "parameters"))
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self.ballast = torch.zeros(ballast_bytes, dtype=torch.uint8, device=device)
-        self.taken_over: Callable[[str], object] = str  # called with the digest of a peer's state
+        self.taken_over: Callable[[str], object] = str
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, a function of the rank and the step."""
+    def use(self, manager: Manager) -> None:
+        """Have `manager` reduce the gradients; called once, before the first step."""
+        self._manager = manager
+        self._ddp = DistributedDataParallel(manager, self.net) if self._reduce == "ddp" else None
+
+    def backward(self, step: int) -> None:
+        """Compute the gradients, and have them reduced; the data is a function of the rank and the step."""
         generator = torch.Generator().manual_seed(seed_of(self._name, f"step {step}"))
-        inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
-        return inputs.to(self._device), targets.to(self._device)
+        batch = (torch.randn(16, width, generator=generator) for width in (8, 4))
+        inputs, targets = (tensor.to(self._device) for tensor in batch)
+        net = self._ddp or self.net
+        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        if self._ddp is None:
+            gradients = (parameter.grad for parameter in self.net.parameters())
+            for gradient in (gradient for gradient in gradients if gradient is not None):
+                self._manager.allreduce(gradient).wait()
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters and of the optimizer's momentum."""
@@ -73,6 +94,69 @@ class Model:
         self.optimizer.load_state_dict(state["optimizer"])
         self.ballast.copy_(state["ballast"])
         self.taken_over(self.digest())
+
+    def flip(self, part: str) -> None:
+        """Change one bit of the parameters, the optimizer's state or the ballast, as a fault of the memory
+        would.
+        """
+        *_, last = self.net.parameters()
+        momentum = self.optimizer.state[last].get("momentum_buffer")
+        flip_bit({"parameter": last, "optimizer": momentum, "ballast": self.ballast}[part])
+
+    def watched(self) -> list[Tensor]:
+        """Return the tensors that are the same in all replicas."""
+        return [*self.net.parameters(), self.ballast]
+
+
+class Loop:
+    """The body of a training loop, and its records in the rank's journal: an attempt at each step, and the
+    commit or the failure with which it ended.
+
+    Args:
+        index: the index of the replica group, as a `Witness` takes it.
+        pause_s: seconds of work outside of the collectives in each step.
+        visit: called at "step", the beginning of each attempt, and at "backward", when the last gradient is
+            there and the first bucket of DDP can be sent.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        manager: Manager,
+        journal: Journal,
+        index: int,
+        pause_s: float,
+        visit: Callable[[str], object] = str,
+    ) -> None:
+        model.use(manager)
+        self._model, self._manager, self._journal = model, manager, journal
+        self._pause_s, self._visit = pause_s, visit
+        self._optimizer = Optimizer(manager, model.optimizer)
+        self._witness = Witness(manager, journal, index)
+        model.taken_over = self._witness.took_over
+        first = next(model.net.parameters())  # whose gradient is the last one of a backward pass
+        first.register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
+
+    def attempt_step(self) -> bool:
+        """Attempt one step; return whether it was committed."""
+        self._visit("step")
+        began = time.time()
+        self._optimizer.zero_grad()
+        self._journal.write("attempt", step=self._manager.current_step())
+        time.sleep(self._pause_s)
+        self._model.backward(self._manager.current_step())
+        self._manager.wait_quorum()
+        step = self._manager.current_step()
+        self._witness.attend(step, self._model.digest())
+        self._optimizer.step()
+        if self._witness.has_committed:
+            self._witness.testify(self._model.digest(), began=began)
+        else:
+            self._journal.write("failed", began=began, step=step)
+        return self._witness.has_committed
+
+    def _on_last_gradient(self, _: Tensor) -> None:
+        self._visit("backward")
 
 
 class RelayedTransport(HTTPTransport[Any]):
@@ -99,6 +183,11 @@ class RelayedTransport(HTTPTransport[Any]):
         if self._relay is None:
             self._relay = Relay((match[1], int(match[2])), self._open_filter)
         return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+
+
+def flip_bit(tensor: Tensor) -> None:
+    """Change the lowest bit of the last element: too little for the training to notice."""
+    tensor.detach().reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
 
 
 def seed_of(*parts: str) -> int:

@@ -272,16 +272,6 @@ def test_who_asks_alone_waits_no_longer_than_it_wants(crew: Crew) -> None:
     assert crew.sums("abc") == [3, 3, 3]
 
 
-def test_a_member_that_is_lost_when_all_have_met_is_not_waited_for(crew: Crew) -> None:
-    crew.change("ab")
-    changes = crew.begin("abc", timeout=3600)
-    crew.lose("c")
-    for name in "ab":
-        with pytest.raises(ChangeRolledBackError, match="c"):
-            changes[name].complete()
-    assert crew.sums("ab") == [2, 2]
-
-
 def test_a_member_that_is_lost_while_the_others_meet_is_not_waited_for(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import GlooDevice
 
-from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
+from .conftest import LIMIT_S, Party, allreduced, wait_until
 
 pytestmark = pytest.mark.progress
 
@@ -295,63 +295,6 @@ class Stage:
 
 def configuring(party: Party, group: ProcessGroup, prefix: str, rank: int, world: int) -> Future[None]:
     return party.aside(lambda: group.configure(prefix, rank, world))
-
-
-def test_an_abort_ends_a_configure_whose_peer_never_comes(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = Stage(monkeypatch, AbortableStore, "wait")
-    group = party.own(ProcessGroupGloo(300))
-    waiting = configuring(party, group, party.prefix(), 0, 2)
-    wait_until(stage.reached)
-    group.abort("nobody comes")
-    with pytest.raises(ProcessGroupAbortedError, match="nobody comes"):
-        waiting.result(LIMIT_S)
-    party.configure([group])
-    assert allreduced(group, 1.0) == 1.0
-
-
-PEER_TIMEOUT = timedelta(seconds=299)
-
-
-def test_an_abort_ends_a_configure_that_waits_to_be_connected_to(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The peer has told its address and then stops. Who of two connects, Gloo decides by the port."""
-    published, released = threading.Event(), threading.Event()
-    original = AbortableStore.wait
-
-    def stop_the_peer(self: AbortableStore, keys: list[str], timeout: timedelta | None = None) -> None:
-        if self.timeout == PEER_TIMEOUT:
-            published.set()
-            released.wait(LIMIT_S)
-        original(self, keys, timeout)
-
-    monkeypatch.setattr(AbortableStore, "wait", stop_the_peer)
-    try:
-        assert any(was_blocked_and_ended(party, published) for _ in range(20))
-    finally:
-        released.set()
-
-
-def was_blocked_and_ended(party: Party, published: threading.Event) -> bool:
-    published.clear()
-    prefix = party.prefix()
-    peer = party.own(ProcessGroupGloo(PEER_TIMEOUT))
-    configuring(party, peer, prefix, 1, 2)
-    wait_until(published)
-    group = party.own(ProcessGroupGloo(300))
-    waiting = configuring(party, group, prefix, 0, 2)
-    try:
-        waiting.result(1.0)
-    except TimeoutError:
-        group.abort()
-        with pytest.raises(ProcessGroupAbortedError):
-            waiting.result(LIMIT_S)
-        group.shutdown()
-        assert_ended("torchft-gloo-abort")
-        return True
-    return False
 
 
 def test_an_abort_before_the_backend_exists_ends_the_configure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,40 +28,6 @@ def own(rank: int, size: int = 2) -> Tensor:
 
 def blank(*shape: int) -> Tensor:
     return torch.full(shape, -1.0)
-
-
-class TestTensorsThatAreNotWhatLiesInMemory:
-    """Views that negate or conjugate, also those that lie in memory without gaps."""
-
-    @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1)])
-    def test_a_negative_view_is_sent_and_received_as_what_it_shows(
-        self, party: Party, shape: tuple[int, ...]
-    ) -> None:
-        def act(rank: int, group: Any) -> Tensor:
-            tensor = torch.full(shape, 1 + 2j).conj().imag if rank == 0 else torch.zeros(shape)
-            assert tensor.is_neg() == (rank == 0)
-            group.broadcast([tensor]).wait()
-            assert torch.equal(tensor, torch.full(shape, -2.0))
-            group.allreduce([tensor]).wait()
-            return tensor
-
-        for result in party.together(party.meet(2), act):
-            assert torch.equal(result, torch.full(shape, -4.0))
-
-    @pytest.mark.parametrize("make", [lambda t: t.conj(), lambda t: t.conj().mT])
-    def test_a_conjugate_view_is_sent_and_received_as_what_it_shows(
-        self, party: Party, make: Callable[[Tensor], Tensor]
-    ) -> None:
-        values = torch.tensor([[1 + 2j, 3 + 4j], [5 + 6j, 7 + 8j]])
-
-        def act(rank: int, group: Any) -> Tensor:
-            tensor = make(values.clone() if rank == 0 else torch.zeros_like(values))
-            assert tensor.is_conj()
-            group.broadcast([tensor]).wait()
-            return tensor
-
-        for result in party.together(party.meet(2), act):
-            assert torch.equal(result, make(values))
 
 
 @pytest.mark.parametrize("is_awaited_inside", [True, False])
@@ -143,18 +108,6 @@ def test_a_registered_group_has_a_name_and_knows_global_ranks_after_each_configu
         for member in members:
             member.unregister()
             member.unregister()
-
-
-def test_ddp_trains_over_the_group(party: Party) -> None:
-    def act(rank: int, group: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
-        model(own(rank)).sum().backward()
-        gradient = next(model.parameters()).grad
-        assert gradient is not None
-        return gradient.flatten().tolist()
-
-    assert party.together(party.meet(2), act) == [[1.5, 1.5]] * 2
 
 
 def test_a_ddp_hook_may_return_a_continued_future(party: Party) -> None:

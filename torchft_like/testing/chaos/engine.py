@@ -16,10 +16,11 @@ from pathlib import Path
 
 from torchft_like.testing.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
 from torchft_like.testing.chaos.injectors import SmallDisk, Target, clear_triggers, inject
-from torchft_like.testing.chaos.job import LIGHTHOUSE, ChaosJob, JobError, JobSettings
+from torchft_like.testing.chaos.job import ChaosJob, JobError, JobSettings
 from torchft_like.testing.chaos.network import Network, why_unavailable
 from torchft_like.testing.chaos.resources import Watch
 from torchft_like.testing.chaos.schedule import KINDS, Planned
+from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.log import Log
 
 FIRST_STEP_S_MAX = 60.0
@@ -157,7 +158,7 @@ class Engine:
     def _begin(self, job: ChaosJob, run: Run) -> None:
         job.start()
         if not self._tend(job, run, lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
-            tails = "\n".join(rank.child.tail() for replica in job.replicas for rank in replica.ranks)
+            tails = "\n".join(rank.tail() for rank in job.ranks())
             raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
         run.began = time.time()
 
@@ -248,8 +249,8 @@ class Engine:
             self._tell(run)
             return done()
 
-        return job.wait_until(tended, limit_s)
+        return job.tend_until(tended, limit_s)
 
     def _wait(self, job: ChaosJob, seconds: float) -> None:
         end = time.monotonic() + seconds
-        job.wait_until(lambda: time.monotonic() >= end, seconds + 1)
+        job.tend_until(lambda: time.monotonic() >= end, seconds + 1)

@@ -20,9 +20,10 @@ from types import MappingProxyType
 
 import psutil
 
-from torchft_like.testing.chaos.job import ChaosJob, Replica
+from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
+from torchft_like.testing.cluster import Group
 from torchft_like.testing.processes import RunningProcess, run_tool
 
 DISK_KB = 256
@@ -44,15 +45,15 @@ class Target:
     job: ChaosJob
     disk: SmallDisk | None = None
 
-    def replica(self, planned: Planned) -> Replica:
+    def replica(self, planned: Planned) -> Group:
         """Return the victim."""
         return self.job.replicas[planned.victim]
 
-    def next_to(self, planned: Planned) -> Replica:
+    def next_to(self, planned: Planned) -> Group:
         """Return another replica group than the victim, if there is one."""
         return self.job.replicas[(planned.victim + 1) % len(self.job.replicas)]
 
-    def half(self, planned: Planned) -> list[Replica]:
+    def half(self, planned: Planned) -> list[Group]:
         """Return the victim and those after it, together half of all, rounded down, but one at least."""
         count = max(1, len(self.job.replicas) // 2)
         return [
@@ -93,8 +94,8 @@ def _kill_half(target: Target, planned: Planned) -> Iterator[Injected]:
 def _kill_rank(target: Target, planned: Planned) -> Iterator[Injected]:
     victim = target.replica(planned)
     rank = victim.ranks[planned.number % len(victim.ranks)]
-    victim.may_end = True  # its other ranks end by themselves
-    rank.child.signal(signal.SIGKILL)
+    may_end(victim)  # its other ranks end by themselves
+    rank.signal(signal.SIGKILL)
     yield Injected((victim.name,), {"rank": rank.number})
 
 
@@ -147,8 +148,8 @@ def _exhaust_descriptors(target: Target, planned: Planned) -> Iterator[Injected]
     The victim may end: Gloo ends its process when it cannot accept a connection.
     """
     victim, other = target.replica(planned), target.next_to(planned)
-    victim.may_end = True
-    limits = [(rank.child.pid, _limit_descriptors(rank.child.pid)) for rank in victim.ranks]
+    may_end(victim)
+    limits = [(rank.pid, _limit_descriptors(rank.pid)) for rank in victim.ranks]
     other.signal(signal.SIGKILL)
     try:
         yield Injected(tuple({victim.name, other.name}), {"exhausted": victim.name, "killed": other.name})
@@ -170,7 +171,7 @@ def _fill_disk(target: Target, planned: Planned) -> Iterator[Injected]:
 
 
 @contextmanager
-def _cut_off(target: Target, hosts: list[Replica], *, incoming: bool = True) -> Iterator[Injected]:
+def _cut_off(target: Target, hosts: list[Group], *, incoming: bool = True) -> Iterator[Injected]:
     network, names = target.network, tuple(replica.name for replica in hosts)
     injected = Injected(names)
     with _counted(network, injected):
@@ -256,6 +257,12 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
 )
 
 
+def may_end(victim: Group) -> None:
+    """Have no end of a rank of this replica group count as a crash."""
+    for rank in victim.ranks:
+        rank.may_end = True
+
+
 def clear_triggers(target: Target) -> None:
     """Remove the requests to workers that were not carried out yet."""
     for trigger in target.job.triggers.iterdir():
@@ -312,10 +319,8 @@ class SmallDisk:
         self._holder.kill()
 
 
-def _backends(replica: Replica) -> list[psutil.Process]:
-    return [
-        process for rank in replica.ranks for process in rank.child.descendants() if not _children_of(process)
-    ]
+def _backends(replica: Group) -> list[psutil.Process]:
+    return [process for rank in replica.ranks for process in rank.descendants() if not _children_of(process)]
 
 
 def _children_of(process: psutil.Process) -> list[psutil.Process]:

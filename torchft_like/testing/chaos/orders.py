@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 NAMING = "r{index}"  # the names of replica groups
 
@@ -33,27 +32,21 @@ class Training:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one worker: its rank and its files.
+    """The order of one worker: its replica group and its files.
 
     Attributes:
         name: the name of the replica group.
         index: the position of the group's bit in the ledger of `invariants.Commit`.
-        journal: the path of the file for commits, checkpoints and faults.
         checkpoints: the folder for checkpoints on disk.
         triggers: the folder in which the engine asks for a fault inside of a worker.
-        namespace: the path of the network namespace to enter; empty for none.
         training: the settings of the training.
-        variables: variables of the environment.
     """
 
     name: str
     index: int
-    journal: str
     checkpoints: str
     triggers: str
-    namespace: str = ""
     training: Training = Training()
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Encode the order as one line."""

@@ -8,88 +8,38 @@ the folder of triggers. It knows nothing of any other fault.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
 from torch import nn
 
-from torchft_like import (
-    DistributedDataParallel,
-    Manager,
-    Optimizer,
-    ProcessGroup,
-    ProcessGroupBabyGloo,
-    ProcessGroupGloo,
-)
+from torchft_like import Manager, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.chaos.orders import Order
-from torchft_like.testing.journal import Journal
+from torchft_like.testing.journal import JOURNAL_ENV, Journal
 from torchft_like.testing.relay import Filter, at, cut, flip_bit
-from torchft_like.testing.training import Model, RelayedTransport, prepare_process
-from torchft_like.testing.witness import Witness
+from torchft_like.testing.training import Loop, Model, RelayedTransport, prepare_process
 
 # The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
 TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
-_CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
     """Train until SIGTERM; the only argument is the order."""
     prepare_process()
     order = Order.from_json(sys.argv[1])
-    if order.namespace:
-        _enter_network(order.namespace)
-    os.environ.update(order.variables)
-    _train(order)
-
-
-def _train(order: Order) -> None:
-    journal = Journal(order.journal)
-    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", order.training.state_kb * 1024)
+    training, journal = order.training, Journal.of_this_process()
+    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024)
+    checkpoint = Checkpoint(Path(order.checkpoints), Path(os.environ[JOURNAL_ENV]).stem, journal)
     with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
-        loop = Loop(order, model, manager, journal)
+        loop = Loop(model, manager, journal, order.index, training.pause_s)
         while not stop.requested:
-            loop.attempt_step()
-
-
-class Loop:
-    """The body of the training loop, and its records."""
-
-    def __init__(self, order: Order, model: Model, manager: Manager, journal: Journal) -> None:
-        self._order = order
-        self._model = model
-        self._manager = manager
-        self._journal = journal
-        self._ddp = DistributedDataParallel(manager, model.net)
-        self._optimizer = Optimizer(manager, model.optimizer)
-        self._checkpoint = Checkpoint(Path(order.checkpoints), Path(order.journal).stem, journal)
-        self._witness = Witness(manager, journal, order.index)
-        model.taken_over = self._witness.took_over
-
-    def attempt_step(self) -> None:
-        """Attempt a step, and record it, committed or not."""
-        began = time.time()
-        self._optimizer.zero_grad()
-        time.sleep(self._order.training.pause_s)
-        inputs, targets = self._model.batch(self._manager.current_step())
-        nn.functional.mse_loss(self._ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        self._manager.wait_quorum()
-        step = self._manager.current_step()
-        self._witness.attend(step, self._model.digest())
-        self._optimizer.step()
-        if not self._witness.has_committed:
-            self._journal.write("failed", began=began, step=step)
-            return
-        self._witness.testify(self._model.digest(), began=began)
-        committed = self._manager.current_step()
-        if committed % self._order.training.checkpoint_every == 0:
-            self._checkpoint.save(committed, self._model.net)
+            if loop.attempt_step() and manager.current_step() % training.checkpoint_every == 0:
+                checkpoint.save(manager.current_step(), model.net)
 
 
 class Checkpoint:
@@ -141,7 +91,7 @@ class Spoiler:
 def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
     """Make the Manager of this rank; its addresses come from the environment."""
     timeout = timedelta(seconds=order.training.timeout_s)
-    host = order.variables["CHAOS_HOST"]
+    host = os.environ["CHAOS_HOST"]
     return Manager(
         pg=_process_group(order, timeout),
         load_state_dict=model.load_state_dict,
@@ -159,18 +109,6 @@ def _process_group(order: Order, timeout: timedelta) -> ProcessGroup:
     if order.training.backend == "baby-gloo":
         return ProcessGroupBabyGloo(timeout)
     return ProcessGroupGloo(timeout)
-
-
-def _enter_network(path: str) -> None:
-    """Enter a network namespace, before there is any other thread: threads that start later inherit it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), path)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":
