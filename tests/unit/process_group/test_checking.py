@@ -285,15 +285,6 @@ def exchange(p: Part, output_sizes: list[int], input_sizes: list[int]) -> Any:
     )
 
 
-def test_uneven_parts_are_exchanged(party: Party) -> None:
-    outputs = carried_out(
-        party,
-        party.meet(RANKS, checking),
-        lambda p: exchange(p, [1, 2], [1, 3]) if p.rank == 0 else exchange(p, [3, 2], [2, 2]),
-    )
-    assert [of_rank[0].tolist() for of_rank in outputs] == [[11.0, 12.0, 12.0], [11.0] * 3 + [12.0] * 2]
-
-
 def test_parts_that_nobody_expects_are_found(party: Party) -> None:
     error = refused(
         party,

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import DebugLevel, TCPStore, Work
-from torch.distributed import ReduceOp
 
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -97,22 +96,6 @@ def test_a_refused_call_does_not_shift_what_follows(party: Party, pair: list[Pro
     assert "rank 0: allreduce #2 float32[4]; rank 1: allreduce #2 float32[8]" in first[1]
 
 
-def test_several_threads_may_use_one_group(party: Party, pair: list[ProcessGroup]) -> None:
-    """With an order between them that is the same on every rank, as without the check."""
-    turns = [[threading.Event() for _ in range(40)] for _ in pair]
-
-    def act(rank: int, parity: int) -> None:
-        for number in range(parity, 40, 2):
-            if number:
-                wait_until(turns[rank][number - 1])
-            work = pair[rank].allreduce([torch.full((number + 1,), 1.0)])
-            turns[rank][number].set()
-            work.wait()
-
-    for future in [party.aside(act, rank, parity) for rank in range(2) for parity in range(2)]:
-        future.result(LIMIT_S)
-
-
 def test_futures_carry_results_and_refusals(party: Party, pair: list[ProcessGroup]) -> None:
     def of_size(size: int, _: int, group: ProcessGroup) -> list[torch.Tensor]:
         future = group.allreduce([torch.ones(size)]).get_future()
@@ -171,17 +154,6 @@ def test_a_swallowing_group_hears_of_the_mismatch(party: Party) -> None:
 # Sends and receives.
 
 
-def test_both_ranks_may_send_before_they_receive(party: Party, pair: list[ProcessGroup]) -> None:
-    def swap(rank: int, group: ProcessGroup) -> float:
-        received = torch.zeros(3)
-        sent = group.send([torch.full((3,), float(rank))], 1 - rank, 0)
-        group.recv([received], 1 - rank, 0).wait()
-        sent.wait()
-        return float(received[0])
-
-    assert party.together(pair, swap) == [1.0, 0.0]
-
-
 def test_tags_may_be_received_in_another_order_and_around_collectives(
     party: Party, pair: list[ProcessGroup]
 ) -> None:
@@ -199,24 +171,6 @@ def test_tags_may_be_received_in_another_order_and_around_collectives(
         return [float(tensor[0]) for tensor in tensors.values()]
 
     assert party.together(pair, act) == [[1.0, 2.0, 3.0]] * 2
-
-
-def test_a_receive_from_any_rank_says_whom_it_got(party: Party) -> None:
-    groups = party.meet(3, checking)
-
-    def act(rank: int, group: Any) -> list[tuple[int, float]]:
-        if rank:
-            group.send([torch.full((2,), float(rank))], 0, 4).wait()
-            return []
-        got = []
-        for _ in range(2):
-            tensor = torch.zeros(2)
-            work = group.recv_anysource([tensor], 4)
-            work.wait()
-            got.append((work._source_rank(), float(tensor[0])))
-        return got
-
-    assert sorted(party.together(groups, act)[0]) == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_receive_that_nobody_waits_for_harms_nobody(party: Party) -> None:
@@ -316,39 +270,6 @@ def test_a_group_of_one_asks_nobody(party: Party) -> None:
 
 
 # Without the check: why there is one.
-
-
-def unchecked(party: Party) -> list[ProcessGroup]:
-    return party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=False))
-
-
-def test_without_the_check_other_dtypes_are_silent_garbage(party: Party) -> None:
-    def act(rank: int, group: ProcessGroup) -> list[float]:
-        tensor = torch.ones(4, dtype=torch.int32 if rank else torch.float32)
-        group.allreduce([tensor]).wait()
-        return [float(value) for value in tensor]
-
-    assert [2.0] * 4 not in party.together(unchecked(party), act)
-
-
-def test_without_the_check_another_reduction_is_silent_garbage(party: Party) -> None:
-    def act(rank: int, group: ProcessGroup) -> list[float]:
-        tensor = torch.full((4,), rank + 2.0)
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MAX if rank else ReduceOp.SUM)
-        group.allreduce([tensor], options).wait()
-        return tensor.tolist()
-
-    assert party.together(unchecked(party), act)[0] == [5.0, 5.0, 3.0, 3.0]
-
-
-def test_without_the_check_a_longer_target_is_half_filled(party: Party) -> None:
-    def act(rank: int, group: ProcessGroup) -> list[float]:
-        tensor = torch.full((2 + 2 * rank,), float(rank))
-        group.broadcast_one(tensor, 0).wait()
-        return tensor.tolist()
-
-    assert party.together(unchecked(party), act)[1] == [0.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
