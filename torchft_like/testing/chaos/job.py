@@ -118,7 +118,7 @@ class ChaosJob(Cluster):
         if network is not None:
             self.lighthouse_address = f"http://{network.address(LIGHTHOUSE)}:{LIGHTHOUSE_PORT}"
         self._checkpoints = checkpoints
-        self._tails: dict[Path, JournalTail] = {}
+        self._readers: dict[Path, JournalTail] = {}
         self._told: dict[str, Told] = defaultdict(Told)
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
@@ -253,7 +253,7 @@ class ChaosJob(Cluster):
             self._read(rank)
 
     def _new_records(self, path: Path) -> list[Record]:
-        return self._tails.setdefault(path, JournalTail(path)).new_records()
+        return self._readers.setdefault(path, JournalTail(path)).new_records()
 
     def _read(self, rank: Rank) -> None:
         for record in self._new_records(rank.journal):
