@@ -107,7 +107,7 @@ class Daemon(RunningProcess):
 
 
 class Rank(Daemon):
-    """A rank of a replica group, and its records.
+    """A rank of a replica group, and its records; its label is the group's name, the start and its number.
 
     Attributes:
         name: the name of the replica group.
@@ -117,9 +117,7 @@ class Rank(Daemon):
 
     def __init__(
         self,
-        name: str,
-        start: int,
-        number: int,
+        label: str,
         command: Sequence[str],
         folder: Path,
         variables: Mapping[str, str],
@@ -127,8 +125,8 @@ class Rank(Daemon):
         namespace: str = "",
         is_cold: bool = False,
     ) -> None:
-        self.name, self.number = name, number
-        label = f"{name}.{start}.{number}"
+        self.name, _, number = label.rsplit(".", 2)
+        self.number = int(number)
         self.journal, self.event_file = folder / f"{label}.journal", folder / f"{label}.events"
         self._journal, self._events = JournalReader(self.journal), JournalReader(self.event_file)
         self._commits: list[Commit] = []
@@ -313,10 +311,8 @@ class Cluster:
         ranks = []
         for number in range(size):
             own = {**job, **(variables or {}), "RANK": str(number)}
-            namespace = self.host_of(name)[1]
-            ranks.append(
-                Rank(name, start, number, command, self.folder, own, namespace=namespace, is_cold=is_cold)
-            )
+            label, namespace = f"{name}.{start}.{number}", self.host_of(name)[1]
+            ranks.append(Rank(label, command, self.folder, own, namespace=namespace, is_cold=is_cold))
             self._daemons.append(ranks[-1])
         self.groups.append(Group(name, start, ranks, store))
         return self.groups[-1]
