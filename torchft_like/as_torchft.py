@@ -142,9 +142,7 @@ def _run_module(spec: importlib.machinery.ModuleSpec | None) -> None:
 
 
 def _run(code: CodeType, spec: importlib.machinery.ModuleSpec | None = None, file: str | None = None) -> None:
-    """Run code as `__main__`, which stays in place: threads and exit handlers outlive the text of a
-    script.
-    """
+    """Run code as `__main__`, which stays in place: threads and exit handlers outlive a script's text."""
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __spec__=spec, __package__=spec.parent if spec else None)
     if file is not None:

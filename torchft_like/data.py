@@ -48,8 +48,11 @@ class DistributedSampler(_TorchSampler[Any]):
         num_replicas: int | None = None,
         **kwargs: Any,
     ) -> None:
-        group_rank = _default_group_rank() if group_rank is None else group_rank
-        num_replicas = _default_num_replicas() if num_replicas is None else num_replicas
+        has_group = dist.is_initialized()
+        if group_rank is None:
+            group_rank = dist.get_rank() if has_group else _env_int("RANK", 0)
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if has_group else _env_int("WORLD_SIZE", 1)
         _check_range("replica_rank", replica_rank, "num_replica_groups", num_replica_groups)
         _check_range("group_rank", group_rank, "num_replicas", num_replicas)
         self.global_rank = group_rank + num_replicas * replica_rank
@@ -62,14 +65,6 @@ def _check_range(name: str, value: int, count_name: str, count: int) -> None:
         raise ValueError(f"{count_name} is {count}, must be at least 1")
     if not 0 <= value < count:
         raise ValueError(f"{name} is {value}, must be in [0, {count}), for {count_name} is {count}")
-
-
-def _default_group_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else _env_int("RANK", 0)
-
-
-def _default_num_replicas() -> int:
-    return dist.get_world_size() if dist.is_initialized() else _env_int("WORLD_SIZE", 1)
 
 
 def _env_int(name: str, default: int) -> int:

@@ -114,9 +114,7 @@ class PureDistributedDataParallel(nn.Module):
         self._hooks: _GradientHooks | None = _GradientHooks(manager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, such as an average of the parameters or a file: a copy reduces
-        nothing.
-        """
+        """Return the state of a copy, such as an average of the parameters: a copy reduces nothing."""
         return {**self.__dict__, "_hooks": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,23 @@ from operator import itemgetter
 
 from torch import Tensor, nn
 
-from torchft_like.plain_data import Limits, Schema, Sheet, Unfit, UnfitType, bytes_of, write
-from torchft_like.plain_data.schema import DICT, PLAIN_KEYS, TAGS_END, settled
-from torchft_like.plain_data.schemas import SIMPLE
-from torchft_like.plain_data.writing import about_key, refuse, write_tensor
+from torchft_like.plain_data import (
+    DICT,
+    PLAIN_KEYS,
+    SIMPLE,
+    TAGS_END,
+    Limits,
+    Schema,
+    Sheet,
+    Unfit,
+    UnfitType,
+    about_key,
+    bytes_of,
+    refuse,
+    settled,
+    write,
+    write_tensor,
+)
 
 
 def state_digest(state_dict: Mapping[str, object]) -> str:

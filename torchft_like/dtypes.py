@@ -47,11 +47,7 @@ def is_numpy_number(code: str) -> bool:
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """Return the dtype of a code.
-
-    Raises:
-        ValueError: it is not the code of a number, or numpy has none of that size.
-    """
+    """Return the dtype of a code."""
     if not is_numpy_number(code):
         raise ValueError(f"numpy dtype {code!r:.80} is not of a number")
     try:

@@ -8,53 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lighthouse.errors import AddressError, BindError, ConfigError, CoordinationError
-
-__all__ = [
-    "AddressError",
-    "BindError",
-    "ChangeInDoubtError",
-    "ChangeRolledBackError",
-    "CheckpointError",
-    "CheckpointFormatError",
-    "CheckpointTimeoutError",
-    "CollectiveMismatchError",
-    "CollectiveRefusedError",
-    "CollectiveTimeoutError",
-    "ConfigError",
-    "ConnectError",
-    "CoordinationError",
-    "DivergenceError",
-    "FaultToleranceError",
-    "GangError",
-    "GroupCoordinatorError",
-    "GroupLostError",
-    "InvalidOperationError",
-    "MaxRetriesError",
-    "MemberLostError",
-    "NotSupportedError",
-    "PeerLostError",
-    "PlainDataError",
-    "ProcessGroupAbortedError",
-    "ProcessGroupError",
-    "ProcessGroupNotConfiguredError",
-    "QueueClosedError",
-    "QueueCorruptError",
-    "QueueDescriptorsError",
-    "QueueError",
-    "QueueMemoryError",
-    "QueueReadersLostError",
-    "QueueTimeoutError",
-    "QueueWriterLostError",
-    "QuorumTimeoutError",
-    "ShutdownError",
-    "StaleEpochError",
-    "StaleGangError",
-    "StepLostError",
-    "StillUnderWayError",
-    "SubprocessLostError",
-    "TopologyError",
-]
+# Redundant aliases say that these are errors of this package, too.
+from lighthouse.errors import AddressError as AddressError
+from lighthouse.errors import BindError as BindError
+from lighthouse.errors import ConfigError as ConfigError
+from lighthouse.errors import CoordinationError as CoordinationError
 
 
 class FaultToleranceError(RuntimeError):
@@ -62,15 +20,11 @@ class FaultToleranceError(RuntimeError):
 
 
 class ConnectError(FaultToleranceError, ConnectionError):
-    """A service could not be reached within `connect_timeout`; the text names the address and what to
-    check.
-    """
+    """A service could not be reached within `connect_timeout`; the text says where, and what to check."""
 
 
 class QuorumTimeoutError(FaultToleranceError, TimeoutError):
-    """There was no quorum within `quorum_timeout`; the text names the missing replicas, or the lighthouse's
-    absence.
-    """
+    """There was no quorum within `quorum_timeout`; the text names the replicas, or service, missing."""
 
 
 class GroupLostError(FaultToleranceError):
@@ -197,15 +151,11 @@ class InvalidOperationError(FaultToleranceError):
 
 
 class GroupCoordinatorError(FaultToleranceError):
-    """The members of a group coordinator could not communicate, or it cannot be used any more; the cause says
-    why.
-    """
+    """The members of a coordinator could not communicate, or it is over; the cause says why."""
 
 
 class StaleEpochError(GroupCoordinatorError):
-    """The members of an elastic coordinator have changed since; the operation belongs to the members
-    before.
-    """
+    """An operation belongs to the former members of an elastic coordinator, which have changed since."""
 
 
 class ChangeRolledBackError(GroupCoordinatorError):
@@ -213,9 +163,7 @@ class ChangeRolledBackError(GroupCoordinatorError):
 
 
 class ChangeInDoubtError(GroupCoordinatorError):
-    """It is not known here whether a change of members succeeded: there are no members until the next
-    change.
-    """
+    """This member does not know whether a change succeeded: it has no members until the next change."""
 
 
 class StillUnderWayError(GroupCoordinatorError, TimeoutError):
@@ -300,9 +248,7 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class PlainDataError(ValueError):
-    """A value is of a type that cannot be sent, or received bytes are none; the text names the part and the
-    cure.
-    """
+    """A value cannot be sent, or received bytes are no value; the text names the part and the cure."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -173,7 +173,12 @@ def _pack(value: Any, parameter: Tensor, key: str) -> Any:
     """Return a sharded tensor of an optimizer's state as a marked plain one, and any other value as it is."""
     if not isinstance(value, DTensor):
         return value
-    if not isinstance(parameter, DTensor) or not _sharded_alike(value, parameter):
+    form = value.shape, value.placements, value.device_mesh
+    if not isinstance(parameter, DTensor) or form != (
+        parameter.shape,
+        parameter.placements,
+        parameter.device_mesh,
+    ):
         raise NotSupportedError(
             f"the optimizer's {key!r} is sharded unlike its parameter: give the Manager your own functions"
         )
@@ -191,12 +196,4 @@ def _unpack(value: Any, parameter: Tensor) -> Any:
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
-    )
-
-
-def _sharded_alike(one: DTensor, other: DTensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.placements == other.placements
-        and one.device_mesh == other.device_mesh
     )

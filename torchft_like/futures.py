@@ -43,16 +43,21 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     `fut` itself is not cancelled, as torch futures cannot be; its later result is dropped.
     """
     timed: Future[T] = empty_future()
-    once = _Once()
+    first = threading.Lock()  # taken once: the outcome that comes second is dropped
 
     def expire() -> None:
-        if once.claim():
+        if first.acquire(blocking=False):
             _fail(timed, _timeout_error(timeout))
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
-        if once.claim():
-            _copy_outcome(done, timed)
+        if first.acquire(blocking=False):
+            try:
+                result = done.wait()
+            except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
+                _fail(timed, error)
+            else:
+                timed.set_result(result)
 
     timer = _TIMERS.call_later(timeout.total_seconds(), expire)
     fut.add_done_callback(complete)
@@ -243,25 +248,6 @@ def _watchdog_s() -> float | None:
 _SWEEP_SIZE_MIN = 64
 _LOOKS = 10
 _TIMERS = TimerThread()
-
-
-class _Once:
-    """A flag that only the first caller of `claim` gets."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def claim(self) -> bool:
-        return self._lock.acquire(blocking=False)
-
-
-def _copy_outcome(source: Future[T], target: Future[T]) -> None:
-    try:
-        result = source.wait()
-    except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
-        _fail(target, error)
-    else:
-        target.set_result(result)
 
 
 def _fail(target: Future[T], error: Exception) -> None:

@@ -118,9 +118,7 @@ def _put_back(what: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave_to_the_parent() -> None:
-    """Restore the handlers in a fork, such as a data-loader worker, which has to obey signals, even its
-    parent's.
-    """
+    """Restore the handlers in a fork, such as a data-loader worker, which has to obey signals."""
     while _to_put_back:
         _to_put_back.pop()()
 

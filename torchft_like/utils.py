@@ -11,9 +11,7 @@ from torchft_like import devices
 
 
 def get_stream_context(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Return a block whose operations go to `stream`; for None, or without an accelerator, it changes
-    nothing.
-    """
+    """Return a block whose operations go to `stream`; without one, or an accelerator, it does nothing."""
     if stream is None or not torch.accelerator.is_available():
         return nullcontext()
     return stream

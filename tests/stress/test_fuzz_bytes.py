@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from lighthouse.address import Address
 from tests.descriptors import left_open_since, open_descriptors
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
+from tests.unit.checkpointing.states import dump_state, load_state
 from torchft_like.checkpointing.state_stream import (
     Expectation,
     IncomingState,
-    dump_state,
-    load_state,
     read_header,
 )
 from torchft_like.core.agreement import statements
@@ -29,8 +28,7 @@ from torchft_like.core.agreement.referee import Missing
 from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CheckpointFormatError, ProcessGroupError
-from torchft_like.plain_data import encode
-from torchft_like.plain_data.schema import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE
+from torchft_like.plain_data import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE, encode
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.baby.channel import (
     Channel,

@@ -14,8 +14,7 @@ from torchft_like.errors import PlainDataError, QueueCorruptError
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, Source, assembled, reading_ring
 from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
-from torchft_like.plain_data import assemble, disassemble, tensor_specs
-from torchft_like.plain_data.schema import LIST, MAGIC
+from torchft_like.plain_data import LIST, MAGIC, assemble, disassemble, tensor_specs
 
 MESSAGE = disassemble(
     {

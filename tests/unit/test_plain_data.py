@@ -17,7 +17,14 @@ import torch
 from torchft_like.dtypes import DTYPES
 from torchft_like.errors import PlainDataError
 from torchft_like.plain_data import (
+    DEPTH_MAX,
+    DIMENSIONS_MAX,
+    EQUAL_HASHES_MAX,
+    INLINE_BYTES_MAX,
+    LEAVES_MAX,
     STATES,
+    STRUCTURE_BYTES_MAX,
+    VALUES_MAX,
     assemble,
     assemble_from,
     bytes_of,
@@ -27,15 +34,6 @@ from torchft_like.plain_data import (
     encode,
     tensor_specs,
     write,
-)
-from torchft_like.plain_data.schema import (
-    DEPTH_MAX,
-    DIMENSIONS_MAX,
-    EQUAL_HASHES_MAX,
-    INLINE_BYTES_MAX,
-    LEAVES_MAX,
-    STRUCTURE_BYTES_MAX,
-    VALUES_MAX,
 )
 
 

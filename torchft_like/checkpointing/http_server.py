@@ -45,7 +45,6 @@ REASON_LENGTH_MAX = 400
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(r"/checkpoint/(\d{1,18})\?part=(\d{1,4})&parts=(\d{1,4})&wait_ms=(\d{1,9})")
 _ACCEPT_RETRY_S = 0.1
-LOOK_S = 0.05  # seconds between two looks whether a transfer is still going on
 PARTS_MAX = 10_000  # the request's form allows no more
 
 
@@ -106,9 +105,7 @@ class CheckpointServer:
         self._announce(Offer(step, None, reason))
 
     def offer(self, step: int, state: EncodedState, receivers: int = 0) -> None:
-        """Offer `state` from now on, and wake the clients that wait for it; `receivers` clients are
-        expected.
-        """
+        """Offer `state` to all clients, also those that wait for it; `receivers` of them are expected."""
         self._announce(Offer(step, state, receivers=receivers))
 
     def _announce(self, offer: Offer) -> None:
@@ -136,9 +133,7 @@ class CheckpointServer:
             self._offer = None
 
     def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
-        """Wait for the offer of `step` or a later one, and return it; None if there is none after `wait_s`
-        seconds.
-        """
+        """Wait for the offer of `step` or a later one, and return it; return None after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while not self._closing.is_set():
@@ -158,17 +153,17 @@ class CheckpointServer:
                 self._changed.notify_all()
 
     def wait_fetched(self, idle_s: float) -> None:
-        """Wait until all expected receivers were sent the offer, or for `idle_s` seconds without a
-        transfer.
-        """
+        """Wait until all expected receivers have the offer, or none was sent it for `idle_s` seconds."""
         deadline = time.monotonic() + idle_s
         with self._changed:
             while (offer := self._offer) is not None and self._fetched < offer.receivers - 0.5 / PARTS_MAX:
                 if any(connection.offer is offer for connection in self._connections.values()):
+                    self._changed.wait()  # a transfer has a limit of its own
                     deadline = time.monotonic() + idle_s
-                if time.monotonic() >= deadline:
+                elif (left_s := deadline - time.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                else:
                     return
-                self._changed.wait(LOOK_S)
 
     def close(self, wait: bool) -> None:
         """End every connection and the threads; with `wait`, return when they have ended."""
@@ -177,7 +172,7 @@ class CheckpointServer:
             self._offer = None
             self._changed.notify_all()
             connections = list(self._connections.values())
-        _shut(self._listener)  # wakes `accept`, which `close` would not
+        shut(self._listener)  # wakes `accept`, which `close` would not
         for connection in connections:
             connection.end()
         if wait:
@@ -219,20 +214,23 @@ class CheckpointServer:
             _refuse(peer)
 
     def note_request(self, connection: _Connection) -> None:
-        """Note that a client has sent its request.
-
-        Raises:
-            ConnectionError: the request came too late: another client has its place.
-        """
+        """Note that a client has sent its request."""
         with self._changed:
             if connection.is_given_up:
                 raise ConnectionError("it was silent while others needed the connection")
             connection.has_asked = True
 
+    def note_sending(self, connection: _Connection, offer: Offer) -> None:
+        """Note that a client is being sent an offer."""
+        with self._changed:
+            connection.offer = offer
+            self._changed.notify_all()
+
     def forget(self, peer: socket.socket) -> None:
         """Drop a connection that has ended."""
         with self._changed:
             del self._connections[peer]
+            self._changed.notify_all()
 
 
 class _Connection:
@@ -268,7 +266,7 @@ class _Connection:
 
     def end(self) -> None:
         """Make the thread's present operation on the socket fail now."""
-        _shut(self.peer)
+        shut(self.peer)
 
     def join(self) -> None:
         """Wait for the thread, if it ever started."""
@@ -316,8 +314,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.BAD_REQUEST, f"part {part} of {parts} does not exist")
             return
         offer = self._owner.server.wait_for_offer(step, min(wait_ms / 1000, WAIT_S_MAX))
-        if offer is None:
-            self._answer_without_offer()
+        if offer is None and self._owner.server.closing:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down")
+        elif offer is None:
+            self.send_response(HTTPStatus.ACCEPTED)
+            self.end_headers()
         elif offer.step > step:
             self.send_error(HTTPStatus.GONE, f"step {offer.step} is offered by now")
         elif offer.state is None:
@@ -325,15 +326,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(offer, offer.state, part, parts)
 
-    def _answer_without_offer(self) -> None:
-        if self._owner.server.closing:
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down")
-            return
-        self.send_response(HTTPStatus.ACCEPTED)
-        self.end_headers()
-
     def _send(self, offer: Offer, state: EncodedState, part: int, parts: int) -> None:
-        self._owner.offer = offer
+        self._owner.server.note_sending(self._owner, offer)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(state.part_nbytes(part, parts)))
@@ -372,8 +366,9 @@ def _refuse(peer: socket.socket) -> None:
             _logger.debug("a refused checkpoint client did not hear of it: %s", error)
 
 
-def _shut(connection: socket.socket) -> None:
+def shut(connection: socket.socket) -> None:
+    """End every operation on a socket, which another thread may be in."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:  # the connection has ended by itself
+    except OSError as error:  # it is not connected yet, or has ended by itself
         _logger.debug("shutdown of a socket: %s", error)

@@ -1,25 +1,48 @@
 """State over HTTP from a snapshot in memory: a transport that needs only a network.
 
 The source copies its state once and goes on training; receivers fetch the copy when they come, and
-read straight into the tensors that they keep. No bytes from the network are ever unpickled.
+read straight into the tensors that they keep. Another thread can end a fetch at any moment. No bytes from the
+network are ever unpickled.
 """
 
 from __future__ import annotations
 
+import http.client
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from http import HTTPStatus
 from typing import TypeVar, cast
 
 from lighthouse.address import Address, parse_address
-from torchft_like.checkpointing.http_client import Fetch, FetchOptions
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import EncodedState, Expectation
+from lighthouse.events import printable
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits, shut
+from torchft_like.checkpointing.state_stream import EncodedState, Expectation, IncomingState, read_header
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import AddressError, CheckpointError, ShutdownError
+from torchft_like.errors import (
+    AddressError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTimeoutError,
+    ShutdownError,
+)
+from torchft_like.futures import context_timeout
+from torchft_like.plain_data import Limits
+from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import own_host
 
 T = TypeVar("T")
 CHUNKS_MAX = 64
+ASK_AGAIN_S = 0.05
+
+_ASK_AGAIN: dict[int, str] = {
+    HTTPStatus.ACCEPTED: "it had not offered that step",
+    HTTPStatus.SERVICE_UNAVAILABLE: "all its connections were taken",
+}
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -138,10 +161,8 @@ class HTTPTransport(CheckpointTransport[T]):
             address = parse_address(metadata, "the metadata of a checkpoint")
         except AddressError as error:
             raise CheckpointError(f"replica {src_rank} does not send over this transport: {error}") from error
-        options = FetchOptions(
-            step, self._parts, timeout.total_seconds(), self._stall_s, self._expected.limits
-        )
-        fetch = Fetch(address, options)
+        limits = self._expected.limits
+        fetch = Fetch(address, step, self._parts, timeout.total_seconds(), self._stall_s, limits)
         with self._lock:
             self._check_open()
             self._fetches.add(fetch)
@@ -180,3 +201,160 @@ class HTTPTransport(CheckpointTransport[T]):
     def _check_open(self) -> None:
         if self._closed:
             raise ShutdownError("the checkpoint transport was used after shutdown")
+
+
+class Fetch:
+    """A single fetch. `end` makes a blocked `run` raise at once, and a later `run` too.
+
+    Args:
+        address: the address of the peer's server.
+        step: the step whose state is fetched.
+        parts: the number of connections at a time.
+        timeout_s: the limit of the whole fetch, the wait until the peer offers the step included.
+        stall_s: how long the peer may send nothing before it counts as dead.
+        limits: the limits of the state.
+    """
+
+    def __init__(
+        self, address: Address, step: int, parts: int, timeout_s: float, stall_s: float, limits: Limits
+    ) -> None:
+        self._address = address
+        self._step = step
+        self._parts = parts
+        self._timeout_s = timeout_s
+        self._stall_s = stall_s
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._end_reason: str | None = None
+        self._is_overdue = False
+        self._offer_id: str | None = None
+        self._progress = "it had not answered"
+
+    def run(self) -> object:
+        """Fetch the state.
+
+        Raises:
+            CheckpointTimeoutError: the state did not come in time, or the peer fell silent.
+            CheckpointError: the state could not be fetched; the text names the peer and the reason.
+        """
+        with context_timeout(self._expire, timedelta(seconds=self._timeout_s)):
+            try:
+                return self._fetch()
+            except (OSError, http.client.HTTPException, CheckpointError) as error:
+                raise self._explain(error) from error
+            finally:
+                self.end("it is over")
+
+    def end(self, reason: str, is_overdue: bool = False) -> None:
+        """Close every connection of this fetch; errors show the first reason."""
+        with self._lock:
+            if self._end_reason is None:
+                self._end_reason, self._is_overdue = reason, is_overdue
+            for connection in self._sockets:
+                shut(connection)
+            self._sockets.clear()
+
+    def _expire(self) -> None:
+        self.end(f"after {self._timeout_s:g} s {self._progress}", is_overdue=True)
+
+    def _fetch(self) -> object:
+        with self._response(0) as response:
+            incoming = IncomingState(read_header(response, self._limits), self._limits)
+            incoming.check_length(response.length or 0, 0, self._parts)
+            if self._parts == 1:
+                incoming.read_part(response)
+            else:
+                self._read_all_parts(incoming, response)
+        return incoming.state()
+
+    def _read_all_parts(self, incoming: IncomingState, first: http.client.HTTPResponse) -> None:
+        parts = self._parts
+        with ThreadPoolExecutor(parts - 1, thread_name_prefix="torchft-checkpoint-fetch") as pool:
+            try:
+                others = [_submit(pool, self._read_part, incoming, index) for index in range(1, parts)]
+                incoming.read_part(first, 0, parts)
+                for other in others:
+                    other.result()
+            except BaseException as error:
+                self.end(
+                    self._describe(error), isinstance(error, TimeoutError)
+                )  # so that the other parts fail now and not later
+                raise
+
+    def _read_part(self, incoming: IncomingState, index: int) -> None:
+        with self._response(index) as response:
+            if read_header(response, self._limits) != incoming.header:
+                raise CheckpointFormatError("its parts have different headers")
+            incoming.check_length(response.length or 0, index, self._parts)
+            incoming.read_part(response, index, self._parts)
+
+    @contextmanager
+    def _response(self, part: int) -> Iterator[http.client.HTTPResponse]:
+        """Yield an open response that brings the part; ask again for as long as the step is not offered."""
+        while True:
+            connection = http.client.HTTPConnection(self._address.host, self._address.port)
+            connection.sock = connect_tcp(self._address, self._stall_s, self._register)
+            try:
+                connection.request("GET", self._path(part))
+                with connection.getresponse() as response:
+                    if response.status not in _ASK_AGAIN:
+                        self._check(response)
+                        yield response
+                        return
+            finally:
+                connection.close()
+            self._progress = _ASK_AGAIN[response.status]
+            time.sleep(ASK_AGAIN_S)  # a pause for peers that do not wait themselves
+
+    def _register(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._end_reason is not None:
+                raise CheckpointError(self._end_reason)
+            self._sockets = [other for other in self._sockets if other.fileno() >= 0]
+            self._sockets.append(connection)
+
+    def _path(self, part: int) -> str:
+        """Return the request's path, by which the peer may wait for half of its limit of silence."""
+        wait_ms = int(self._stall_s / 2 * 1000)
+        return f"/checkpoint/{self._step}?part={part}&parts={self._parts}&wait_ms={wait_ms}"
+
+    def _check(self, response: http.client.HTTPResponse) -> None:
+        if response.status != HTTPStatus.OK:
+            raise CheckpointError(f"it answered {response.status} {printable(response.reason[:400])}")
+        step = response.getheader("Checkpoint-Step")
+        if step != str(self._step):
+            raise CheckpointFormatError(f"it sent step {printable(str(step)[:100])}")
+        self._progress = "it had not sent everything"
+        with self._lock:
+            offer_id = response.getheader("Checkpoint-Id")
+            self._offer_id = self._offer_id or offer_id
+            if offer_id != self._offer_id:
+                raise CheckpointError("its snapshot was replaced between two parts")
+
+    def _explain(self, error: Exception) -> CheckpointError:
+        own = self._describe(error)
+        cause = self._end_reason or own
+        kind = CheckpointError
+        if self._is_overdue or (isinstance(error, TimeoutError) and cause == own):
+            kind = CheckpointTimeoutError
+        elif isinstance(error, CheckpointFormatError) and cause == own:
+            kind = CheckpointFormatError
+        return kind(f"state of step {self._step} could not be fetched from {self._address.url}: {cause}")
+
+    def _describe(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no byte came for {self._stall_s:g} s"
+        return str(error) or type(error).__name__
+
+
+def _submit(
+    pool: ThreadPoolExecutor,
+    read_part: Callable[[IncomingState, int], None],
+    incoming: IncomingState,
+    index: int,
+) -> Future[None]:
+    try:
+        return pool.submit(read_part, incoming, index)
+    except RuntimeError as error:  # threading raises it if the system has no thread
+        raise CheckpointError(f"there is no thread for part {index} of it: {error}") from error

@@ -18,7 +18,6 @@ All replicas of a job must run the same version; a stream of another one is refu
 
 from __future__ import annotations
 
-import io
 import struct
 import threading
 import zlib
@@ -49,11 +48,7 @@ _ALIGNMENT = 64
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
-    """Return the structure of a state, and its leaves: the state's own tensors, on their devices.
-
-    Raises:
-        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
-    """
+    """Return the structure of a state, and its leaves: the state's own tensors, on their devices."""
     try:
         return write(state, STATE_SCHEMA)
     except PlainDataError as error:
@@ -100,28 +95,6 @@ class Source(Protocol):
         """Read up to `len(buffer)` bytes into the buffer; return their number, 0 at the end."""
 
 
-def dump_state(state: object) -> bytes:
-    """Encode a small state as a stream in memory; `EncodedState` is for large ones.
-
-    Raises:
-        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
-    """
-    return b"".join(EncodedState(state).part())
-
-
-def load_state(data: bytes) -> object:
-    """Decode a state that `dump_state` has encoded.
-
-    Raises:
-        CheckpointFormatError: the bytes are truncated, corrupt, or not of this format.
-    """
-    source = io.BytesIO(data)
-    incoming = IncomingState(read_header(source))
-    incoming.check_length(len(data) - incoming.header_nbytes)
-    incoming.read_part(source)
-    return incoming.state()
-
-
 class EncodedState:
     """A snapshot of a state, in the layout in which it is sent.
 
@@ -151,18 +124,9 @@ class EncodedState:
         """Return the length of that part in bytes."""
         return len(self._header) + _chunks_nbytes(len(self._payload), index, count)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the snapshot in memory, in bytes."""
-        return len(self._header) + len(self._payload)
-
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
-    """Read and check the structure of a state, in pieces: memory is made for bytes that have come.
-
-    Raises:
-        CheckpointFormatError: the structure is truncated, corrupt, too large, or not of this format.
-    """
+    """Read and check the structure of a state, in pieces: memory is made for bytes that have come."""
     magic, version, length, crc = _PREFIX.unpack(_read(source, _PREFIX.size))
     if magic != _MAGIC:
         raise CheckpointFormatError(f"this is no state stream: it begins with {magic!r}")
@@ -230,9 +194,6 @@ class IncomingState:
         Args:
             length: how many bytes of the part follow the header.
             index, count: the number of the part, and the number of parts.
-
-        Raises:
-            CheckpointFormatError: the length does not fit.
         """
         expected = _chunks_nbytes(self.payload_nbytes, index, count)
         if length != expected:

@@ -7,12 +7,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import (
-    BroadcastOptions,
-    GatherOptions,
-    Work,
-)
+from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import (
     FaultToleranceError,
@@ -54,11 +49,7 @@ class Channel:
         return not self.hides_errors and self.configuration is not None and self.configuration.reason is None
 
     def check(self) -> None:
-        """Raise an error if the group cannot be used, even if the group hides that.
-
-        Raises:
-            GroupCoordinatorError: the group has failed, or was configured anew.
-        """
+        """Raise an error if the group cannot be used, even if the group hides that."""
         if (error := self.hidden_error()) is not None:
             raise GroupCoordinatorError(f"its process group has failed: {error}") from error
         if self._own is not None and _configuration_of(self._own) is not self.configuration:
@@ -83,18 +74,6 @@ class Channel:
     def start(self, method: str, *args: Any) -> Started:
         """Begin one collective."""
         return Started(getattr(self.group, method)(*args), self)
-
-    def broadcast(self, tensor: Tensor, src: int) -> Started:
-        """Begin to broadcast from `src` to all, in place."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        return self.start("broadcast", [tensor], options)
-
-    def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
-        """Begin to gather the tensors of all ranks in the outputs, which only `dst` has."""
-        options = GatherOptions()
-        options.rootRank = dst
-        return self.start("gather", [outputs] if outputs else [], [tensor], options)
 
 
 class Started(NamedTuple):
@@ -125,9 +104,7 @@ def _configuration_of(group: ProcessGroup) -> Configuration | None:
 
 
 def ranks_in_job(group: Group) -> list[int]:
-    """Return the members' ranks in the whole job, in the order of their ranks in the group, if they are
-    known.
-    """
+    """Return the members' ranks in the whole job, if they are known, in the order of the group."""
     known: list[int] = []
     try:
         if isinstance(group, ProcessGroup):

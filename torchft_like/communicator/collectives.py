@@ -31,10 +31,11 @@ from torchft_like.communicator.tensors import (
     checked_along,
     checked_target,
     checked_tensor,
+    device_terms,
+    is_addable_as_is,
     specifications,
 )
 from torchft_like.core.agreement.statements import Statement, Terms
-from torchft_like.dtypes import REDUCIBLE
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.writing import writing_to
 
@@ -77,7 +78,7 @@ def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
 def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
     """Return this rank's part along `dim` of the sum over all ranks."""
     ranks = communicator.world_size
-    if not communicator.is_checking and ranks > 1 and _is_plain(input_) and type(dim) is int:
+    if not communicator.is_checking and ranks > 1 and is_addable_as_is(input_) and type(dim) is int:
         channel = communicator.channels.get(input_.device.type)
         dims = input_.dim()
         if channel is not None and -dims <= dim < dims and input_.numel() and not input_.shape[dim] % ranks:
@@ -165,7 +166,7 @@ def all_gatherv(
                 f"this rank's tensor has {rows} rows, and sizes gives it {known[communicator.rank]}"
             )
         told = "exchanged" if known is None else str(list(known))
-        named = *communicator.device_terms(tensors), ("dim", str(at)), ("sizes", told), *more()
+        named = *device_terms(tensors, communicator.channels), ("dim", str(at)), ("sizes", told), *more()
         statement = Statement(operation, inputs=specifications(tensors, open_dim=at), terms=named)
         return statement, rows, b"", (tensors, at)
 
@@ -200,7 +201,8 @@ def reduce_scatterv(
         for tensor in tensors:
             addable(tensor.narrow(at, 0, 0))  # refuses tensors that cannot be added
         sizes = _sizes_for(choose_sizes(), tensors[0].shape[at], communicator.world_size)
-        named = *communicator.device_terms(tensors), ("dim", str(at)), ("sizes", str(list(sizes))), *more()
+        told = str(list(sizes))
+        named = *device_terms(tensors, communicator.channels), ("dim", str(at)), ("sizes", told), *more()
         return Statement(operation, inputs=specifications(tensors), terms=named), 0, b"", (at, sizes)
 
     with communicator.guard(operation):
@@ -239,9 +241,7 @@ def start_joining(communicator: Communicator, tensor: Tensor, dim: int, sizes: S
 def _start_reduce_scatter(
     communicator: Communicator, tensor: Tensor, dim: int, sizes: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """Begin to add up a tensor of which each rank gets `sizes` rows along `dim`; return a function that waits
-    for it.
-    """
+    """Begin to add up a tensor, `sizes` rows along `dim` for each rank; return a function that waits."""
     rows = addable(communicator.movable(tensor)).movedim(dim, 0).contiguous()
     own = rows.new_empty((sizes[communicator.rank], *rows.shape[1:]))
     wait: Callable[[], object] | None = None
@@ -283,17 +283,6 @@ def _start_adding(
         channel.start("alltoall_base", arriving, leaving, out_bytes, in_bytes).wait()
 
     return finish
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether the value is a tensor that a backend adds up as it is."""
-    return (
-        type(value) is Tensor
-        and value.dtype in REDUCIBLE
-        and value.layout is torch.strided
-        and not value.is_nested
-        and not value.is_neg()
-    )
 
 
 def _sizes_for(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes:

@@ -35,7 +35,6 @@ from torchft_like.core.agreement.statements import (
     Record,
     RecordError,
     Statement,
-    Terms,
     decode,
     pack_statement,
     unpack_all,
@@ -160,11 +159,7 @@ class Communicator:
         return cls(name, (cpu_group.rank(), cpu_group.size()), device, channels, options, epoch, control)
 
     def among(self, cpu_group: Group, device_group: Group | None) -> Communicator:
-        """Make a communicator of the same members over other groups.
-
-        Raises:
-            ValueError: the groups have another size, or the caller another rank in them.
-        """
+        """Make a communicator of the same members over other groups."""
         for group in filter(None, (cpu_group, device_group)):
             if (found := (group.rank(), group.size())) != (self.rank, self.world_size):
                 raise ValueError(
@@ -196,9 +191,7 @@ class Communicator:
             raise_as(self.explained(operation, error), error)
 
     def end(self, operation: str) -> None:
-        """Raise an error if the members have changed during a call: its result counts only if they are the
-        same.
-        """
+        """Raise an error if the members have changed during a call, for its result does not count then."""
         if self.epoch is not None:
             self.epoch.check(f"{operation} over {self}")
 
@@ -291,7 +284,7 @@ class Communicator:
         def state() -> tuple[Statement, int, bytes, T]:
             found = check()
             numbers = tuple((name, str(number)) for name, number in more.items())
-            terms = *self.device_terms([tensor]), *numbers
+            terms = *device_terms([tensor], self.channels), *numbers
             return Statement(operation, inputs=specifications([tensor]), terms=terms), 0, b"", found
 
         return self.agree(operation, state)[1]
@@ -353,10 +346,6 @@ class Communicator:
             channel.check()
         return records if self.rank == 0 else unpack_all(everyone.cpu().numpy().tobytes())
 
-    def device_terms(self, tensors: Sequence[Tensor]) -> Terms:
-        """Return what the ranks must agree on about where they move tensors."""
-        return device_terms(tensors, self.channels)
-
     # -------------------------------------------------------------------------- bytes
 
     def tag(self, direction: str, peer: int) -> int:
@@ -374,9 +363,7 @@ class Communicator:
     # The operations below move tensors that are contiguous and `movable`.
 
     def movable(self, tensor: Tensor) -> Tensor:
-        """Return the tensor without gaps, on a device for which there is a group; the same tensor if it is so
-        already.
-        """
+        """Return the tensor, or a copy, without gaps on a device for which there is a group."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         return (plain if plain.device.type in self.channels else plain.to(self.control_device)).contiguous()
 
@@ -399,7 +386,9 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
         """Begin to broadcast from `src` to all, in place."""
-        return self.channels[tensor.device.type].broadcast(tensor, src)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        return self.channels[tensor.device.type].start("broadcast", [tensor], options)
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Started:
         """Begin to gather the tensors of all ranks in one flat output."""
@@ -407,7 +396,11 @@ class Communicator:
 
     def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
         """Begin to gather the tensors of all ranks in the outputs, which only `dst` has."""
-        return self.channels[tensor.device.type].gather(outputs, tensor, dst)
+        options = GatherOptions()
+        options.rootRank = dst
+        return self.channels[tensor.device.type].start(
+            "gather", [outputs] if outputs else [], [tensor], options
+        )
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
         """Begin to send to one rank."""
@@ -460,11 +453,7 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
 
 
 def check(statements: Mapping[int, Statement]) -> None:
-    """Check that the calls of some ranks belong together.
-
-    Raises:
-        CollectiveMismatchError: they do not belong together.
-    """
+    """Check that the calls of some ranks belong together."""
     problem = disagreement(list(statements.values()))
     if problem is not None:
         calls = dict(zip(statements, problem.calls.values(), strict=True))

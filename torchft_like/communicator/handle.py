@@ -79,7 +79,9 @@ class Handle(Generic[T]):
 
     def _wait(self, timeout: float | None) -> T:
         if self._is_over is not None:
-            self._run_once()
+            with self._settling:
+                if not self._outcome.done():
+                    self._run()
         try:
             outcome = self._outcome.result(timeout)
         except FutureTimeoutError:
@@ -89,9 +91,7 @@ class Handle(Generic[T]):
         return self._settled_once(outcome)
 
     def is_completed(self) -> bool:
-        """Return whether the operation is over: all was sent, or has come, or it has failed, or its epoch is
-        over.
-        """
+        """Return whether the operation is over: all has come or was sent, it failed, or its epoch is over."""
         if self._epoch is not None and self._epoch.ended is not None:
             return True
         return self._outcome.done() or (self._is_over is not None and self._is_over())
@@ -102,9 +102,7 @@ class Handle(Generic[T]):
         return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
 
     def _settled_once(self, outcome: object) -> T:
-        """Return the result, or raise the error of making it: the other ranks do not make it a second
-        time.
-        """
+        """Return the result, or raise the error of making it: ranks make it together, and only once."""
         with self._settling:
             if self._result is None:
                 result: Future[T] = Future()
@@ -114,11 +112,6 @@ class Handle(Generic[T]):
                     result.set_exception(error)
                 self._result = result
             return self._result.result()
-
-    def _run_once(self) -> None:
-        with self._settling:
-            if not self._outcome.done():
-                self._run()
 
     def _run(self) -> None:
         try:

@@ -39,9 +39,17 @@ from torchft_like.core.agreement.statements import (
     pack_statement,
     unpack,
 )
-from torchft_like.errors import GroupCoordinatorError
-from torchft_like.plain_data import Message, PlainDataError, TensorSpec, assemble, disassemble, tensor_specs
-from torchft_like.plain_data.schema import STRUCTURE_BYTES_MAX
+from torchft_like.errors import GroupCoordinatorError, PlainDataError
+from torchft_like.plain_data import (
+    STRUCTURE_BYTES_MAX,
+    Message,
+    TensorSpec,
+    as_tensors,
+    assemble,
+    disassemble,
+    dissect,
+    tensor_specs,
+)
 
 OBJECT = "object"
 UNTIL_THE_GROUP_ENDS = timedelta(days=365)
@@ -113,16 +121,17 @@ def start_broadcast(
     Raises:
         CollectiveMismatchError, PlainDataError, ValueError: the arguments of a rank are wrong.
     """
-    message: Message | None = None
+    structure: bytes | None = None
+    tensors: tuple[Tensor, ...] = ()
     try:
         if not (type(src) is int and 0 <= src < communicator.world_size):
             checked_rank(src, communicator.world_size, "src")  # raises an error that says what is wrong
         stated = _stated(operation, src, more())
         if communicator.rank == src:
-            message = disassemble(value if make is None else make())
-            if message.tensors:
-                check_size(communicator, message)
-            structure = message.structure
+            structure, leaves = dissect(value if make is None else make())
+            if leaves:
+                tensors = as_tensors(leaves)
+                check_size(communicator, tensors)
             payload = structure if len(structure) <= PAYLOAD_BYTES_MAX else b""
             record = pack(stated, len(structure), payload)
         else:
@@ -130,13 +139,13 @@ def start_broadcast(
     except Exception as error:  # noqa: BLE001 - any error is told to the other ranks
         communicator.refuse(operation, error)
     said = communicator.exchange(record)[src]
-    if message is None:
+    if structure is None:
         return _start_taking(communicator, src, said.number, said.payload)
-    if communicator.world_size == 1 or (said.payload and not message.tensors):
+    if communicator.world_size == 1 or (said.payload and not tensors):
         return Begun((), None, value)
     if not said.payload:
-        communicator.broadcast(communicator.control_bytes(message.structure), src).wait()
-    flats = _Buckets.outgoing(communicator, message.tensors).flats if message.tensors else []
+        communicator.broadcast(communicator.control_bytes(structure), src).wait()
+    flats = _Buckets.outgoing(communicator, tensors).flats if tensors else []
     return Begun([communicator.broadcast(flat, src) for flat in flats], None, value)
 
 
@@ -255,17 +264,13 @@ def disassembled(communicator: Communicator, value: object) -> Message:
         PlainDataError: a part of the value is of a type that cannot be sent, or it is too large.
     """
     message = disassemble(value)
-    check_size(communicator, message)
+    check_size(communicator, message.tensors)
     return message
 
 
-def check_size(communicator: Communicator, message: Message) -> None:
-    """Check that a message is small enough.
-
-    Raises:
-        PlainDataError: the message is larger than `message_bytes_max`.
-    """
-    nbytes = sum(tensor.nbytes for tensor in message.tensors)
+def check_size(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Check that a message is small enough."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes > communicator.options.message_bytes_max:
         raise PlainDataError(
             f"its tensors have {nbytes} bytes, and message_bytes_max of the CoordinatorOptions is "

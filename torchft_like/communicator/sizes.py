@@ -12,11 +12,7 @@ BUCKET_BYTES_MAX = 4 * 1024 * 1024
 
 
 def checked_dim(dim: int, dimensions: int) -> int:
-    """Return `dim`, counted from the front.
-
-    Raises:
-        ValueError: there is no such dimension.
-    """
+    """Return `dim`, counted from the front."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise ValueError(f"dim is {dim!r}: it must be a whole number")
     if dimensions == 0:
@@ -27,22 +23,14 @@ def checked_dim(dim: int, dimensions: int) -> int:
 
 
 def checked_rank(rank: int, world_size: int, name: str) -> int:
-    """Return `rank`, if it is a rank of the group.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return `rank`, if it is a rank of the group."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
         raise ValueError(f"{name} {rank!r} is no rank of the group: they are 0 to {world_size - 1}")
     return rank
 
 
 def checked_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the rows of each rank as a tuple.
-
-    Raises:
-        ValueError: there is not one number for each rank, or one is negative.
-    """
+    """Return the rows of each rank as a tuple."""
     found = tuple(sizes)
     if len(found) != world_size:
         raise ValueError(f"{len(found)} sizes for {world_size} ranks: {list(found)[:16]}")

@@ -31,11 +31,7 @@ _ADDED_AS: Mapping[torch.dtype, torch.dtype] = {
 
 
 def checked_tensor(value: object) -> Tensor:
-    """Return the value, if it is a dense tensor.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Return the value, if it is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"a dense torch tensor was expected, not {type(value).__name__}")
     if not is_dense(value):
@@ -93,12 +89,19 @@ def device_terms(tensors: Sequence[Tensor], device_types: Collection[str]) -> Te
     return (("device", ", ".join(kind if kind in device_types else "cpu" for kind in kinds)),)
 
 
-def addable(tensor: Tensor) -> Tensor:
-    """Return the same numbers in a dtype that backends and torch add: the tensor itself if it has one.
+def is_addable_as_is(value: object) -> bool:
+    """Return whether the value is a tensor that a backend adds up as it is, apart from gaps."""
+    return (
+        type(value) is Tensor
+        and value.dtype in REDUCIBLE
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_neg()
+    )
 
-    Raises:
-        ValueError: there is no such dtype.
-    """
+
+def addable(tensor: Tensor) -> Tensor:
+    """Return the same numbers in a dtype that backends and torch add: the tensor itself if it has one."""
     if tensor.dtype in REDUCIBLE:
         return tensor
     if tensor.dtype.is_complex:

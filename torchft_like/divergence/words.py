@@ -64,9 +64,7 @@ def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel_for(device: torch.device) -> Kernel:
-    """Return the kernel that adds up rows on a device. The fused kernel is used only if it agrees with
-    torch.
-    """
+    """Return the kernel that adds up rows on a device: the fused one only if it agrees with torch."""
     if device.type != "cuda" or (kernel := _fused_kernel()) is None:
         return _row_sums
     matrix = torch.arange(3 * ROW, dtype=torch.int32, device=device).mul_(-1_640_531_535).view(3, ROW)

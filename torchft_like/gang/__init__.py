@@ -6,19 +6,22 @@ gang. Only `managed` knows a Manager.
 
 from torchft_like.errors import GangError, StaleGangError, TopologyError
 from torchft_like.gang.base import Gang, ReduceOperation
-from torchft_like.gang.context import (
+from torchft_like.gang.fake import FakeGang
+from torchft_like.gang.gangs import (
     GangContext,
+    Gangs,
+    create_fake_gangs,
+    create_fsdp_gangs,
+    create_parallel_gangs,
     get_current_gangs,
     get_default_gangs,
+    maybe_get_current_gangs,
     set_default_gangs,
     set_gangs,
 )
-from torchft_like.gang.current import maybe_get_current_gangs
-from torchft_like.gang.fake import FakeGang
-from torchft_like.gang.gangs import Gangs, create_fake_gangs, create_fsdp_gangs, create_parallel_gangs
+from torchft_like.gang.group_gang import ProcessGroupGang
 from torchft_like.gang.helpers import all_sum, broadcast_flag, raise_operational_gang_error
 from torchft_like.gang.managed import ElasticGangs, ManagedGang
-from torchft_like.gang.process_group_gang import ProcessGroupGang
 
 __all__ = [
     "ElasticGangs",

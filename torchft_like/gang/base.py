@@ -90,9 +90,7 @@ class Gang(ABC):
         return found
 
     def of_all(self) -> Gang:
-        """Return a gang of all members in which every member counts: this gang, unless it does without
-        some.
-        """
+        """Return a gang in which every member counts: this gang, unless it does without some."""
         return self
 
     @abstractmethod
@@ -172,3 +170,10 @@ class Gang(ABC):
             PlainDataError: an object is of another type.
             GangError: the members could not communicate, or the source could not send.
         """
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with its index: "cuda" alone means the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

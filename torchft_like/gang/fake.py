@@ -16,14 +16,17 @@ from torch import Tensor
 from torchft_like import plain_data
 from torchft_like.errors import NotSupportedError
 from torchft_like.gang.arguments import (
+    check_dense,
     check_gather,
     check_gather_list,
     check_partition,
     check_reduction,
     check_source,
+    dense,
+    effective,
+    reducible,
 )
 from torchft_like.gang.base import Gang, ReduceOperation
-from torchft_like.gang.tensors import check_dense, dense, effective, reducible
 
 
 @final
@@ -79,11 +82,6 @@ class FakeGang(Gang):
         return None
 
     def as_process_group(self) -> NoReturn:
-        """Raise an error: there is no group.
-
-        Raises:
-            NotSupportedError: always.
-        """
         raise NotSupportedError("a FakeGang has no process group: use a ProcessGroupGang")
 
     def barrier(self) -> None:

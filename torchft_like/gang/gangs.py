@@ -1,24 +1,40 @@
-"""The gangs of a job with several kinds of parallelism, and how they are made from one root.
+"""The gangs of a job with several kinds of parallelism: how they are made from one root, and which of them a
+block of code uses.
 
-The sizes decide which ranks are together (`topology`); the root gang, of any kind, makes the gangs. A part
-that is the whole is the whole gang itself, and a part of one process is a FakeGang: neither costs a
+The sizes decide which ranks are together (`core.topology`); the root gang, of any kind, makes the gangs. A
+part that is the whole is the whole gang itself, and a part of one process is a FakeGang: neither costs a
 connection.
+
+The current gangs, for callees that cannot get them as an argument, are a stack per thread. It is kept in a
+context variable, so that tasks of one thread do not see each other's, together with an object that stands for
+the thread, so that no thread inherits another's. (The thread's number would not do: a later thread gets it
+again.)
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
-from torchft_like.core import topology
+from torchft_like.core.topology import (
+    Partition,
+    data_parallel_ranks,
+    replicated_ranks,
+    sharded_ranks,
+    tensor_parallel_ranks,
+)
 from torchft_like.errors import GangError
-from torchft_like.gang import current
-from torchft_like.gang.base import Gang
+from torchft_like.gang.base import Gang, with_index
 from torchft_like.gang.fake import FakeGang
+
+_META = torch.device("meta")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,7 +62,7 @@ class Gangs:
     pp: Gang
 
     def __post_init__(self) -> None:
-        with suppress(GangError):  # one of the gangs has no members yet: its first use will say so
+        with contextlib.suppress(GangError):  # one of the gangs has no members yet: its first use will say so
             if self.root.rank == 0:
                 parts = {name: getattr(self, name) for name in ("dp", "rdp", "sdp", "tp", "pp")}
                 if others := {name: gang.rank for name, gang in parts.items() if gang.rank}:
@@ -61,18 +77,18 @@ class Gangs:
 
     def close(self) -> None:
         """Close every gang, the root last. Safe to call again."""
-        with ExitStack() as all_of_them:  # even if one of them fails to close
+        with contextlib.ExitStack() as all_of_them:  # even if one of them fails to close
             for gang in _unique(self.root, self.dp, self.rdp, self.sdp, self.tp, self.pp):
                 all_of_them.callback(gang.close)
 
     def __enter__(self) -> Self:
-        current.push(self)
+        _push(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        current.pop(self)
+        _pop(self)
 
 
 def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
@@ -85,16 +101,11 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
         TopologyError: `tp_size` does not divide the size of the root; it is a ValueError.
         GangError: the members could not meet.
     """
-    tp_ranks = topology.tensor_parallel_ranks(root_gang.size, tp_size)
-    dp_ranks = topology.data_parallel_ranks(root_gang.size, tp_size)
+    tp_ranks = tensor_parallel_ranks(root_gang.size, tp_size)
+    dp_ranks = data_parallel_ranks(root_gang.size, tp_size)
     alone = FakeGang(root_gang.device)
     tp = root_gang.of_all() if tp_size == root_gang.size else _part(root_gang, tp_ranks, alone)
-    try:
-        dp = _part(root_gang, dp_ranks, alone)
-    except BaseException:
-        if tp is not root_gang:
-            tp.close()
-        raise
+    dp = _second_part(root_gang, dp_ranks, alone, tp)
     return Gangs(root=root_gang, dp=dp, rdp=dp, sdp=alone, tp=tp, pp=alone)
 
 
@@ -118,16 +129,10 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
     alone = FakeGang(dp.device)
     if intra_node_size is None:
         return _sharded(gangs, dp, alone)
-    sdp_ranks = topology.sharded_ranks(dp.size, intra_node_size)
-    rdp_ranks = topology.replicated_ranks(dp.size, intra_node_size)
+    sdp_ranks = sharded_ranks(dp.size, intra_node_size)
+    rdp_ranks = replicated_ranks(dp.size, intra_node_size)
     sdp = _part(dp, sdp_ranks, alone)
-    try:
-        rdp = _part(dp, rdp_ranks, alone)
-    except BaseException:
-        if sdp is not dp:
-            sdp.close()
-        raise
-    return _sharded(gangs, sdp, rdp)
+    return _sharded(gangs, sdp, _second_part(dp, rdp_ranks, alone, sdp))
 
 
 def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:
@@ -147,7 +152,7 @@ def create_fake_gangs(device: torch.device) -> Gangs:
     return Gangs(root=alone, dp=alone, rdp=alone, sdp=alone, tp=alone, pp=alone)
 
 
-def _part(whole: Gang, partition: topology.Partition, alone: Gang) -> Gang:
+def _part(whole: Gang, partition: Partition, alone: Gang) -> Gang:
     """Return the caller's part of a gang that is divided up completely, in the order of its ranks."""
     if len(partition) == 1:
         return whole
@@ -159,5 +164,133 @@ def _part(whole: Gang, partition: topology.Partition, alone: Gang) -> Gang:
     return part
 
 
+def _second_part(whole: Gang, partition: Partition, alone: Gang, first: Gang) -> Gang:
+    """Return the caller's part, as `_part` does; if that fails, close the part that was made before it."""
+    try:
+        return _part(whole, partition, alone)
+    except BaseException:
+        if first is not whole:
+            first.close()
+        raise
+
+
 def _unique(*gangs: Gang) -> list[Gang]:
     return list({id(gang): gang for gang in gangs}.values())
+
+
+# ----------------------------------------------------------------------------- the current ones
+
+
+class _Block(NamedTuple):
+    """A block that the thread is in, and the devices for whose tensors its gangs are used."""
+
+    gangs: Gangs
+    devices: tuple[torch.device, ...]
+
+
+_stack: ContextVar[tuple[object, tuple[_Block, ...]] | None] = ContextVar(
+    "torchft_current_gangs", default=None
+)
+_local = threading.local()
+_defaults: dict[torch.device, Gangs] = {}
+_alone: dict[torch.device, Gangs] = {}
+
+
+def maybe_get_current_gangs() -> Gangs | None:
+    """Return the gangs of the innermost `with gangs:` that the calling thread is in; None outside of any."""
+    blocks = _present()
+    return blocks[-1].gangs if blocks else None
+
+
+def get_current_gangs(device: torch.device | None = None) -> Gangs:
+    """Return the gangs of the innermost block of the calling thread that is about a device, or the default
+    ones.
+
+    Args:
+        device: the device of the tensors; None for torch's default device.
+    """
+    wanted = _device(device)
+    innermost = (block.gangs for block in reversed(_present()) if wanted in block.devices)
+    return next(innermost, None) or get_default_gangs(wanted)
+
+
+@contextlib.contextmanager
+def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
+    """Make the gangs the thread's current ones for their device in the block, as `with gangs:` does.
+
+    Args:
+        meta: whether they are the current ones for the meta device, too.
+    """
+    _push(gangs, meta=meta)
+    try:
+        yield
+    finally:
+        _pop(gangs)
+
+
+def get_default_gangs(device: torch.device | None = None) -> Gangs:
+    """Return the gangs that the process has set for a device, or else fake ones, the same each time.
+
+    Args:
+        device: the device of the tensors; None for torch's default device.
+    """
+    wanted = _device(device)
+    if (found := _defaults.get(wanted)) is not None:
+        return found
+    place = torch.device("cpu") if wanted.type == "meta" else wanted
+    return _alone.setdefault(place, create_fake_gangs(place))
+
+
+def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
+    """Make the gangs the default ones of the process for their device.
+
+    Args:
+        meta: whether they are the default ones for the meta device, too.
+    """
+    _defaults.update(dict.fromkeys(_devices_of(gangs, meta), gangs))
+
+
+class GangContext:
+    """The current gangs as an object, for code that takes its dependencies as arguments."""
+
+    def get_current_gangs(self, device: torch.device | None = None) -> Gangs:
+        """Return what the function `get_current_gangs` returns."""
+        return get_current_gangs(device)
+
+    def set_gangs(self, gangs: Gangs, *, meta: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return what the function `set_gangs` returns."""
+        return set_gangs(gangs, meta=meta)
+
+
+def _push(gangs: Gangs, *, meta: bool = False) -> None:
+    _stack.set((_calling_thread(), (*_present(), _Block(gangs, _devices_of(gangs, meta)))))
+
+
+def _pop(gangs: Gangs) -> None:
+    """End the innermost block of these gangs: generators may end theirs out of order."""
+    present = _present()
+    for place in reversed(range(len(present))):
+        if present[place].gangs is gangs:
+            _stack.set((_calling_thread(), present[:place] + present[place + 1 :]))
+            return
+
+
+def _present() -> tuple[_Block, ...]:
+    thread, blocks = _stack.get() or (None, ())
+    return blocks if thread is _calling_thread() else ()
+
+
+def _calling_thread() -> object:
+    if not hasattr(_local, "thread"):
+        _local.thread = object()
+    return _local.thread
+
+
+def _devices_of(gangs: Gangs, meta: bool) -> tuple[torch.device, ...]:
+    return (_device(gangs.device), *([_META] if meta else []))
+
+
+def _device(device: torch.device | None) -> torch.device:
+    """Return the device under its one name: "cuda" alone means the current one, and there is one CPU."""
+    found = with_index(torch.get_default_device() if device is None else torch.device(device))
+    return torch.device("cpu") if found.type == "cpu" else found

@@ -1,16 +1,21 @@
-"""The functions of a gang over any process group that torch's functions take.
+"""Gangs over any process group that torch's functions take: torch's own, or one of this package.
 
 Here is what a process group leaves to its caller: arguments are checked, tensors with gaps and unusual dtypes
 are made movable, errors are put into a gang's words. A group may keep an error to itself, as the swallowing
 groups do; the gang asks for it after every call, so it never returns without a result.
+
+A gang over a group of this package follows it: when the group is configured anew the gang has the new size.
+Its sub-gangs do not: each is of the configuration in which it was made, and ends with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -19,24 +24,35 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 from torchft_like.communicator.channel import Channel
-from torchft_like.communicator.communicator import HARMLESS, Communicator, ToldToAllError
+from torchft_like.communicator.communicator import HARMLESS, Communicator, ToldToAllError, raise_as
 from torchft_like.communicator.messages import start_broadcast
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.parts import Part, split
+from torchft_like.communicator.tensors import is_addable_as_is
 from torchft_like.core.agreement.statements import Terms
-from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import (
     CollectiveMismatchError,
     GangError,
     GroupCoordinatorError,
+    InvalidOperationError,
     NotSupportedError,
-    PlainDataError,
+    ProcessGroupNotConfiguredError,
+    StaleGangError,
 )
-from torchft_like.gang.arguments import check_gather, check_gather_list, check_reduction, check_source
-from torchft_like.gang.base import Gang, ReduceOperation
-from torchft_like.gang.current import with_index
-from torchft_like.gang.tensors import as_moved, check_dense, dense, effective, reducible
-from torchft_like.plain_data.schema import LEAF_BYTES_MAX
+from torchft_like.gang.arguments import (
+    as_moved,
+    check_dense,
+    check_gather,
+    check_gather_list,
+    check_partition,
+    check_reduction,
+    check_source,
+    dense,
+    effective,
+    reducible,
+)
+from torchft_like.gang.base import Gang, ReduceOperation, with_index
+from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.collectives import ALLREDUCE
 
@@ -51,6 +67,10 @@ _REDUCE_OPS = {
 }
 _OPTIONS = CoordinatorOptions(check_collectives=False, message_bytes_max=LEAF_BYTES_MAX)
 _NO_LIST = "of no list"
+DEFAULT_TIMEOUT = timedelta(minutes=15)
+_BACKENDS = {"cpu": "torchft-gloo", "cuda": "torchft-nccl"}
+
+_registrations = itertools.count()
 
 
 class _Members(Communicator):
@@ -70,6 +90,10 @@ class GroupGang(Gang):
 
     def __init__(self, device: torch.device) -> None:
         self._device = with_index(torch.device(device))
+        # Called with each error of the gang, and of the gangs that are made of it.
+        self._tell: Callable[[Exception], object] = lambda _: None
+        # Raises an error if the members of parts cannot communicate now.
+        self._check_parts: Callable[[], object] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +120,34 @@ class GroupGang(Gang):
 
     def _explained(self, what: str, error: Exception) -> GangError:
         """Return the gang's error for an error of its group."""
-        return GangError(f"{what} of {self!r} failed: {error}")
+        explained = GangError(f"{what} of {self!r} failed: {error}")
+        self._tell(explained)
+        return explained
+
+    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+        """Make a gang over a group of the same class, with its timeout and options.
+
+        If this gang's group is torch's, the new one is over a group of ours. It ends with the configuration
+        of this gang's group, or the quorum, in which it was made.
+        """
+        return self.split([ranks])
+
+    def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
+        parts = check_partition(partition, self.size)
+        with self._communicating("create_gang") as members:
+            try:
+                part = split(self._whole(members), "create_gang", parts)
+            except CollectiveMismatchError as error:
+                raise ValueError(
+                    f"the members were given different ranks for the new gangs: {error}"
+                ) from error
+        if part is None:
+            return None
+        return ProcessGroupGang.over(part, self._device, self._tell, self._check_parts)
+
+    def _whole(self, members: Communicator) -> Communicator:
+        """Return the members over the group of which the groups of parts are made."""
+        return members
 
     def barrier(self) -> None:
         with self._communicating("barrier") as members:
@@ -111,7 +162,14 @@ class GroupGang(Gang):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
         members = self._quick
-        if members is None or op is not _SUM or not _is_plain(tensor):
+        if (
+            members is None
+            or op is not _SUM
+            or not is_addable_as_is(tensor)
+            or tensor.requires_grad
+            or tensor.is_inference()
+            or not tensor.is_contiguous()
+        ):
             self._all_reduce(tensor, op)
             return
         channel = members.channels.get(tensor.device.type)
@@ -121,7 +179,7 @@ class GroupGang(Gang):
         try:
             channel.issue(ALLREDUCE, [tensor], AllreduceOptions()).wait()
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            self._raise("all_reduce", error)
+            raise_as(self._told("all_reduce", error), error)
 
     @torch.no_grad()
     def _all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
@@ -212,17 +270,6 @@ class GroupGang(Gang):
         if own is not None:
             raise own
 
-    def _split(self, members: Communicator, partition: Sequence[tuple[int, ...]]) -> Part | None:
-        """Return the caller's part of `members`.
-
-        Raises:
-            ValueError: the members were given different ranks.
-        """
-        try:
-            return split(members, "create_gang", partition)
-        except CollectiveMismatchError as error:
-            raise ValueError(f"the members were given different ranks for the new gangs: {error}") from error
-
     @contextlib.contextmanager
     def _communicating(self, what: str) -> Iterator[Communicator]:
         """Yield the members, which may communicate in the block; put every error into a gang's words."""
@@ -232,14 +279,7 @@ class GroupGang(Gang):
             if (error := members.control.hidden_error()) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            self._raise(what, error)
-
-    def _raise(self, what: str, error: Exception) -> NoReturn:
-        """Raise the gang's error for an error of its group."""
-        told = self._told(what, error)
-        if told is error:
-            raise error
-        raise told from told.__cause__
+            raise_as(self._told(what, error), error)
 
     def _told(self, what: str, error: Exception) -> Exception:
         """Return the error to raise for an error of the group."""
@@ -247,9 +287,7 @@ class GroupGang(Gang):
             return error.error if isinstance(error.error, GangError) else self._told(what, error.error)
         if isinstance(error, GroupCoordinatorError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # the error that a channel found
-        if isinstance(error, GangError | NotSupportedError | PlainDataError):
-            return error
-        if isinstance(error, ValueError | TypeError):
+        if isinstance(error, GangError | NotSupportedError | ValueError | TypeError):
             return error
         if isinstance(error, NotImplementedError):
             told: Exception = NotSupportedError(f"{self!r} has no {what}: {error}")
@@ -269,12 +307,179 @@ class GroupGang(Gang):
             )
 
 
-def _is_plain(tensor: object) -> bool:
-    """Return whether a backend reduces the tensor as it is, with nothing for autograd to see."""
-    return (
-        type(tensor) is Tensor
-        and tensor.dtype in REDUCIBLE
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.requires_grad or tensor.is_neg() or tensor.is_inference())
-        and tensor.is_contiguous()
-    )
+@final
+class ProcessGroupGang(GroupGang):
+    """The members of a process group.
+
+    Args:
+        pg: any that `torch.distributed` takes: its own, ours, wrapped or not. It stays the caller's:
+            `close` leaves it alone.
+        device: the device of the group's tensors.
+
+    Raises:
+        ValueError: `pg` is torch's placeholder for a group that the caller is not in.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(device)
+        if not isinstance(pg, dist.ProcessGroup):
+            raise ValueError(f"{pg!r} is no process group that the caller is a member of")
+        self._pg = pg
+        self._members: Communicator | None = None
+        self._part: Part | None = None
+        self._owns_default_group = False
+        self._is_closed = False
+
+    @classmethod
+    def create_default_process_group(
+        cls,
+        device: torch.device,
+        *,
+        timeout: timedelta | None = None,
+        high_priority: bool = False,
+        backend: str | None = None,
+    ) -> Self:
+        """Start torch's default process group, as torchrun or the environment describes it, as a gang.
+
+        Args:
+            device: cpu or cuda.
+            timeout: the limit of each operation, positive; None for 15 minutes.
+            high_priority: whether to run on streams of high priority, if the backend has such: torch's own
+                nccl.
+            backend: torch's name of the backend; None for torchft-gloo or torchft-nccl, which can be aborted.
+
+        Raises:
+            ValueError: the device is neither cpu nor cuda, or the timeout is no positive timedelta.
+            NotSupportedError: this torch has no torch.distributed, or no such device.
+            InvalidOperationError: there is a default process group already.
+            GangError: the members did not meet.
+        """
+        device = torch.device(device)
+        if device.type not in _BACKENDS:
+            raise ValueError(f"a gang is of cpu or cuda devices, not {device.type}")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise NotSupportedError("there is no CUDA device here, or this torch was built without CUDA")
+        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+        if not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+            raise ValueError(f"timeout={timeout!r} must be a positive timedelta")
+        if not dist.is_available():
+            raise NotSupportedError("this torch was built without torch.distributed")
+        if dist.is_initialized():
+            raise InvalidOperationError(
+                "there is a default group already: wrap it, ProcessGroupGang(dist.group.WORLD, device)"
+            )
+        name = backend or _BACKENDS[device.type]
+        try:
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)
+            dist.init_process_group(name, timeout=timeout, **_options(name, high_priority))
+        except Exception as error:
+            raise GangError(f"the default process group could not be started over {name}: {error}") from error
+        world = dist.group.WORLD
+        if world is None:
+            raise GangError("torch has no default process group after init_process_group")
+        gang = cls(world, device)
+        gang._owns_default_group = True
+        return gang
+
+    @property
+    def rank(self) -> int:
+        return _known(self._pg.rank)
+
+    @property
+    def size(self) -> int:
+        return _known(self._pg.size)
+
+    def as_process_group(self) -> dist.ProcessGroup:
+        """Return the group, registered under a name, by which functions of torch look it up."""
+        if self._part is not None and self._part.group._name is None:
+            self._part.group.register(f"gang-{next(_registrations)}")
+        return self._pg
+
+    def close(self) -> None:
+        """Release the group if the gang has made it, which ends its sub-gangs. Safe to call again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._quick = None
+        if (part := self._part) is not None:
+            part.group.unregister()
+            if part.ending.reason is not None or part.group.errored() is not None:
+                part.group.abort("the gang was closed")  # its operations have no waiter any more
+            else:
+                part.group.shutdown()
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @classmethod
+    def over(
+        cls,
+        part: Part,
+        device: torch.device,
+        tell: Callable[[Exception], object],
+        check: Callable[[], object] | None,
+    ) -> Self:
+        """Return the gang of a part that has met.
+
+        Args:
+            part: the group and its members.
+            device: the device of the tensors that the gang makes itself.
+            tell: called with each error of the gang.
+            check: raises an error if the members cannot communicate now; None for no check.
+        """
+        gang = cls(part.group, device)
+        gang._part, gang._tell, gang._check_parts = part, tell, check
+        return gang
+
+    def _present(self) -> Communicator:
+        if self._part is not None and (reason := self._part.ending.reason) is not None:
+            stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
+            self._tell(stale)
+            raise stale
+        if self._is_closed:
+            raise GangError(f"{self!r} was closed")
+        if self._check_parts is not None:
+            self._check_parts()
+        members = self._members
+        if members is None or not members.control.is_lasting:
+            self._members = members = self._over(self._pg)
+            is_quick = self._check_parts is None and members.control.is_lasting
+            self._quick = members if is_quick else None
+        return members
+
+    def _has_average(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda or (isinstance(self._pg, ProcessGroup) and self._pg.counts_participants)
+
+    def _explained(self, what: str, error: Exception) -> GangError:
+        if self._part is not None and (reason := self._part.ending.reason) is not None:
+            stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
+            if self._part.is_latest:  # otherwise the error says nothing about the present configuration
+                self._tell(stale)
+            return stale
+        return super()._explained(what, error)
+
+    def __repr__(self) -> str:
+        try:
+            place = f"rank {self.rank} of {self.size}"
+        except RuntimeError:
+            place = "not configured"
+        return f"<{type(self).__name__}: {place} on {self._device}>"
+
+
+def _known(place: Callable[[], int]) -> int:
+    """Return the rank or the size of a group.
+
+    Raises:
+        GangError: it has none before it is configured.
+    """
+    try:
+        return place()
+    except ProcessGroupNotConfiguredError as error:
+        raise GangError(f"the gang has no members yet: {error}") from error
+
+
+def _options(backend: str, high_priority: bool) -> dict[str, Any]:
+    if not high_priority or backend != "nccl":
+        return {}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return {"pg_options": options}

@@ -38,7 +38,7 @@ def raise_operational_gang_error(cause: GangError) -> NoReturn:
     raise OperationalError(f"the members of a gang could not communicate: {cause}") from cause
 
 
-def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
+def all_sum(gang: Gang, value: float | int | Tensor | np.generic | np.ndarray) -> Tensor:
     """Return the sum of all members' values, a tensor without dimensions on the gang's device.
 
     The sum is int64 and exact if all values are integers. Otherwise it is added up in float64, and has the
@@ -46,7 +46,7 @@ def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
     pass an int and some a float.
 
     Args:
-        value: a number of Python or numpy, or a tensor with one element.
+        value: a number of Python or numpy, or a tensor or array with one element.
 
     Raises:
         TypeError: `value` is no real number.
@@ -54,12 +54,16 @@ def all_sum(gang: Gang, value: float | int | Tensor | np.generic) -> Tensor:
         GangError: the members could not communicate.
     """
     dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-        value = value.item()
+    what = type(value).__name__
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        count = value.numel() if isinstance(value, Tensor) else value.size
+        value = value.item() if count == 1 else value
+        what = f"{'tensor' if isinstance(value, Tensor) else 'array'}s of {count} elements"
+    if isinstance(value, np.floating):  # a longdouble remains one
+        value = float(value)
     is_whole = isinstance(value, int)
     if not isinstance(value, int | float):
-        what = f"tensors of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"all_sum adds up numbers, not {what}: use all_reduce for tensors")
+        raise TypeError(f"all_sum adds up numbers, not {what}: use all_reduce for more than one")
     if is_whole and value not in _INT64:
         raise ValueError(f"{value} does not fit into 64 bits")
     # The halves of an integer add up exactly in float64, in any order of the members.

@@ -10,7 +10,7 @@ quorum's group is aborted or configured anew, and says so from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, final
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from torchft_like.communicator.communicator import Communicator
 from torchft_like.errors import GangError
-from torchft_like.gang.arguments import check_partition
 from torchft_like.gang.base import Gang
 from torchft_like.gang.gangs import Gangs
 from torchft_like.gang.group_gang import GroupGang
-from torchft_like.gang.process_group_gang import ProcessGroupGang
 from torchft_like.process_group import ManagedProcessGroup
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.managed import GroupManager
@@ -65,6 +63,7 @@ class ManagedGang(GroupGang):
         super().__init__(device or group._device_types[0])
         self._manager = manager
         self._group = group
+        self._tell, self._check_parts = manager.report_error, self._check_nobody_heals
 
     @property
     def rank(self) -> int:
@@ -102,18 +101,8 @@ class ManagedGang(GroupGang):
         """Return a ManagedProcessGroup, whose collectives do not raise."""
         return self._group
 
-    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
-        """Make a gang of the current quorum; `ElasticGangs` has those of the next ones, too."""
-        return self.split([ranks])
-
-    def split(self, partition: Sequence[Sequence[int]]) -> ProcessGroupGang | None:
-        """Make gangs of the current quorum."""
-        parts = check_partition(partition, self.size)
-        with self._communicating("create_gang"):
-            part = self._split(self._over(self._manager.process_group), parts)
-        if part is None:
-            return None
-        return ProcessGroupGang.over(part, self._device, self._manager.report_error, self._check_nobody_heals)
+    def _whole(self, members: Communicator) -> Communicator:
+        return self._over(self._manager.process_group)
 
     def of_all(self) -> Gang:
         """Return a gang of the current quorum, which cannot be used while a member heals."""
@@ -146,11 +135,6 @@ class ManagedGang(GroupGang):
 
     def _has_average(self, tensor: Tensor) -> bool:
         return True  # of the participants, which the manager counts
-
-    def _explained(self, what: str, error: Exception) -> GangError:
-        explained = super()._explained(what, error)
-        self._manager.report_error(explained)
-        return explained
 
     def __repr__(self) -> str:
         return f"<ManagedGang over {self._manager!r} on {self._device}>"

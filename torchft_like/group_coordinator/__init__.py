@@ -7,10 +7,8 @@ members can change, and asks a quorum for them.
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
-from torchft_like.group_coordinator.elastic.change import Change
-from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinator
-from torchft_like.group_coordinator.elastic.managed import ManagedCoordinator
-from torchft_like.group_coordinator.elastic.membership import Membership
+from torchft_like.group_coordinator.elastic.change import Change, Membership
+from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinator, ManagedCoordinator
 from torchft_like.group_coordinator.graph import GraphCaptureContext
 from torchft_like.message_queue import MessageQueue
 

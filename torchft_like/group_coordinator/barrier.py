@@ -10,13 +10,13 @@ would be one off.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.communicator.channel import Started
 from torchft_like.communicator.communicator import Communicator
 from torchft_like.communicator.handle import Handle
 from torchft_like.errors import (
@@ -27,6 +27,8 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import create_store_client
 from torchft_like.process_group.wrapper import as_timedelta
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -41,10 +43,11 @@ class Barriers:
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
         self._communicator = communicator
-        self._arrivals: _Arrivals | None = None
         self._pending: Handle[None] | None = None
-        if communicator.world_size > 1:
-            self._arrivals = _Arrivals(communicator, store or _store_of(communicator), name)
+        self._number = 0  # of the caller's last barrier; each member has its own in the store, under its rank
+        if communicator.world_size > 1 and store is None:
+            store = _store_of(communicator)
+        self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
 
     def wait(self, timeout: timedelta | float | None) -> None:
         """Wait until all members have come; after a CollectiveTimeoutError, to the barrier of that error.
@@ -59,73 +62,57 @@ class Barriers:
             GroupCoordinatorError: a member died; the text names those that had not come.
             ValueError: the timeout is not positive.
         """
-        patience = as_timedelta(self._communicator.options.timeout if timeout is None else timeout)
-        if self._arrivals is None:
+        members = self._communicator
+        limit = as_timedelta(members.options.timeout if timeout is None else timeout)
+        if members.world_size == 1:
             return
         try:
-            self._pending = self._pending or self._started(self._arrivals, patience)
-            self._pending.wait(patience.total_seconds())
+            self._pending = self._pending or self._started(limit)
+            self._pending.wait(limit.total_seconds())
         except StillUnderWayError:
-            missing = self._arrivals.missing()
-            waiting = {
-                rank: ("barrier",) for rank in range(self._communicator.world_size) if rank not in missing
-            }
-            raise CollectiveTimeoutError(patience.total_seconds(), missing, waiting) from None
+            missing = self._missing()
+            waiting = {rank: ("barrier",) for rank in range(members.world_size) if rank not in missing}
+            raise CollectiveTimeoutError(limit.total_seconds(), missing, waiting) from None
         except StaleEpochError:
             raise
         except GroupCoordinatorError as error:
             self._pending = None
-            raise GroupCoordinatorError(f"{error}; {_absent(self._arrivals.missing())}") from error.__cause__
+            absent = ", ".join(f"rank {rank}" for rank in self._missing())
+            who = f"not there yet: {absent}" if absent else "all had come"
+            raise GroupCoordinatorError(f"{error}; {who}") from error.__cause__
         except Exception:  # all ranks refused it: there was no such barrier
             self._pending = None
-            self._arrivals.leave()
+            self._note(self._number - 1)
             raise
         self._pending = None
 
-    def _started(self, arrivals: _Arrivals, patience: timedelta) -> Handle[None]:
+    def _started(self, limit: timedelta) -> Handle[None]:
         """Begin the next barrier."""
-        arrivals.come()
-        with self._communicator.guard("barrier"):
-            started = self._communicator.barrier(patience + as_timedelta(self._communicator.options.timeout))
-        return Handle("barrier", lambda: _wait(self._communicator, started), lambda _: None)
-
-
-class _Arrivals:
-    """A store's notes of which members have come to the present barrier: under each rank the number of its
-    last one.
-    """
-
-    def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
-        self._rank = communicator.rank
-        self._others = [rank for rank in range(communicator.world_size) if rank != communicator.rank]
-        self._number = 0
-        self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
-
-    def come(self) -> None:
-        """Note that the caller has come to its next barrier."""
         self._note(self._number + 1)
+        with self._communicator.guard("barrier"):
+            started = self._communicator.barrier(limit + as_timedelta(self._communicator.options.timeout))
 
-    def leave(self) -> None:
-        """Take back the last `come`."""
-        self._note(self._number - 1)
+        def finish() -> None:
+            with self._communicator.guard("barrier"):
+                started.wait()
+
+        return Handle("barrier", finish, lambda _: None)
 
     def _note(self, number: int) -> None:
         self._number = number
-        self._ask(lambda store: store.set(str(self._rank), str(number)))
+        self._ask(lambda store: store.set(str(self._communicator.rank), str(number)))
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come to the caller's present barrier; none, if there is no store to
-        ask.
-        """
-        return (
-            self._ask(lambda store: [rank for rank in self._others if not self._has_come(store, rank)]) or []
-        )
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come to the caller's barrier; none, if there is no store to ask."""
 
-    def _has_come(self, store: Store, rank: int) -> bool:
-        key = str(rank)
-        return store.check([key]) and int(store.get(key)) >= self._number
+        def is_missing(store: Store, rank: int) -> bool:
+            key = str(rank)
+            return not (store.check([key]) and int(store.get(key)) >= self._number)
 
-    def _ask(self, question: Any) -> Any:
+        others = [rank for rank in range(self._communicator.world_size) if rank != self._communicator.rank]
+        return self._ask(lambda store: [rank for rank in others if is_missing(store, rank)]) or []
+
+    def _ask(self, question: Callable[[Store], T]) -> T | None:
         if self._store is None:
             return None
         try:
@@ -133,15 +120,6 @@ class _Arrivals:
         except (RuntimeError, ValueError) as error:  # the store went with the process that served it
             _logger.warning("the store of the barriers does not answer: %s", error)
             return None
-
-
-def _wait(communicator: Communicator, started: Started) -> None:
-    with communicator.guard("barrier"):
-        started.wait()
-
-
-def _absent(missing: list[int]) -> str:
-    return f"not there yet: {', '.join(f'rank {rank}' for rank in missing)}" if missing else "all had come"
 
 
 def _store_of(communicator: Communicator) -> Store | None:

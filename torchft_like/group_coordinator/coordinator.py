@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,15 @@ from torchft_like.communicator.communicator import Communicator
 from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.options import CoordinatorOptions
-from torchft_like.communicator.sizes import checked_rank
+from torchft_like.communicator.sizes import checked_dim, checked_rank, with_rows
 from torchft_like.communicator.tensors import checked_tensor, specifications
 from torchft_like.core.agreement.statements import Statement, Terms, specification
 from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator import compiled
 from torchft_like.group_coordinator import tensor_dict as dicts
 from torchft_like.group_coordinator.barrier import Barriers
 from torchft_like.group_coordinator.creation import (
     ANONYMOUS,
+    Place,
     Wish,
     destroy_group,
     make_groups,
@@ -57,21 +57,6 @@ def coordinator_named(unique_name: str) -> GroupCoordinator:
     if (found := _by_name.get(unique_name)) is None:
         raise GroupCoordinatorError(f"there is no coordinator named {unique_name!r} any more")
     return found
-
-
-class Place(NamedTuple):
-    """The caller's place among the members, and the groups that join them.
-
-    Attributes:
-        ranks: of the members in the whole job, in the order of their ranks in the group.
-    """
-
-    name: str
-    rank_in_group: int
-    ranks: list[int]
-    device: torch.device
-    cpu_group: Group
-    device_group: Group | None
 
 
 @dataclass(frozen=True)
@@ -171,13 +156,11 @@ class GroupCoordinator:
             group_name or ANONYMOUS,
             options or CoordinatorOptions(),
         )
-        made = make_groups(wish)
+        place = make_groups(wish)
         self._owns_groups = True
         self._has_device_communicator = bool(use_device_communicator)
         self.group_name = wish.group_name
         self.local_rank = local_rank
-        rank = made.cpu_group.rank()
-        place = Place(made.name, rank, made.ranks, made.device, made.cpu_group, made.device_group)
         self._adopt(place, wish.options)
         self._all_ranks = [list(ranks) for ranks in group_ranks]
         if use_message_queue_broadcaster and self.world_size > 1:
@@ -240,9 +223,7 @@ class GroupCoordinator:
 
     @property
     def device_communicator(self) -> Self | None:
-        """The object that moves tensors between the members: the coordinator itself; None where vLLM has
-        none.
-        """
+        """The object that moves tensors, which is the coordinator itself; None where vLLM has none."""
         return self if self._has_device_communicator and self.world_size > 1 else None
 
     @property
@@ -286,8 +267,8 @@ class GroupCoordinator:
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Return the sum over all ranks in a new tensor; `input_` stays as it is."""
         if torch.compiler.is_compiling():
-            return compiled.all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
-        return self._all_reduce_out_place(input_)
+            return _compiled_all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
+        return collectives.all_reduce(self._current(), input_)
 
     def _all_reduce_out_place(self, input_: Tensor) -> Tensor:
         return collectives.all_reduce(self._current(), input_)
@@ -295,8 +276,8 @@ class GroupCoordinator:
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Join the tensors of all ranks, which have one shape, along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
-        return self._all_gather_out_place(input_, dim)
+            return _compiled_all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
+        return collectives.all_gather(self._current(), input_, dim)
 
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
         return collectives.all_gather(self._current(), input_, dim)
@@ -320,8 +301,8 @@ class GroupCoordinator:
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Return this rank's part of the sum over all ranks, which is split evenly along `dim`."""
         if torch.compiler.is_compiling():
-            return compiled.reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
-        return self._reduce_scatter_out_place(input_, dim)
+            return _compiled_reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
+        return collectives.reduce_scatter(self._current(), input_, dim)
 
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:
         return collectives.reduce_scatter(self._current(), input_, dim)
@@ -346,9 +327,7 @@ class GroupCoordinator:
         return parts if isinstance(input_, list) else parts[0]
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Join the tensors of all ranks, of one shape, along `dim` on rank `dst`; return None on the
-        others.
-        """
+        """Join the tensors of all ranks, of one shape, along `dim` on rank `dst`; others get None."""
         return collectives.gather(self._current(), input_, dst, dim)
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
@@ -497,9 +476,7 @@ class GroupCoordinator:
         group: Group | None = None,
         metadata_group: Group | None = None,
     ) -> Handle[TensorDict]:
-        """Broadcast a dict as `broadcast_tensor_dict` does, but return once every rank knows what will
-        come.
-        """
+        """Broadcast a dict as `broadcast_tensor_dict` does; return once all ranks know what will come."""
         communicator = self._over(group, metadata_group)
         with communicator.guard("broadcast_tensor_dict"):
             begun = dicts.start_broadcasting(communicator, tensor_dict, src)
@@ -840,3 +817,52 @@ def _experts_terms(is_sequence_parallel: bool) -> Terms:
 
 def _listed(tensors: Tensors) -> list[Tensor]:
     return tensors if isinstance(tensors, list) else [tensors]
+
+
+# ------------------------------------------------------------------------- torch.compile
+#
+# A graph cannot hold a coordinator. It holds the coordinator's name, by which an operator finds it when it
+# runs, and, if the shape of a result depends on it, the number of members: torch compiles anew if that has
+# changed. An operator returns new tensors and changes none, as torch demands.
+
+
+@torch.library.custom_op("torchft_like::all_reduce", mutates_args=())
+def _compiled_all_reduce(tensor: Tensor, coordinator: str) -> Tensor:
+    return collectives.all_reduce(coordinator_named(coordinator)._current(), tensor)
+
+
+@torch.library.custom_op("torchft_like::all_gather", mutates_args=())
+def _compiled_all_gather(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
+    return collectives.all_gather(_with_members(coordinator, world_size), tensor, dim)
+
+
+@torch.library.custom_op("torchft_like::reduce_scatter", mutates_args=())
+def _compiled_reduce_scatter(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
+    return collectives.reduce_scatter(_with_members(coordinator, world_size), tensor, dim)
+
+
+@_compiled_all_reduce.register_fake
+def _(tensor: Tensor, coordinator: str) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+@_compiled_all_gather.register_fake
+def _(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
+    at = checked_dim(dim, tensor.dim())
+    return tensor.new_empty(with_rows(tensor.shape, at, tensor.shape[at] * world_size))
+
+
+@_compiled_reduce_scatter.register_fake
+def _(tensor: Tensor, dim: int, coordinator: str, world_size: int) -> Tensor:
+    at = checked_dim(dim, tensor.dim())
+    return tensor.new_empty(with_rows(tensor.shape, at, tensor.shape[at] // world_size))
+
+
+def _with_members(coordinator: str, world_size: int) -> Communicator:
+    """Return the members of a coordinator, if they are as many as the graph was compiled for."""
+    communicator = coordinator_named(coordinator)._current()
+    if communicator.world_size != world_size:  # a Manager's quorum may have changed them
+        # Other members may have entered theirs with the new members.
+        with communicator.guard("a compiled graph"):
+            raise GroupCoordinatorError(f"it was entered with {world_size} members: enter it again")
+    return communicator

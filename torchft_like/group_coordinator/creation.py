@@ -1,7 +1,11 @@
 """The process groups of a coordinator, made by all ranks of torch's default group at once.
 
-The ranks first tell each other, in the default group's store, which groups they mean. `new_group` does
-not compare that, and waits for its whole timeout where one rank means others.
+The ranks first tell each other, by records in the default group's store, which groups they mean. `new_group`
+does not compare that, and waits for its whole timeout where one rank means others. One key is written once,
+by the first rank that can decide, with the ranks that are missing: the last rank to come writes that none is,
+a rank whose time is up writes the ranks that have not come. The key binds every rank, also one that comes
+later: either all ranks go on or none does. A rank that went on alone would count torch's groups otherwise
+than the others from then on.
 
 The groups are of our own kind, because no wait of torch's own can be ended: the backends gloo and nccl mean
 torchft-gloo and torchft-nccl. Any other name is taken as it is, and `cpu:gloo` and `cuda:nccl` are names for
@@ -12,20 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.backends import BACKENDS
+from torchft_like.communicator.channel import Group
+from torchft_like.communicator.communicator import check
 from torchft_like.communicator.options import CoordinatorOptions
-from torchft_like.core.agreement.statements import Statement
-from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator.agreement import Agreement, part_of_next
+from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
+from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.wrapper import as_timedelta
 
@@ -34,23 +41,25 @@ ANONYMOUS = "anonymous"
 OURS = {"gloo": CPU_BACKEND, "nccl": "torchft-nccl"}
 NAME_CHARACTERS_MAX = 100
 KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # newer versions of torch do
+_MISSING = "missing"
 _numbers: Counter[str] = Counter()
 
 
-class Made(NamedTuple):
-    """The groups of a coordinator that torch's ranks have made.
+class Place(NamedTuple):
+    """The caller's place among the members of a coordinator, and the groups that join them.
 
     Attributes:
         name: unique among the coordinators of this process.
-        ranks: the members' ranks in the default group.
-        device_group: None where it has no device group, the CPU group where the device is a CPU.
+        ranks: the members' ranks in the whole job, in the order of their ranks in the group.
+        device_group: None without a device group; the CPU group where the device is a CPU.
     """
 
     name: str
+    rank_in_group: int
     ranks: list[int]
     device: torch.device
-    cpu_group: Any
-    device_group: Any
+    cpu_group: Group
+    device_group: Group | None
 
 
 class Wish(NamedTuple):
@@ -69,7 +78,7 @@ class Wish(NamedTuple):
     options: CoordinatorOptions
 
 
-def make_groups(wish: Wish) -> Made:
+def make_groups(wish: Wish) -> Place:
     """Make the groups; block until all ranks of the default group have made them.
 
     Raises:
@@ -105,15 +114,11 @@ def make_groups(wish: Wish) -> Made:
             raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
         undo.pop_all()
     ranks = next(ranks for ranks in groups if rank in ranks)
-    return Made(name, ranks, device, cpu_group, device_group)
+    return Place(name, cpu_group.rank(), ranks, device, cpu_group, device_group)
 
 
 def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
-    """Return the groups, in which every rank of the default group occurs once, with the ranks in their order.
-
-    Raises:
-        ValueError: a rank is missing, foreign or there twice; or torch would change the order.
-    """
+    """Return the groups, in which every rank of the default group occurs once."""
     groups = [[int(rank) for rank in ranks] for ranks in group_ranks]
     if not groups or not all(groups):
         raise ValueError(f"group_ranks {group_ranks!r:.200} has an empty group")
@@ -130,11 +135,7 @@ def checked_groups(group_ranks: Sequence[Sequence[int]], world_size: int) -> lis
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:
-    """Return the device of a backend's tensors, on the rank with this number on its host.
-
-    Raises:
-        ValueError: no device has that number, or torch has no such backend.
-    """
+    """Return the device of a backend's tensors, on the rank with this number on its host."""
     if not isinstance(local_rank, int) or isinstance(local_rank, bool) or local_rank < 0:
         raise ValueError(f"local_rank is {local_rank!r}: it must be a whole number from 0 on")
     is_cuda = "cuda" in BACKENDS[backend].devices if backend in BACKENDS else "nccl" in backend
@@ -149,11 +150,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
 
 
 def unique_name(name: str) -> str:
-    """Return `name:number`, where the number counts the coordinators of that name in this process.
-
-    Raises:
-        ValueError: it is too long to be a key in a store.
-    """
+    """Return `name:number`, where the number counts the coordinators of that name in this process."""
     if len(name) > NAME_CHARACTERS_MAX:
         raise ValueError(f"group_name has {len(name)} characters, {NAME_CHARACTERS_MAX} at the most")
     number = _numbers[name]
@@ -194,3 +191,84 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
         if dist.get_rank() in ranks:
             own = group
     return own
+
+
+def part_of_next(store: Store, rank: int) -> Store:
+    """Return the part of the store for a rank's next agreement: its n-th agreement is with the n-th of the
+    others.
+
+    The store counts them, not the process: coordinators that only some ranks have made do not count, nor
+    those of another job.
+
+    Raises:
+        GroupCoordinatorError: the store failed.
+    """
+    with _asking():
+        number = store.add(f"coordinator/made/{rank}", 1)
+    return PrefixStore(f"coordinator/{number}", store)
+
+
+class Agreement:
+    """One rank's part in one agreement.
+
+    Args:
+        store: the part of the store that belongs to this agreement.
+        timeout: how long this rank waits for the others.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._keys = [str(rank) for rank in range(world_size)]
+        self._timeout = timeout
+
+    def reach(self, statement: Statement) -> None:
+        """Wait for the other ranks, and compare their statements.
+
+        Raises:
+            CollectiveMismatchError: the ranks do not ask for the same, or one refuses.
+            CollectiveTimeoutError: some ranks had not come when the time of the first was up; the text names
+              them.
+            GroupCoordinatorError: the store failed.
+        """
+        self.say(statement)
+        with _asking():
+            missing = self._missing()
+            said = [] if missing else self._store.multi_get(self._keys)
+        if missing:
+            came = set(range(len(self._keys))) - set(missing)
+            waiting = dict.fromkeys(came, (f"{statement.operation}()",))
+            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting)
+        check({rank: decode(record) for rank, record in enumerate(said)})
+
+    def say(self, statement: Statement) -> None:
+        """State something, such as a refusal, without waiting for the other ranks.
+
+        Raises:
+            GroupCoordinatorError: the store failed.
+        """
+        with _asking():
+            self._store.set(str(self._rank), encode_briefly(statement).decode())
+            if self._store.check(self._keys):
+                self._decide([])
+
+    def _missing(self) -> list[int]:
+        """Wait for the decision, and return the ranks that had not come."""
+        try:
+            self._store.wait([_MISSING], self._timeout)
+        except RuntimeError:
+            self._decide([rank for rank, key in enumerate(self._keys) if not self._store.check([key])])
+        missing: list[int] = json.loads(self._store.get(_MISSING))
+        return missing
+
+    def _decide(self, missing: list[int]) -> None:
+        """Decide which ranks are missing, unless it is decided already."""
+        self._store.compare_set(_MISSING, "", json.dumps(missing))
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupCoordinatorError(f"the default group's store failed: {error}") from error

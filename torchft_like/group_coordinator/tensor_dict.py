@@ -55,11 +55,7 @@ def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] |
 
 
 def checked_dict(value: object) -> TensorDict:
-    """Return the value, if it is a dict.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Return the value, if it is a dict."""
     if type(value) is not dict:
         raise TypeError(f"a dict of tensors and plain data was expected, not a {type(value).__name__}")
     return value
@@ -155,9 +151,7 @@ def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
 
 @contextlib.contextmanager
 def _missed_by(gathered_by: Communicator | None) -> Iterator[None]:
-    """Tell the counterparts if the block, which receives a dict, fails: then they do not wait for its
-    slices.
-    """
+    """Tell the counterparts if the block, which receives a dict, fails: they wait for its slices."""
     try:
         yield
     except HARMLESS:  # the counterparts hear of it where slices are joined
@@ -177,7 +171,10 @@ def joined(received: Received, group: Communicator | None) -> TensorDict:
             sender has refused to send, on all ranks of the group.
     """
     if group is None:
-        return _unsliced(*received())
+        whole, cut = received()
+        if cut:
+            raise ValueError(f"slices of {sorted(cut)} came: pass the all_gather_group to the receiver, too")
+        return whole
     with _missed_by(group), contextlib.suppress(*HARMLESS):
         received()
 
@@ -195,7 +192,9 @@ def joined(received: Received, group: Communicator | None) -> TensorDict:
     with group.guard("recv_tensor_dict"):
         _, (tensor_dict, slices) = group.agree("recv_tensor_dict", prepare)
         joining = {
-            name: start_joining(group, tensor_dict[name], 0, _part_sizes(slices[name][2], group))
+            name: start_joining(
+                group, tensor_dict[name], 0, even_sizes(math.prod(slices[name][2]), group.world_size)
+            )
             for name in _ordered(slices)
         }
         for name, finish in joining.items():
@@ -203,16 +202,8 @@ def joined(received: Received, group: Communicator | None) -> TensorDict:
     return tensor_dict
 
 
-def _unsliced(tensor_dict: TensorDict, slices: Slices) -> TensorDict:
-    if slices:
-        raise ValueError(f"slices of {sorted(slices)} came: pass the all_gather_group to the receiver, too")
-    return tensor_dict
-
-
 def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
-    """Return the dict with slices for the declared tensors, and the facts about them that the receiver
-    needs.
-    """
+    """Return the dict with slices for the declared tensors, and what the receiver needs to know of them."""
     part, parts = sliced.group.rank, sliced.group.world_size
     cut, slices = dict(tensor_dict), Slices()
     for name in _ordered(sliced.declared):
@@ -232,7 +223,3 @@ def _ordered(names: Iterable[str]) -> list[str]:
 def _whole_text(part: Tensor, known: tuple[int, int, list[int], int]) -> str:
     _, _, shape, digest = known
     return f"{part.dtype} {shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
-
-
-def _part_sizes(shape: list[int], group: Communicator) -> tuple[int, ...]:
-    return even_sizes(math.prod(shape), group.world_size)

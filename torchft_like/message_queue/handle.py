@@ -6,11 +6,10 @@ A process that has the handle can read the queue: it holds the secrets that the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 
-T = TypeVar("T")
 VERSION = 1
 TOKEN_BYTES = 32
 SLOTS_MAX = 2**20
@@ -54,30 +53,34 @@ class QueueHandle:
 
     @classmethod
     def from_plain(cls, value: object) -> QueueHandle:
-        """Return the handle from which `to_plain` made the value.
-
-        Raises:
-            ValueError: this is not one.
-        """
+        """Return the handle from which `to_plain` made the value."""
         if not isinstance(value, dict) or value.get("version") != VERSION:
             raise ValueError(
                 f"this is no handle of a message queue, or one of another version, but a "
                 f"{type(value).__name__}: pass what the writer's export_handle() returns"
             )
-        geometry = Geometry(
-            _int(value, "slots", 1, SLOTS_MAX), _int(value, "slot_bytes", SLOT_BYTES_MIN, SLOT_BYTES_MAX)
+        name, token, slots, slot_bytes, local_ranks, n_remote = (
+            _field(value, key, kind, most) for key, kind, most in _FIELDS
         )
+        if slots < 1 or slot_bytes < SLOT_BYTES_MIN:
+            raise ValueError(f"a queue's handle has {slots} slots of {slot_bytes} bytes")
         remote = None
         if value.get("address") is not None:
-            remote = RemoteHandle(_typed(value, "address", str), _typed(value, "server_key", bytes))
-        return cls(
-            _typed(value, "name", str),
-            _typed(value, "token", bytes),
-            geometry,
-            _ranks(_typed(value, "local_ranks", list)),
-            _int(value, "n_remote", 0, READERS_MAX),
-            remote,
-        )
+            remote = RemoteHandle(_field(value, "address", str), _field(value, "server_key", bytes))
+        if not all(map(is_rank, local_ranks)) or len({*local_ranks}) < len(local_ranks):
+            raise ValueError("'local_ranks' of a queue's handle are not distinct ranks")
+        return cls(name, token, Geometry(slots, slot_bytes), tuple(local_ranks), n_remote, remote)
+
+
+# The fields of a handle, their types, and the largest number, or the greatest length of a list.
+_FIELDS: tuple[tuple[str, type, int | None], ...] = (
+    ("name", str, None),
+    ("token", bytes, None),
+    ("slots", int, SLOTS_MAX),
+    ("slot_bytes", int, SLOT_BYTES_MAX),
+    ("local_ranks", list, READERS_MAX),
+    ("n_remote", int, READERS_MAX),
+)
 
 
 def is_rank(value: object) -> TypeGuard[int]:
@@ -85,22 +88,11 @@ def is_rank(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= RANK_MAX
 
 
-def _typed(value: dict[str, object], key: str, kind: type[T]) -> T:
+def _field(value: dict[str, Any], key: str, kind: type, most: int | None = None) -> Any:
     found = value.get(key)
-    if type(found) is not kind:
+    if not isinstance(found, kind) or isinstance(found, bool):
         raise ValueError(f"{key!r} of a queue's handle is a {type(found).__name__}, not a {kind.__name__}")
+    number: Any = len(found) if isinstance(found, list) else found
+    if most is not None and not 0 <= number <= most:
+        raise ValueError(f"{key!r} of a queue's handle is {number}, not within [0, {most}]")
     return found
-
-
-def _int(value: dict[str, object], key: str, least: int, most: int) -> int:
-    found = _typed(value, key, int)
-    if not least <= found <= most:
-        raise ValueError(f"{key!r} of a queue's handle is {found}, not within [{least}, {most}]")
-    return found
-
-
-def _ranks(values: list[object]) -> tuple[int, ...]:
-    ranks = tuple(rank for rank in values if is_rank(rank))
-    if len(set(ranks)) != len(values) or len(values) > READERS_MAX:
-        raise ValueError("'local_ranks' of a queue's handle are not distinct ranks")
-    return ranks

@@ -30,8 +30,8 @@ from torchft_like.runtime.descriptors import receive_descriptors, send_descripto
 
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
-KNOCK_S_MAX = 5.0
-SHARED = 3  # the descriptors that a reader gets: the ring, its page, the bell
+CONNECT_S_MAX = 5.0
+SHARED = 3  # the descriptors that a reader gets: the ring, its page, the eventfd that wakes it
 
 _HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
 _MAGIC = b"tfq1"
@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
     connection: socket.socket
 
 
-class Lobby:
+class JoinListener:
     """The writer's listening socket and the callers that have not joined yet. No method waits.
 
     Attributes:
@@ -153,15 +153,9 @@ def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def call(handle: QueueHandle, rank: int) -> socket.socket:
-    """Connect to the writer and say hello.
-
-    Raises:
-        QueueWriterLostError: there is no writer.
-        QueueTimeoutError: so many callers wait that there was no place for KNOCK_S_MAX.
-        QueueError: another user's process has the name.
-    """
+    """Connect to the writer and say hello."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(KNOCK_S_MAX), 0))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(CONNECT_S_MAX), 0))
     try:
         connection.connect(f"\0{handle.name}")
         if _user_of(connection) != os.getuid():
@@ -170,7 +164,7 @@ def call(handle: QueueHandle, rank: int) -> socket.socket:
     except BlockingIOError:
         connection.close()
         raise QueueTimeoutError(
-            KNOCK_S_MAX, "the writer's door is crowded: it has to call wait_until_ready"
+            CONNECT_S_MAX, "too many readers wait to be let in: the writer has to call wait_until_ready"
         ) from None
     except OSError as error:
         connection.close()
@@ -184,13 +178,7 @@ def call(handle: QueueHandle, rank: int) -> socket.socket:
 
 
 def hear_welcome(connection: socket.socket) -> list[int]:
-    """Return the descriptors of the shared memory, once the connection is readable.
-
-    Raises:
-        QueueWriterLostError: the writer is gone.
-        QueueError: it does not let this reader in; says why.
-        OSError: this process has no descriptors left for them.
-    """
+    """Return the descriptors of the shared memory, once the connection is readable."""
     try:
         data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, SHARED)
     except OSError as error:

@@ -24,11 +24,7 @@ FILE_RECORD = struct.Struct("<QQQQ")
 
 
 def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
-    """Return the descriptor of a file in memory with all parts, one after the other.
-
-    Raises:
-        QueueMemoryError: there is no room for it.
-    """
+    """Return the descriptor of a file in memory with all parts, one after the other."""
     purpose = f"a message of {nbytes} bytes, more than the ring holds,"
     descriptor = create(nbytes, purpose)
     try:
@@ -141,9 +137,6 @@ def reading_file(descriptor: int, nbytes: int) -> Callable[[memoryview], None]:
     """Return a function that fills memory with the bytes of a file.
 
     It reads and maps nothing, so that no peer can take the memory away.
-
-    Raises:
-        QueueCorruptError: the file is not of this size.
     """
     if os.fstat(descriptor).st_size != nbytes:
         raise QueueCorruptError("the file of a message has another size than the message")

@@ -33,13 +33,14 @@ from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement,
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
+    PlainDataError,
     QueueDescriptorsError,
     QueueError,
     QueueTimeoutError,
 )
 from torchft_like.message_queue.handle import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
-from torchft_like.plain_data import PlainDataError, assemble, disassemble, dissect
+from torchft_like.plain_data import assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.hosts import local_host_towards
 
@@ -47,11 +48,7 @@ _LOOK_S = 0.01
 
 
 def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator:
-    """Return the members of a process group, for queues of that size.
-
-    Raises:
-        TypeError: it is no process group.
-    """
+    """Return the members of a process group, for queues of that size."""
     if not isinstance(pg, dist.ProcessGroup | Backend):
         raise TypeError(f"a process group of torch's or of ours was expected, not a {type(pg).__name__}")
     options = CoordinatorOptions(max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
@@ -59,11 +56,7 @@ def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator
 
 
 def rank_in(pg: Group, rank: int) -> int:
-    """Return the rank in the group of a member with that rank in the whole job.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the rank in the group of a member with that rank in the whole job."""
     ranks = ranks_in_job(pg)
     if rank not in ranks:
         raise ValueError(f"rank {rank} of the job is not in the group, which has the ranks {ranks[:16]}")
@@ -163,7 +156,7 @@ def _met(
         made: the writer's end; a reader's is added.
     """
     written = made[0] if made else None
-    nobody_knocks = threading.Event()
+    no_reader_comes = threading.Event()
 
     def opened() -> tuple[Statement, int, bytes, MessageQueue]:
         if written is None:
@@ -172,12 +165,12 @@ def _met(
 
     def joined() -> tuple[Statement, int, bytes, None]:
         if blocking and written is None:
-            own.wait_until_ready(_patience_s(group))
+            own.wait_until_ready(_timeout_s(group))
         return Statement(operation), 0, b"", None
 
     def let_in() -> None:
         if written is not None and blocking:
-            _let_in(written, _patience_s(group), nobody_knocks)
+            _let_in(written, _timeout_s(group), no_reader_comes)
 
     try:
         letting_in = Handle(operation, let_in, lambda _: None)
@@ -185,13 +178,13 @@ def _met(
         group.agree(operation, joined)
         letting_in.wait()
     except HARMLESS:  # all members have said their part
-        nobody_knocks.set()
+        no_reader_comes.set()
         raise
     group.when_broken_off(own)
     return own
 
 
-def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event) -> None:
+def _let_in(queue: MessageQueue, seconds: float, no_reader_comes: threading.Event) -> None:
     """Let all readers in, and leave the queue to its owner in between.
 
     This goes on when the groups are broken off: a reader that is let in hears of that in its group.
@@ -201,7 +194,7 @@ def _let_in(queue: MessageQueue, seconds: float, nobody_knocks: threading.Event)
         try:
             return queue.wait_until_ready(0)
         except (QueueTimeoutError, QueueDescriptorsError):
-            if time.monotonic() > deadline or nobody_knocks.wait(_LOOK_S):
+            if time.monotonic() > deadline or no_reader_comes.wait(_LOOK_S):
                 raise
 
 
@@ -216,7 +209,11 @@ def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> A
     with group.guard("broadcast_object"):
         if queue.is_writer:
             return _written(group, queue, obj)
-        is_object, value = _read(group, queue)
+        try:
+            read: Any = queue.dequeue(_timeout_s(group))  # a pair, which `_written` writes
+        except HARMLESS as error:  # the others go on: this rank would take the object for the next one
+            raise GroupCoordinatorError(f"the object that came could not be read: {error}") from error
+        is_object, value = read
         if not is_object:
             raise CollectiveMismatchError("arguments", {0: str(value), group.rank: "broadcast_object"})
         return value
@@ -225,36 +222,20 @@ def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> A
 def _written(group: Communicator, queue: MessageQueue, obj: object) -> object:
     left = queue.left_readers  # a reader that leaves later may have read the present message
     try:
-        _enqueue(group, queue, obj)
+        try:
+            queue.enqueue((True, obj), _timeout_s(group))
+        except PlainDataError:
+            dissect(obj)  # raises an error that names the place in the object, not that in the message
+            raise
     except HARMLESS as error:  # nothing was written: the readers would take the next object for this one
-        _refuse(group, queue, error)
+        try:
+            queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _timeout_s(group))
+        except QueueError as unsaid:
+            raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
         raise
     if gone := left + queue.lost_readers:
         raise GroupCoordinatorError(f"ranks {gone} do not read the message queue any more")
     return obj
-
-
-def _read(group: Communicator, queue: MessageQueue) -> Any:
-    try:
-        return queue.dequeue(_patience_s(group))
-    except HARMLESS as error:  # the others go on: this rank would take the object for the next one
-        raise GroupCoordinatorError(f"the object that came could not be read: {error}") from error
-
-
-def _enqueue(group: Communicator, queue: MessageQueue, obj: object) -> None:
-    try:
-        queue.enqueue((True, obj), _patience_s(group))
-    except PlainDataError:
-        # Raises an error that names the place in the object; the other names the place in the message.
-        dissect(obj)
-        raise
-
-
-def _refuse(group: Communicator, queue: MessageQueue, error: Exception) -> None:
-    try:
-        queue.enqueue((False, f"broadcast_object: {error}"[:1000]), _patience_s(group))
-    except QueueError as unsaid:
-        raise GroupCoordinatorError(f"the readers could not be told of this: {error}") from unsaid
 
 
 def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[bytes]) -> MessageQueue:
@@ -303,5 +284,5 @@ def _host_towards(group: Communicator, are_elsewhere: bool) -> str | None:
     return None if are_elsewhere else LOOPBACK
 
 
-def _patience_s(group: Communicator) -> float:
+def _timeout_s(group: Communicator) -> float:
     return as_timedelta(group.options.timeout).total_seconds()

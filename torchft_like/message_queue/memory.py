@@ -25,12 +25,7 @@ _NO_LIMIT = 2**60
 
 
 def reserve(nbytes: int, purpose: str) -> int:
-    """Return the descriptor of a new file in memory, every byte of which is reserved and zero.
-
-    Raises:
-        QueueMemoryError: the machine, or the limit of this control group, has no room; says how much is
-            missing.
-    """
+    """Return the descriptor of a new file in memory, every byte of which is reserved and zero."""
     descriptor = create(nbytes, purpose)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -59,12 +54,7 @@ def create(nbytes: int, purpose: str) -> int:
 
 @contextlib.contextmanager
 def descriptors_for(purpose: str) -> Iterator[None]:
-    """Turn a shortage of descriptors in the block, which opens files, sockets or events, into an error that
-    says so.
-
-    Raises:
-        QueueDescriptorsError: this process has too many open.
-    """
+    """Turn a shortage of descriptors in the block, which opens some, into an error that says so."""
     try:
         yield
     except Exception as error:
@@ -107,12 +97,7 @@ def seal_content(descriptor: int) -> None:
 
 
 def map_received(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
-    """Return a mapping of a file that another process made.
-
-    Raises:
-        QueueError: it is not of this size, or could change its size later, which would kill this process.
-        QueueMemoryError: this process has no room for it.
-    """
+    """Return a mapping of a file that another process made."""
     if os.fstat(descriptor).st_size != nbytes:
         raise QueueError(f"the writer's memory is not {nbytes} bytes: do all run the same version?")
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
@@ -157,9 +142,7 @@ def _of_groups() -> Iterator[int]:
 
 
 def _of_ancestors(root: Path, path: str, names: tuple[str, str]) -> Iterator[int]:
-    """Yield the bytes that the group and each group around it leave; memory that can be dropped at any time
-    counts as free.
-    """
+    """Yield the bytes that each group around the path leaves; memory that can be dropped counts as free."""
     folder = root / path.strip("/")
     while folder.is_relative_to(root):
         try:

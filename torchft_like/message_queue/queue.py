@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import NotSupportedError
-from torchft_like.message_queue.end import LINGER_S, End, ReadingEnd
+from torchft_like.message_queue.endpoint import LINGER_S, Endpoint, Limit
 from torchft_like.message_queue.handle import (
     RANK_MAX,
     READERS_MAX,
@@ -23,7 +23,7 @@ from torchft_like.message_queue.handle import (
     QueueHandle,
     is_rank,
 )
-from torchft_like.message_queue.local_reader import LocalReader
+from torchft_like.message_queue.local import LocalReader
 from torchft_like.message_queue.memory import descriptors_for
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
 from torchft_like.message_queue.writer import Writer
@@ -81,9 +81,9 @@ class MessageQueue:
         remote = None
         with descriptors_for("a message queue"):
             if n_remote:
-                from torchft_like.message_queue.remote_audience import RemoteAudience  # noqa: PLC0415 - zmq
+                from torchft_like.message_queue.remote import RemoteReaders  # noqa: PLC0415 - zmq
 
-                remote = RemoteAudience(connect_ip or own_host(), n_remote, max_chunks, token, ranks)
+                remote = RemoteReaders(connect_ip or own_host(), n_remote, max_chunks, token, ranks)
             try:
                 writer = Writer(geometry, ranks, token, remote)
             except BaseException:
@@ -110,12 +110,12 @@ class MessageQueue:
         known = QueueHandle.from_plain(handle)
         if not is_rank(rank):
             raise ValueError(f"{rank!r} is no rank of a reader, which is an int from 0 to {RANK_MAX}")
-        reader: ReadingEnd
+        reader: Endpoint
         with descriptors_for(f"reader {rank} of a message queue"):
             if rank in known.local_ranks:
                 reader = LocalReader(known, rank)
             else:
-                from torchft_like.message_queue.remote_reader import RemoteReader  # noqa: PLC0415 - zmq
+                from torchft_like.message_queue.remote import RemoteReader  # noqa: PLC0415 - zmq
 
                 reader = RemoteReader(known, rank)
         queue = cls.__new__(cls)
@@ -181,7 +181,7 @@ class MessageQueue:
         group = members.members_of(pg, max_chunk_bytes, max_chunks)
         return members.create_single_reader(group, lambda: members.rank_in(pg, reader_rank), blocking)
 
-    def _become(self, end: Writer | ReadingEnd, handle: QueueHandle, rank: int | None) -> None:
+    def _become(self, end: Endpoint, handle: QueueHandle, rank: int | None) -> None:
         self._end = end
         self._handle = handle
         self._rank = rank
@@ -218,8 +218,7 @@ class MessageQueue:
                 ring. A reader has left the queue; a writer can call again, and the readers that have joined
                 stay.
         """
-        deadline, seconds = _deadline(timeout)
-        self._end.wait_until_ready(deadline, seconds)
+        self._end.wait_until_ready(_limit(timeout))
 
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
         """Write a message. Local readers can read it when this returns, whatever happens to this process.
@@ -238,8 +237,7 @@ class MessageQueue:
                 none for a reader that has come. Nothing was written.
             QueueClosedError: the queue was shut down.
         """
-        deadline, seconds = _deadline(timeout)
-        self._end.enqueue(obj, deadline, seconds)
+        self._end.enqueue(obj, _limit(timeout))
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> object:
         """Read the next message; the object shares no memory with the queue.
@@ -258,8 +256,7 @@ class MessageQueue:
             QueueDescriptorsError: none was left for a message longer than the ring. The reader has left.
             QueueDescriptorsError, QueueMemoryError: as from `wait_until_ready`, if that was not called.
         """
-        deadline, seconds = _deadline(timeout)
-        return self._end.dequeue(deadline, seconds, indefinite)
+        return self._end.dequeue(_limit(timeout), indefinite)
 
     def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
         """Write `obj` at the writer, read it at the readers, and return it at all of them."""
@@ -280,9 +277,7 @@ class MessageQueue:
 
     @property
     def left_readers(self) -> list[int]:
-        """The ranks of the readers that left by themselves, and that the writer goes on without; only the
-        writer has it.
-        """
+        """The ranks of the readers that left by themselves; only the writer has it."""
         return self._writer().left_readers()
 
     def shutdown(self, timeout: float = LINGER_S) -> None:
@@ -339,8 +334,7 @@ def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
     return Geometry(max_chunks, -(-max_chunk_bytes // _LINE_BYTES) * _LINE_BYTES)
 
 
-def _deadline(timeout: float | None) -> tuple[float, float]:
-    """Return the deadline on the monotonic clock, and the seconds until then."""
+def _limit(timeout: float | None) -> Limit:
     if timeout is None:
         return math.inf, math.inf
     if not timeout >= 0:
@@ -348,7 +342,7 @@ def _deadline(timeout: float | None) -> tuple[float, float]:
     return time.monotonic() + timeout, timeout
 
 
-_ends: weakref.WeakSet[End] = weakref.WeakSet()
+_ends: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 def _forget_all() -> None:

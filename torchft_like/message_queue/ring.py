@@ -136,9 +136,6 @@ class RingReader:
 
         Returns:
             Where the bytes begin, how many they are, how many are the structure, the slots, and the kind.
-
-        Raises:
-            QueueCorruptError: the memory does not hold what a writer writes.
         """
         if after_seeing:
             after_seeing()

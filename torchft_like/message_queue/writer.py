@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torchft_like.errors import QueueReadersLostError, QueueTimeoutError
-from torchft_like.message_queue.audience import Audience
-from torchft_like.message_queue.end import RECHECK_S, End
+from torchft_like.errors import QueueReadersLostError
+from torchft_like.message_queue.endpoint import RECHECK_S, Endpoint, Limit
 from torchft_like.message_queue.fence import full_fence
 from torchft_like.message_queue.leaves import FILE_RECORD, file_of
+from torchft_like.message_queue.local import LocalReaders
 from torchft_like.message_queue.memory import descriptors_for, map_to_write, reserve, seal
 from torchft_like.message_queue.ring import (
     CLOSED,
@@ -31,23 +30,20 @@ from torchft_like.message_queue.ring import (
     RingWriter,
 )
 from torchft_like.plain_data import bytes_of, dissect
-from torchft_like.runtime.long_waits import LongWait
-from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 if TYPE_CHECKING:  # queues without remote readers need no ZeroMQ
-    from torchft_like.message_queue.remote_audience import Prepared, RemoteAudience
+    from torchft_like.message_queue.remote import Prepared, RemoteReaders
 
 
-class Writer(End):
+class Writer(Endpoint):
     """The writer's end of a `MessageQueue`. It takes over `remote`."""
 
     def __init__(
-        self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteAudience | None
+        self, geometry: Geometry, local_ranks: Sequence[int], token: bytes, remote: RemoteReaders | None
     ) -> None:
         self._geometry = geometry
         self._is_broken = False  # an exception interrupted it while it wrote
         self._is_ready = False
-        self._spin = AdaptiveSpin()
         self._sleeps = 0
         self._attempts = 0  # to send a file: a reader that has one from before an interrupt must not read it
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
@@ -61,8 +57,9 @@ class Writer(End):
             seal(self._descriptor)
             self._ring = RingWriter(memoryview(self._memory), geometry)
             undo.callback(self._ring.release)
-            self._local = Audience(geometry, self._descriptor, local_ranks, token)
+            self._local = LocalReaders(geometry, self._descriptor, local_ranks, token)
             undo.callback(self._local.close)
+            self._readers: list[LocalReaders | RemoteReaders] = [self._local, *([remote] if remote else [])]
             super().__init__("this queue was shut down")
             undo.callback(os.close, self._stop)
             self._undo = undo.pop_all()
@@ -70,35 +67,34 @@ class Writer(End):
     @property
     def name(self) -> str:
         """The name to which local readers connect."""
-        return self._local.lobby.name
+        return self._local.listener.name
 
     def readers(self) -> list[int]:
         """Return the ranks of the readers that are there now."""
         with self._lock:
             self._require_open()
             self._attend()
-            return sorted(self._local.ranks + (self._remote.ranks if self._remote else []))
+            return sorted(rank for readers in self._readers for rank in readers.ranks)
 
     def lost_readers(self) -> list[int]:
         """Return the ranks of the readers that died, in the order in which that was noticed."""
         with self._lock:
             self._attend_if_open()
-            return self._local.lost + (self._remote.lost if self._remote else [])
+            return [rank for readers in self._readers for rank in readers.lost]
 
     def left_readers(self) -> list[int]:
         """Return the ranks of the readers that left in good order."""
         with self._lock:
             self._attend_if_open()
-            return self._local.left + (self._remote.left if self._remote else [])
+            return [rank for readers in self._readers for rank in readers.left]
 
-    def wait_until_ready(self, deadline: float, seconds: float) -> None:
-        """Wait until every reader has joined."""
+    def wait_until_ready(self, limit: Limit) -> None:
         with self._lock:
             self._require_open()
-            self._wait(self._all_joined, deadline, seconds, self._describe_missing)
+            self._attend()
+            self._wait(self._all_joined, limit, self._describe_missing)
 
-    def enqueue(self, value: object, deadline: float, seconds: float) -> None:
-        """Write a message."""
+    def enqueue(self, value: object, limit: Limit) -> None:
         with self._lock:
             if self._is_closing:
                 raise self._too_late()
@@ -112,10 +108,10 @@ class Writer(End):
             slots = self._geometry.slots_for(nbytes)
             if slots <= self._geometry.slots:
                 if self._remote or self._ring.words[PUBLISHED] + slots > self._local.free_until:
-                    self._await_room(slots, False, deadline, seconds)
+                    self._await_room(slots, False, limit)
                 self._write(INLINE, parts, nbytes, slots, prepared)
             else:
-                self._write_file(parts, nbytes, deadline, seconds, prepared)
+                self._write_file(parts, nbytes, limit, prepared)
 
     def _say_goodbye(self) -> None:
         self._ring.words[CLOSED] = not self._is_broken
@@ -124,37 +120,32 @@ class Writer(End):
         self._remote = None
         self._release()
 
-    def _release(self, patience_s: float = 0.0) -> None:
+    def _release(self, linger_s: float = 0.0) -> None:
         # First, so that a waiting local reader need not wait for the goodbye to remote ones.
         self._local.close()
         with self._undo:  # whatever interrupts the goodbye
             if self._remote:
-                self._remote.close(patience_s)
+                self._remote.close(linger_s)
 
     def _attend(self) -> None:
-        self._local.attend()
-        if self._remote:
-            self._remote.attend()
+        for readers in self._readers:
+            readers.attend()
 
     def _attend_if_open(self) -> None:
         if not self._is_closing:  # nor did an exception interrupt it while it wrote
             self._attend()
 
     def _all_joined(self) -> bool:
-        return not self._local.missing and not (self._remote and self._remote.n_missing)
+        return not any(readers.describe_missing() for readers in self._readers)
 
     def _describe_missing(self) -> tuple[str, Sequence[int]]:
-        missing = self._local.missing
-        remote = self._remote.n_missing if self._remote else 0
-        parts = [f"local readers {missing}"] * bool(missing) + [f"{remote} remote readers"] * bool(remote)
-        return f"{' and '.join(parts)} did not join: each has to call wait_until_ready", missing
+        parts = filter(None, (readers.describe_missing() for readers in self._readers))
+        return f"{' and '.join(parts)} did not join: each has to call wait_until_ready", self._local.missing
 
-    def _write_file(
-        self, parts: Sequence[Bytes], nbytes: int, deadline: float, seconds: float, prepared: Prepared
-    ) -> None:
+    def _write_file(self, parts: Sequence[Bytes], nbytes: int, limit: Limit, prepared: Prepared) -> None:
         """Send a message that is longer than the ring as a file in memory; its slot only says so."""
         slots = self._geometry.slots_for(FILE_RECORD.size)
-        self._await_room(slots, True, deadline, seconds)
+        self._await_room(slots, True, limit)
         number = self._ring.published
         descriptor = file_of(parts, nbytes)
         try:
@@ -176,7 +167,7 @@ class Writer(End):
             self._local.close()
             raise
 
-    def _await_room(self, slots: int, is_file: bool, deadline: float, seconds: float) -> None:
+    def _await_room(self, slots: int, is_file: bool, limit: Limit) -> None:
         local, remote, published = self._local, self._remote, self._ring.published
         until = published + slots
         if local.has_room(until, published) and not is_file and remote is None:
@@ -197,52 +188,32 @@ class Writer(End):
             ranks = local.laggards(until) + (remote.laggards() if remote else [])
             return f"no room: readers {ranks} have not read what was written long ago", ranks
 
-        self._wait(reached, deadline, seconds, describe)
-        if self._n_readers and local.is_empty and (remote is None or remote.is_empty):
+        self._attend()
+        self._wait(reached, limit, describe)
+        if self._n_readers and all(readers.is_empty for readers in self._readers):
             raise self._nobody()
 
     def _nobody(self) -> QueueReadersLostError:
         return QueueReadersLostError(f"all {self._n_readers} readers of the queue are gone")
 
-    def _wait(
-        self,
-        reached: Callable[[], bool],
-        deadline: float,
-        seconds: float,
-        describe: Callable[[], tuple[str, Sequence[int]]],
-    ) -> None:
-        self._attend()
-        wait = LongWait()
-        if not self._spin.watch(reached, deadline):
-            while not reached():
-                self._require_door()
-                if (now := time.monotonic()) >= deadline:
-                    raise QueueTimeoutError(seconds, *describe())
-                wait.look(now, lambda: f"a message queue: {describe()[0]}")
-                self._sleep(reached, min(deadline - now, RECHECK_S))
-                self._attend()
-                self._require_open()
-        self._spin.learn(wait.seconds)
-
-    def _require_door(self) -> None:
-        """Raise an error if a caller cannot be let in for want of descriptors: to wait for that would be no
-        sleep.
-        """
-        if (shortage := self._local.lobby.shortage) is not None:
+    def _require_possible(self, reached: Callable[[], bool]) -> None:
+        """Raise an error if no reader can be let in for want of descriptors: a wait would be no sleep."""
+        if (shortage := self._local.listener.shortage) is not None:
             with descriptors_for("a reader that wants to join the message queue"):
                 raise shortage
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
         events = select.poll()
-        for descriptor in (self._stop, *self._local.descriptors()):
-            events.register(descriptor, select.POLLIN)
-        for descriptor in self._remote.descriptors() if self._remote else ():
-            events.register(descriptor, select.POLLIN)
+        events.register(self._stop, select.POLLIN)
+        for readers in self._readers:
+            for descriptor in readers.descriptors():
+                events.register(descriptor, select.POLLIN)
         self._sleeps += 1
         self._ring.words[SLEEPING] = self._sleeps
         full_fence()
         try:
             if not reached():
-                events.poll(seconds * 1000)
+                events.poll(min(seconds, RECHECK_S) * 1000)
         finally:
             self._ring.words[SLEEPING] = 0
+        self._attend()

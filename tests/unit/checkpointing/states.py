@@ -1,14 +1,15 @@
-"""Every dtype, and a comparison of states, for the tests of checkpoints."""
+"""Every dtype, states as one stream of bytes, and a comparison of states, for the tests of checkpoints."""
 
 from __future__ import annotations
 
+import io
 import struct
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchft_like.checkpointing.state_stream import dump_state, load_state
+from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -24,6 +25,18 @@ DTYPES = [
     ),
     *(torch.bool, torch.complex64, torch.complex128, torch.complex32),
 ]
+
+
+def dump_state(state: object) -> bytes:
+    return b"".join(EncodedState(state).part())
+
+
+def load_state(data: bytes) -> object:
+    source = io.BytesIO(data)
+    incoming = IncomingState(read_header(source))
+    incoming.check_length(len(data) - incoming.header_nbytes)
+    incoming.read_part(source)
+    return incoming.state()
 
 
 def round_trip(state: object) -> Any:

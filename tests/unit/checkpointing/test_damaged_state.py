@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpointing.states import DTYPES, round_trip, same
-from torchft_like.checkpointing.state_stream import IncomingState, dump_state, load_state, read_header
+from tests.unit.checkpointing.states import DTYPES, dump_state, load_state, round_trip, same
+from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError
-from torchft_like.plain_data.schema import (
+from torchft_like.plain_data import (
     DEVICE,
     DICT,
     DTYPE,

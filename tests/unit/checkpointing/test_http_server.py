@@ -90,7 +90,7 @@ class TestHostileClients:
             for connection in list(server._connections.values()):
                 connection.thread.join(30)
                 assert not connection.thread.is_alive()
-            assert drain(client) < state.nbytes
+            assert drain(client) < state.part_nbytes()
 
     def test_connections_beyond_the_limit_are_refused_and_places_become_free(
         self, server: CheckpointServer

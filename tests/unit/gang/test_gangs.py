@@ -20,7 +20,6 @@ from torchft_like.gang import (
     ManagedGang,
     ProcessGroupGang,
     ReduceOperation,
-    context,
     create_fake_gangs,
     create_fsdp_gangs,
     create_parallel_gangs,
@@ -31,6 +30,7 @@ from torchft_like.gang import (
     set_default_gangs,
     set_gangs,
 )
+from torchft_like.gang import gangs as gangs_module
 from torchft_like.process_group import ProcessGroupGloo
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -236,7 +236,7 @@ def test_blocks_in_generators_may_end_out_of_order() -> None:
 @pytest.fixture
 def defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has set no default gangs."""
-    monkeypatch.setattr(context, "_defaults", {})
+    monkeypatch.setattr(gangs_module, "_defaults", {})
 
 
 @pytest.mark.usefixtures("defaults")
@@ -273,3 +273,11 @@ def test_current_gangs_may_be_handed_over_as_an_object() -> None:
     with pytest.raises(KeyError), handed.set_gangs(gangs):
         raise KeyError
     assert handed.get_current_gangs(CPU) is not gangs
+
+
+def test_the_cpu_is_one_device_under_every_name() -> None:
+    gangs = create_fake_gangs(torch.device("cpu:0"))
+    with gangs:
+        assert get_current_gangs(CPU) is get_current_gangs(torch.device("cpu:0")) is gangs
+    with create_fake_gangs(CPU) as plain:
+        assert get_current_gangs(torch.device("cpu:0")) is plain

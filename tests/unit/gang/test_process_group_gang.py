@@ -118,6 +118,21 @@ def test_reductions_of_bools_are_or_and_and(crew: MakeCrew) -> None:
         assert found[ReduceOperation.PRODUCT] == found[ReduceOperation.MIN] == [True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_backends_lack_are_added_up_in_others(crew: MakeCrew, dtype: torch.dtype) -> None:
+    def act(gang: ProcessGroupGang) -> torch.Tensor:
+        tensor = torch.tensor([1, 3]).to(dtype)
+        gang.all_reduce(tensor, ReduceOperation.SUM)
+        return tensor
+
+    gangs = crew(2)
+    for found in gangs.together(act):
+        assert found.dtype == dtype
+        assert found.to(torch.float32).tolist() == [2, 6]
+    with pytest.raises(NotSupportedError, match="uint64 tensors have no MAX"):
+        gangs.gangs[0].all_reduce(torch.ones(1, dtype=torch.uint64), ReduceOperation.MAX)
+
+
 @pytest.mark.parametrize("dtype", FLOATS + WHOLES + COMPLEX + OTHERS, ids=str)
 def test_every_dtype_is_broadcast_and_gathered(crew: MakeCrew, dtype: torch.dtype) -> None:
     rows = torch.tensor([[0, 1], [1, 0]]).to(dtype)
@@ -250,6 +265,7 @@ def test_a_flag_is_that_of_the_source(crew: MakeCrew) -> None:
         ([float("inf"), 1, 2], torch.tensor(float("inf"))),
         ([np.float32(1.5), np.int64(2), True], torch.tensor(4.5)),
         ([np.uint8(200), np.uint8(200), torch.tensor([7])], torch.tensor(407)),
+        ([np.longdouble(1.5), np.array(2), np.array([3.0])], torch.tensor(6.5)),
         ([torch.tensor(0.25, dtype=torch.float64)] * 3, torch.tensor(0.75, dtype=torch.float64)),
     ],
 )
@@ -267,6 +283,8 @@ def test_sums_of_what_is_no_number_or_too_large_are_refused(crew: MakeCrew) -> N
         all_sum(gangs.gangs[0], "1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tensors of 2 elements: use all_reduce"):
         all_sum(gangs.gangs[0], torch.ones(2))
+    with pytest.raises(TypeError, match="arrays of 2 elements: use all_reduce"):
+        all_sum(gangs.gangs[0], np.ones(2))
     with pytest.raises(ValueError, match="64 bits"):
         all_sum(gangs.gangs[0], 2**63)
     assert all(isinstance(error, ValueError) for error in gangs.outcomes(lambda gang: all_sum(gang, 2**62)))

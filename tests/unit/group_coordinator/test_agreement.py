@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
-from torchft_like.group_coordinator.agreement import Agreement
+from torchft_like.group_coordinator.creation import Agreement
 
 PATIENT = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.05)

@@ -24,7 +24,7 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
 from torchft_like.message_queue import MessageQueue, members
-from torchft_like.message_queue.remote_audience import RemoteAudience
+from torchft_like.message_queue.remote import RemoteReaders
 from torchft_like.runtime.hosts import own_host
 
 __all__ = ["party", "store"]
@@ -49,19 +49,19 @@ def together(
 
 @pytest.mark.usefixtures("far")
 def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience: list[float] = []
-    close = RemoteAudience.close
+    lingered: list[float] = []
+    close = RemoteReaders.close
 
-    def heard(audience: RemoteAudience, patience_s: float = 0.0) -> None:
-        patience.append(patience_s)
-        close(audience, patience_s)
+    def heard(readers: RemoteReaders, linger_s: float = 0.0) -> None:
+        lingered.append(linger_s)
+        close(readers, linger_s)
 
-    monkeypatch.setattr(RemoteAudience, "close", heard)
+    monkeypatch.setattr(RemoteReaders, "close", heard)
     coordinators = over(party.meet(2, gloo))
     writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
     writer.enqueue("nobody reads this", LIMIT_S)
     coordinators[0]._current().break_off("a test")
-    assert patience == [0]
+    assert lingered == [0]
     with pytest.raises(QueueClosedError):
         writer.enqueue("too late")
     assert reader.dequeue(LIMIT_S) == "nobody reads this"
@@ -203,12 +203,12 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_queue(
 def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second reader knocks when the first, and so the writer's call, has failed."""
+    """The second reader comes when the first, and so the writer's call, has failed."""
     coordinators = over(party.meet(3, gloo))
     writer_has_failed = threading.Event()
     join = MessageQueue.create_from_handle
 
-    def knock(handle: object, rank: int) -> MessageQueue:
+    def come_late(handle: object, rank: int) -> MessageQueue:
         if rank == 1:
             coordinators[1]._current().break_off("a test")
             raise GroupCoordinatorError("a test")
@@ -222,7 +222,7 @@ def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
             if rank == 0:
                 writer_has_failed.set()
 
-    monkeypatch.setattr(MessageQueue, "create_from_handle", knock)
+    monkeypatch.setattr(MessageQueue, "create_from_handle", come_late)
     assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueTimeoutError
 from torchft_like.message_queue import MessageQueue
-from torchft_like.message_queue.audience import WAKE
+from torchft_like.message_queue.local import WAKE
 from torchft_like.runtime import long_waits
 
 LONGER_THAN_THE_RING = b"x" * 100_000
@@ -21,7 +21,7 @@ def test_messages_longer_than_the_ring_are_read_though_the_writer_left_a_word_un
     writer, (reader,) = queues.make()
     for _ in range(3):
         writer.enqueue(LONGER_THAN_THE_RING)
-    reader._end._connection.send(WAKE)  # type: ignore[union-attr] # what a reader says that gives room back
+    reader._end._connection.send(WAKE)  # type: ignore[attr-defined] # what a reader says that gives room back
     writer.shutdown()
     assert [reader.dequeue() for _ in range(3)] == [LONGER_THAN_THE_RING] * 3
     with pytest.raises(QueueClosedError):

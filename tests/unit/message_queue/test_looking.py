@@ -44,9 +44,9 @@ def test_a_reader_that_only_looks_hears_that_the_writer_is_lost(
 ) -> None:
     writer, (reader,) = queues.make(1, remote=remote)
     writer.enqueue("read before that", LIMIT_S)
-    writer._end._is_broken = True  # type: ignore[union-attr]
-    if writer._end._remote is not None:  # type: ignore[union-attr]
-        writer._end._remote._readers.clear()  # type: ignore[union-attr]
+    writer._end._is_broken = True  # type: ignore[attr-defined]
+    if writer._end._remote is not None:  # type: ignore[attr-defined]
+        writer._end._remote._readers.clear()  # type: ignore[attr-defined]
     writer.shutdown()  # without a word, as one that is killed
     wait_for(is_answered(reader.dequeue))
     with pytest.raises(QueueWriterLostError):

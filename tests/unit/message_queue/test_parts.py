@@ -1,4 +1,4 @@
-"""The small mechanisms of the queue: the handle, memory, and the door."""
+"""The small mechanisms of the queue: the handle, memory, and the listener."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchft_like.message_queue.handshake import (
     CALLERS_MAX,
     HELLO_S_MAX,
     Arrival,
-    Lobby,
+    JoinListener,
     call,
     hear_welcome,
     welcome,
@@ -132,34 +132,34 @@ def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.M
     assert memory._of_machine("MemTotal: 9 kB\nMemAvailable:    7 kB\n") == 7 * 1024
 
 
-# ---------------------------------------------------------------------------------- the door
+# ---------------------------------------------------------------------------------- the listener
 
 
 @pytest.fixture
-def lobby() -> Iterator[Lobby]:
-    door = Lobby([0, 3], TOKEN)
-    yield door
-    door.close()
+def listener() -> Iterator[JoinListener]:
+    listener = JoinListener([0, 3], TOKEN)
+    yield listener
+    listener.close()
 
 
-def _known(lobby: Lobby, token: bytes = TOKEN) -> QueueHandle:
-    return QueueHandle(lobby.name, token, Geometry(1, 256), (0, 3), 0, None)
+def _known(listener: JoinListener, token: bytes = TOKEN) -> QueueHandle:
+    return QueueHandle(listener.name, token, Geometry(1, 256), (0, 3), 0, None)
 
 
-def _admit(lobby: Lobby) -> list[Arrival]:
-    assert select.select([lobby], [], [], 10)[0]
-    return list(lobby.admit())
+def _admit(listener: JoinListener) -> list[Arrival]:
+    assert select.select([listener], [], [], 10)[0]
+    return list(listener.admit())
 
 
-def test_who_knows_the_token_is_let_in_and_gets_the_memory(lobby: Lobby) -> None:
-    caller = call(_known(lobby), 3)
-    (arrival,) = _admit(lobby)
-    files = [os.memfd_create(name) for name in ("ring", "page", "bell")]
+def test_who_knows_the_token_is_let_in_and_gets_the_memory(listener: JoinListener) -> None:
+    caller = call(_known(listener), 3)
+    (arrival,) = _admit(listener)
+    files = [os.memfd_create(name) for name in ("ring", "page", "wake-up")]
     welcome(arrival.connection, files)
     received = hear_welcome(caller)
     assert [os.fstat(got).st_ino for got in received] == [os.fstat(sent).st_ino for sent in files]
     assert not any(os.get_inheritable(got) for got in received)
-    assert lobby.expected == {0}
+    assert listener.expected == {0}
     for descriptor in (*files, *received):
         os.close(descriptor)
     caller.close()
@@ -170,11 +170,13 @@ def test_who_knows_the_token_is_let_in_and_gets_the_memory(lobby: Lobby) -> None
     ("rank", "token", "reason"),
     [(0, bytes(32), "token"), (7, TOKEN, "no local reader"), (3, TOKEN, "joined already")],
 )
-def test_others_are_told_why_they_are_not(lobby: Lobby, rank: int, token: bytes, reason: str) -> None:
-    first = call(_known(lobby), 3)
-    (arrival,) = _admit(lobby)
-    caller = call(_known(lobby, token), rank)
-    assert _admit(lobby) == []
+def test_others_are_told_why_they_are_not(
+    listener: JoinListener, rank: int, token: bytes, reason: str
+) -> None:
+    first = call(_known(listener), 3)
+    (arrival,) = _admit(listener)
+    caller = call(_known(listener, token), rank)
+    assert _admit(listener) == []
     with pytest.raises(QueueError, match=reason):
         hear_welcome(caller)
     for end in (first, arrival.connection, caller):
@@ -182,30 +184,30 @@ def test_others_are_told_why_they_are_not(lobby: Lobby, rank: int, token: bytes,
 
 
 @pytest.mark.parametrize("said", [b"x", b"y" * 10_000], ids=["too short", "too long"])
-def test_who_says_something_else_is_shown_the_door(lobby: Lobby, said: bytes) -> None:
+def test_who_says_something_else_is_shown_the_door(listener: JoinListener, said: bytes) -> None:
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    caller.connect(f"\0{lobby.name}")
+    caller.connect(f"\0{listener.name}")
     caller.send(said)
-    assert _admit(lobby) == []
+    assert _admit(listener) == []
     assert caller.recv(100) == b""
     caller.close()
 
 
 def test_callers_who_say_nothing_keep_nobody_out_for_long(
-    lobby: Lobby, monkeypatch: pytest.MonkeyPatch
+    listener: JoinListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = []
     for _ in range(CALLERS_MAX):
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        caller.connect(f"\0{lobby.name}")
+        caller.connect(f"\0{listener.name}")
         silent.append(caller)
-    assert _admit(lobby) == []
-    honest = call(_known(lobby), 0)
-    assert list(lobby.admit()) == []  # all seats are taken
+    assert _admit(listener) == []
+    honest = call(_known(listener), 0)
+    assert list(listener.admit()) == []  # all seats are taken
     later = time.monotonic() + HELLO_S_MAX + 1  # the clock jumps, instead of a wait
     monkeypatch.setattr("torchft_like.message_queue.handshake.time.monotonic", lambda: later)
-    list(lobby.admit())
-    (arrival,) = list(lobby.admit())
+    list(listener.admit())
+    (arrival,) = list(listener.admit())
     assert arrival.rank == 0
     for end in (*silent, honest, arrival.connection):
         end.close()
@@ -213,46 +215,46 @@ def test_callers_who_say_nothing_keep_nobody_out_for_long(
 
 def test_all_readers_can_knock_before_the_writer_looks() -> None:
     ranks = range(CALLERS_MAX + 10)
-    door = Lobby(ranks, TOKEN)
-    known = QueueHandle(door.name, TOKEN, Geometry(1, 256), tuple(ranks), 0, None)
+    listener = JoinListener(ranks, TOKEN)
+    known = QueueHandle(listener.name, TOKEN, Geometry(1, 256), tuple(ranks), 0, None)
     with ThreadPoolExecutor(1) as threads:
         calling = threads.submit(lambda: [call(known, rank) for rank in ranks])
         try:
             callers = calling.result(60)
-            arrived = [arrival for _ in range(2) for arrival in door.admit()]
+            arrived = [arrival for _ in range(2) for arrival in listener.admit()]
         finally:
-            door.close()
+            listener.close()
     assert [arrival.rank for arrival in arrived] == [*ranks]
     for end in (*callers, *(arrival.connection for arrival in arrived)):
         end.close()
 
 
-def test_a_crowd_at_the_door_is_a_timeout(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft_like.message_queue.handshake.KNOCK_S_MAX", 1.0)
-    crowd = [call(_known(lobby), 0) for _ in range(CALLERS_MAX + 1)]  # one more than the system's row
+def test_a_crowd_at_the_door_is_a_timeout(listener: JoinListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_like.message_queue.handshake.CONNECT_S_MAX", 1.0)
+    crowd = [call(_known(listener), 0) for _ in range(CALLERS_MAX + 1)]  # one more than the system's row
     with ThreadPoolExecutor(1) as threads:
-        calling = threads.submit(call, _known(lobby), 3)
+        calling = threads.submit(call, _known(listener), 3)
         try:
-            with pytest.raises(QueueTimeoutError, match="door is crowded"):
+            with pytest.raises(QueueTimeoutError, match="too many readers wait"):
                 calling.result(60)
-            arrived = [arrival for _ in range(2) for arrival in lobby.admit()]
-            honest = call(_known(lobby), 3)
-            arrived += lobby.admit()
+            arrived = [arrival for _ in range(2) for arrival in listener.admit()]
+            honest = call(_known(listener), 3)
+            arrived += listener.admit()
         finally:
-            lobby.close()
+            listener.close()
     assert [arrival.rank for arrival in arrived] == [0, 3]
     for end in (*crowd, honest, *(arrival.connection for arrival in arrived)):
         end.close()
 
 
-def test_a_door_nobody_opens_any_more_is_a_lost_writer(lobby: Lobby) -> None:
-    waiting = call(_known(lobby), 0)
-    lobby.close()
+def test_a_door_nobody_opens_any_more_is_a_lost_writer(listener: JoinListener) -> None:
+    waiting = call(_known(listener), 0)
+    listener.close()
     with pytest.raises(QueueWriterLostError, match="before it let this reader in"):
         hear_welcome(waiting)
     waiting.close()
     with pytest.raises(QueueWriterLostError, match="finds no writer"):
-        call(_known(lobby), 0)
+        call(_known(listener), 0)
 
 
 def test_a_file_with_a_message_is_written_once() -> None:

@@ -25,7 +25,7 @@ from torchft_like.errors import (
     QueueWriterLostError,
 )
 from torchft_like.message_queue import MessageQueue
-from torchft_like.message_queue.audience import FILES_UNREAD_MAX
+from torchft_like.message_queue.local import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
 
@@ -276,7 +276,7 @@ def test_who_does_not_know_the_key_gets_no_connection() -> None:
 
 def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) -> None:
     writer, (hostile, honest) = queues.make(2)
-    hostile._end._words[CONSUMED] = 2**63  # type: ignore[union-attr]
+    hostile._end._words[CONSUMED] = 2**63  # type: ignore[attr-defined]
     for number in range(12):
         writer.enqueue(number, LIMIT_S)
         assert honest.dequeue(LIMIT_S) == number
@@ -287,19 +287,19 @@ def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) 
         _read_all(hostile)
 
 
-def test_a_reader_that_blocks_the_bell_keeps_nobody_asleep(
+def test_a_reader_that_fills_the_wake_up_counter_keeps_nobody_asleep(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_like.message_queue.local_reader.RECHECK_S", 2 * LIMIT_S)
+    monkeypatch.setattr("torchft_like.message_queue.local.RECHECK_S", 2 * LIMIT_S)
     writer, (hostile, honest) = queues.make(2)
     for number in range(3):
-        os.eventfd_write(hostile._end._bell, 2**64 - 2)  # type: ignore[union-attr]
+        os.eventfd_write(hostile._end._wake_up, 2**64 - 2)  # type: ignore[attr-defined]
         waiting = queues.run(honest.dequeue, LIMIT_S)
-        wait_for(lambda: honest._end._words[SLEEPING] > 0)  # type: ignore[union-attr]
+        wait_for(lambda: honest._end._words[SLEEPING] > 0)  # type: ignore[attr-defined]
         writer.enqueue(number, LIMIT_S)
         assert waiting.result(LIMIT_S) == number
         hostile.dequeue(LIMIT_S)
-        os.eventfd_read(hostile._end._bell)  # type: ignore[union-attr]
+        os.eventfd_read(hostile._end._wake_up)  # type: ignore[attr-defined]
 
 
 def _read_all(reader: MessageQueue) -> None:
@@ -312,7 +312,7 @@ def test_a_damaged_message_is_an_error_and_the_reader_leaves(queues: Queues, at:
     writer, (reader, other) = queues.make(2)
     writer.enqueue({"a": [1, 2, 3]}, LIMIT_S)
     assert other.dequeue(LIMIT_S) == {"a": [1, 2, 3]}
-    writer._end._memory[PAGE_BYTES + at] ^= 0x55  # type: ignore[union-attr]
+    writer._end._memory[PAGE_BYTES + at] ^= 0x55  # type: ignore[attr-defined]
     with pytest.raises(QueueCorruptError, match="reader 0 has left"):
         reader.dequeue(LIMIT_S)
     with pytest.raises(QueueClosedError):
@@ -324,7 +324,7 @@ def test_a_damaged_message_is_an_error_and_the_reader_leaves(queues: Queues, at:
 
 def test_an_impossible_published_number_is_an_error(queues: Queues) -> None:
     writer, (reader,) = queues.make()
-    writer._end._ring.words[PUBLISHED] = 2**62  # type: ignore[union-attr]
+    writer._end._ring.words[PUBLISHED] = 2**62  # type: ignore[attr-defined]
     with pytest.raises(QueueCorruptError):
         reader.dequeue(LIMIT_S)
 
@@ -404,7 +404,7 @@ def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
     for number in range(3):
         writer.enqueue([number, b"x" * size], LIMIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(f"torchft_like.message_queue.local_reader.{where}", interrupt)
+            patch.setattr(f"torchft_like.message_queue.local.{where}", interrupt)
             with pytest.raises(error):
                 reader.dequeue(LIMIT_S)
         assert same(reader.dequeue(LIMIT_S), [number, b"x" * size])
@@ -426,7 +426,7 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
     open_then = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * 100_000], LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.local_reader.assembled", fail)
+    monkeypatch.setattr("torchft_like.message_queue.local.assembled", fail)
     with pytest.raises(error):
         reader.dequeue(LIMIT_S)
     assert len(open_descriptors() - open_then) == (not is_corrupt)
@@ -442,7 +442,7 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[union-attr]
+    monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         writer.enqueue("who knows who has it", LIMIT_S)
     with pytest.raises(QueueClosedError):
@@ -471,7 +471,7 @@ def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it
         patch.setattr(writer._end, "_write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             writer.enqueue(b"a" * 100_000, LIMIT_S)
-    assert reader._end._hear()  # type: ignore[union-attr]  # as it does before it sleeps
+    assert reader._end._hear()  # type: ignore[attr-defined]  # as it does before it sleeps
     writer.enqueue(b"b" * 100_000, LIMIT_S)
     assert reader.dequeue(LIMIT_S) == b"b" * 100_000
     assert not left_open_since(before)

@@ -17,7 +17,7 @@ from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.handle import RemoteHandle
-from torchft_like.message_queue.remote_audience import (
+from torchft_like.message_queue.remote import (
     HELLO,
     NUMBERED,
     TAG_CLOSED,
@@ -25,9 +25,9 @@ from torchft_like.message_queue.remote_audience import (
     TAG_HELLO,
     TAG_LEAVE,
     TAG_READ,
-    RemoteAudience,
+    RemoteReader,
+    RemoteReaders,
 )
-from torchft_like.message_queue.remote_reader import RemoteReader
 from torchft_like.plain_data import disassemble, dissect
 from torchft_like.testing.relay import Relay
 
@@ -76,7 +76,7 @@ def _heard(dealer: zmq.Socket[bytes], found: list[bytes]) -> bool:
 
 def test_a_reader_that_has_read_what_was_never_written_is_evicted(queues: Queues) -> None:
     writer, (reader, hostile) = queues.make(2, remote=[1])
-    hostile._end._tell(NUMBERED.pack(TAG_READ, 7))  # type: ignore[union-attr]
+    hostile._end._tell(NUMBERED.pack(TAG_READ, 7))  # type: ignore[attr-defined]
     wait_for(lambda: writer.lost_readers == [1])
     writer.enqueue("on", LIMIT_S)
     assert reader.dequeue(LIMIT_S) == "on"
@@ -86,7 +86,7 @@ def test_a_connection_that_falls_silent_is_over_for_both(
     queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody hangs up: from one moment on nothing that either says arrives."""
-    monkeypatch.setattr("torchft_like.message_queue.remote_audience.SILENCE_S", 2.0)
+    monkeypatch.setattr("torchft_like.message_queue.remote.SILENCE_S", 2.0)
     flows = threading.Event()
     flows.set()
 
@@ -154,7 +154,7 @@ def test_a_message_that_is_none_is_an_error_and_the_reader_leaves(
     queues: Queues, message: list[bytes]
 ) -> None:
     writer, (reader,) = queues.make(remote=[0])
-    writer._end._remote.send(message)  # type: ignore[union-attr]
+    writer._end._remote.send(message)  # type: ignore[attr-defined]
     with pytest.raises(QueueCorruptError, match="reader 0 has left"):
         reader.dequeue(LIMIT_S)
     with pytest.raises(QueueClosedError):
@@ -165,7 +165,7 @@ def test_a_message_that_is_none_is_an_error_and_the_reader_leaves(
 def test_the_message_that_those_are_made_of_is_one(queues: Queues) -> None:
     writer, (reader,) = queues.make(remote=[0])
     assert disassemble({"t": torch.ones(3)}).structure == STRUCTURE
-    writer._end._remote.send([NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF])  # type: ignore[union-attr]
+    writer._end._remote.send([NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF])  # type: ignore[attr-defined]
     assert reader.dequeue(LIMIT_S)["t"].tolist() == [0.0] * 3  # type: ignore[index]
 
 
@@ -212,7 +212,7 @@ def test_what_came_before_the_connection_ended_can_be_read(
 
 
 def _connection_has_ended(reader: MessageQueue) -> bool:
-    return bool(reader._end._monitor.poll(int(LIMIT_S) * 1000))  # type: ignore[union-attr]
+    return bool(reader._end._monitor.poll(int(LIMIT_S) * 1000))  # type: ignore[attr-defined]
 
 
 def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
@@ -225,7 +225,7 @@ def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
     before = open_descriptors()
     writer, (reader,) = queues.make(remote=[0])
     writer.enqueue("unread", LIMIT_S)
-    monkeypatch.setattr(RemoteAudience, "_await_the_last", interrupt)
+    monkeypatch.setattr(RemoteReaders, "_await_the_last", interrupt)
     with pytest.raises(KeyboardInterrupt):
         writer.shutdown()
     assert reader.dequeue(LIMIT_S) == "unread"

@@ -146,7 +146,7 @@ def test_a_reader_whom_something_keeps_from_the_memory_leaves_the_queue(
     writer = queues.keep(MessageQueue(1, 1))
     reader = queues.join(writer, 0)
     writer.wait_until_ready(LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.local_reader.map_received", fail)
+    monkeypatch.setattr("torchft_like.message_queue.local.map_received", fail)
     with pytest.raises(told):
         reader.wait_until_ready(LIMIT_S)
     _has_left(writer, reader)
@@ -195,7 +195,7 @@ def test_a_message_for_which_the_reader_has_no_memory_can_be_read_later(
     writer.enqueue(large, LIMIT_S)
     writer.enqueue("next", LIMIT_S)
     if remote:
-        assert reader._end._dealer.poll(int(LIMIT_S) * 1000)  # type: ignore[union-attr]
+        assert reader._end._dealer.poll(int(LIMIT_S) * 1000)  # type: ignore[attr-defined]
     with memory_left(LARGE_BYTES // 3), pytest.raises(QueueMemoryError, match="a copy of the message"):
         reader.dequeue(LIMIT_S)
     assert same(reader.dequeue(LIMIT_S), large)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import BarrierOptions
@@ -25,7 +25,6 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     ProcessGroupError,
 )
-from torchft_like.group_coordinator.elastic.membership import Membership
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.wrapper import as_timedelta
@@ -36,6 +35,27 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 
 _logger = logging.getLogger(__name__)
+
+
+class Membership(NamedTuple):
+    """The members of one epoch, the same on all of them.
+
+    Attributes:
+        epoch: the id of their quorum; later ones are larger.
+        store_address: `host:port/prefix` in the store of one of them, where they met.
+        members: their names, in the order of their ranks.
+    """
+
+    epoch: int
+    store_address: str
+    members: tuple[str, ...]
+
+    def rank_of(self, name: str) -> int | None:
+        """Return the rank of a member; None if nobody of that name is one."""
+        return self.members.index(name) if name in self.members else None
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} ({', '.join(self.members)})"
 
 
 class EpochGroups:

@@ -1,9 +1,16 @@
-"""A group coordinator whose members change while it is used.
+"""Group coordinators whose members change while they are used.
 
-Who is a member the lighthouse says: whoever asks it for a quorum, until it leaves or is lost. A change is
-prepared beside the old members and then comes about on all new members, or on none; how that is decided is in
-`candidate`. The coordinator is the same object before and after: its epoch, rank and size change, and nothing
-of an old epoch, a message, a handle, tokens that were dispatched, is ever taken for something of a new one.
+An `ElasticCoordinator` has the members that the lighthouse names: each rank that asks for a quorum, until it
+leaves or is lost. A change is prepared beside the old members and then comes about on all new members, or on
+none; how that is decided is in `candidate`. The coordinator is the same object before and after: its epoch,
+rank and size change, and nothing of an old epoch, a message, a handle, tokens that were dispatched, is ever
+taken for something of a new one.
+
+The epochs of a `ManagedCoordinator` are the quorums of a Manager, which decides between two steps who is a
+member; a replica that dies is left out of the next quorum. The coordinator asks for the quorum when it is
+called, and has the members of that one. What it raises loses the step, as in `torchft_like.gang.managed`;
+also what it refuses, for the other members have refused it, too. A wait whose time is up raises, and loses
+nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 
@@ -22,13 +30,13 @@ from torchft_like.errors import (
     ChangeRolledBackError,
     GroupCoordinatorError,
     StaleEpochError,
+    StillUnderWayError,
 )
-from torchft_like.group_coordinator.coordinator import GroupCoordinator, Place
-from torchft_like.group_coordinator.creation import ANONYMOUS, unique_name
-from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, retire
+from torchft_like.group_coordinator.coordinator import GroupCoordinator
+from torchft_like.group_coordinator.creation import ANONYMOUS, Place, unique_name
+from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Membership, retire
 from torchft_like.group_coordinator.elastic.member import Member, Settle
-from torchft_like.group_coordinator.elastic.membership import Membership
-from torchft_like.process_group import ProcessGroupGloo, ProcessGroupNCCL
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
 NAME_CHARACTERS_MAX = 200
@@ -123,7 +131,7 @@ class ElasticCoordinator(EpochCoordinator):
         self.options = options or CoordinatorOptions()
         self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
-        settle = Settle(self._enter, self._stay, self._leave, self._end_epoch)
+        settle = Settle(self._enter, lambda: self._part(_ROLLED_BACK), self._leave, self._end_epoch)
         self._session = Member(name, lighthouse, self._make_groups, settle)
         self._leaving: list[str] = []  # with the change that is due
         self._is_destroyed = False
@@ -203,7 +211,10 @@ class ElasticCoordinator(EpochCoordinator):
         """
         own = _NOT_READY
         if change is not None and not change.is_over:
-            own = _LEAVES if change.groups is None else _proposed(change)
+            if change.groups is None:
+                own = _LEAVES
+            elif change.has_met and change.membership is not None:
+                own = change.membership.epoch
         said = self.all_gather(torch.tensor([own], device="cpu"), 0).tolist()
         who = dict(zip(self.membership.members if self.membership else (), said, strict=True))
         leaving = [name for name, each in who.items() if each == _LEAVES]
@@ -255,9 +266,6 @@ class ElasticCoordinator(EpochCoordinator):
             self._end_epoch(interrupted)
             raise
 
-    def _stay(self) -> None:
-        self._part(_ROLLED_BACK)
-
     def _leave(self, change: Change) -> None:
         """Leave, unless those who stay say that they have not switched, and still count on this member."""
         if _ROLLED_BACK in self._part(_LEAVES):
@@ -302,6 +310,122 @@ class ElasticCoordinator(EpochCoordinator):
         return f"<{type(self).__name__} {self.unique_name}: {self.name}, epoch {self.epoch}, {place}>"
 
 
-def _proposed(change: Change) -> int:
-    """Return the quorum of a change that can be completed now."""
-    return change.membership.epoch if change.has_met and change.membership is not None else _NOT_READY
+class CoordinatorManager(Protocol):
+    """What a coordinator needs of a Manager."""
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group that the manager configures."""
+
+    def wait_quorum(self) -> None:
+        """Wait until the group is configured for the current step."""
+
+    def replica_rank(self) -> int | None:
+        """Return this replica group's rank among all members of the quorum."""
+
+    def replica_world_size(self) -> int:
+        """Return how many members the quorum has."""
+
+    def errored(self) -> Exception | None:
+        """Return why the current step is lost, if it is."""
+
+    def report_error(self, e: Exception) -> None:
+        """Report an error: the current step is lost."""
+
+
+class ManagedCoordinator(EpochCoordinator):
+    """The communication of a Manager's quorum: this rank of every replica group, healing ones included.
+
+    It is usable from the first `start_quorum` on. After a GroupCoordinatorError go on to the next one: the
+    same object then has its members. `epoch` counts the configurations of the Manager's group; rank and size
+    are up to date after a call, or `refresh`.
+
+    Args:
+        manager: the Manager of this rank. `destroy` leaves it, and its group, alone.
+        device: the device of the tensors; the manager's group takes it.
+    """
+
+    def __init__(
+        self,
+        manager: CoordinatorManager,
+        *,
+        device: torch.device | str = "cpu",
+        group_name: str | None = None,
+        options: CoordinatorOptions | None = None,
+    ) -> None:
+        self._manager = manager
+        self.options = options or CoordinatorOptions()
+        self._have_no_members(device, group_name)
+        self._is_destroyed = False
+
+    def refresh(self) -> int:
+        """Have the members of the current quorum, and wait for it; gives the epoch.
+
+        Raises:
+            GroupCoordinatorError: there is no quorum, or the step is lost already.
+        """
+        self._current()
+        return self.epoch
+
+    def destroy(self) -> None:
+        """End the present epoch; from now on there are no members."""
+        self._is_destroyed = True
+        self._end_present("the coordinator was destroyed")
+        super().destroy()
+
+    def _current(self) -> Communicator:
+        if self._is_destroyed:
+            raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
+        try:
+            self._manager.wait_quorum()
+        except Exception as error:
+            raise GroupCoordinatorError(f"{self.unique_name} has no quorum: {error}") from error
+        if (lost := self._manager.errored()) is not None:
+            raise GroupCoordinatorError(f"the step is lost already: {lost}") from lost
+        group = self._manager.process_group
+        if self._communicator is None or self.epoch != group.epoch:
+            self._follow(group)
+        if self._communicator is None:
+            raise GroupCoordinatorError(f"{self.unique_name} has no members")
+        return self._communicator
+
+    def _follow(self, group: ProcessGroup) -> None:
+        """Have the members that the group is configured for."""
+        rank = self._manager.replica_rank()
+        if rank is None:
+            raise GroupCoordinatorError("the manager has no quorum yet: call start_quorum first")
+        self._end_present(f"the quorum is another one since configuration {group.epoch}")
+        everyone = list(range(self._manager.replica_world_size()))
+        epoch = _ManagedEpoch(group, self._manager)
+        self._begin_epoch(epoch, Place(self.unique_name, rank, everyone, self.device, group, group))
+
+
+class _ManagedEpoch(Epoch):
+    """One quorum. It is over when the group is configured anew, whether the coordinator has heard or not."""
+
+    def __init__(self, group: ProcessGroup, manager: CoordinatorManager) -> None:
+        super().__init__(group.epoch)
+        self._configured = group.configuration
+        self._group = group
+        self._manager = manager
+
+    def check(self, what: str) -> None:
+        """Raise if the quorum is over; `what` is an object of its members."""
+        self._look()
+        super().check(what)
+
+    def explained(self, what: str, error: BaseException) -> BaseException:
+        """Return the error to raise for `what`; it loses the step of this quorum, not that of a later one."""
+        if isinstance(error, StillUnderWayError) or not isinstance(error, Exception):  # it goes on
+            return error
+        self._look()
+        if self.ended is not None:
+            stale = self.stale(what)
+            stale.__cause__ = error
+            return stale
+        self._manager.report_error(error)
+        return error
+
+    def _look(self) -> None:
+        if self._group.configuration is not self._configured:
+            self.end(f"the manager's group was configured anew, {self._group.epoch} times by now")

@@ -23,8 +23,7 @@ from torchft_like.core.candidate import Answer, Candidate, Request, Stage
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
 from torchft_like.errors import ChangeInDoubtError
-from torchft_like.group_coordinator.elastic.change import Change, EpochGroups
-from torchft_like.group_coordinator.elastic.membership import Membership
+from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Membership
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
 from torchft_like.manager.connection import connect
 from torchft_like.manager_server.rank_link import RankLink
@@ -46,7 +45,7 @@ class Settle(NamedTuple):
     """
 
     enter: Callable[[Membership, EpochGroups], None]
-    stay: Callable[[], None]
+    stay: Callable[[], object]
     leave: Callable[[Change], None]
     lose: Callable[[str], None]
 
@@ -109,11 +108,7 @@ class Member:
             return True
 
     def roll_back(self, change: Change, reason: str) -> None:
-        """Have nobody switch to a change, and ask for the next quorum.
-
-        Raises:
-            ChangeInDoubtError: this member has voted.
-        """
+        """Have nobody switch to a change, and ask for the next quorum."""
         with self._lock:
             if change.is_over or change is not self._change:
                 return

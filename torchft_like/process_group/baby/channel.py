@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchft_like.plain_data import CALLS, PlainDataError, decode, encode
+from torchft_like.errors import PlainDataError
+from torchft_like.plain_data import CALLS, decode, encode
 from torchft_like.runtime.descriptors import ancillary_bytes, descriptors_in, despite_reset, send_descriptors
 
 Message = tuple[Any, ...]  # two numbers, and at most PARTS_MAX parts of the types of `plain_data.CALLS`

@@ -13,9 +13,13 @@ _OF_TORCH = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreErro
 _KNOWN: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        *(getattr(errors, name) for name in errors.__all__),
         *(getattr(dist, name) for name in _OF_TORCH),
-        *(kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+        *(
+            kind
+            for module in (errors, builtins)
+            for kind in vars(module).values()
+            if isinstance(kind, type) and issubclass(kind, Exception)
+        ),
     )
 }
 

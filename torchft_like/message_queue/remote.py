@@ -1,4 +1,4 @@
-"""The readers on other machines as the writer sees them: a connection each, and how far each has read.
+"""Both ends of a queue between machines: remote readers as the writer sees them, and a remote reader's end.
 
 ZeroMQ moves the bytes and finds connections that end or fall silent. A peer that does not know the writer's
 public key, which is in the handle, cannot send anything (CURVE, which also encrypts); a peer that knows it
@@ -7,41 +7,61 @@ sends the handle's token and a rank.
 A message waits in the writer's process until the reader's system has it, and a reader confirms the messages
 that it has read: no more than `window` messages are unconfirmed, so a slow reader holds the writer up as it
 does in shared memory, and the writer's memory is bounded.
+
+Messages come whole and in order over one connection, each with its number: a missing one is an error, never a
+gap. There is no second connection: when the first ends, so does the reader's end of the queue.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import logging
+import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import zmq
 
-from lighthouse.address import Address
+from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
-from torchft_like.message_queue.handle import RemoteHandle
+from torchft_like.errors import (
+    PlainDataError,
+    QueueClosedError,
+    QueueCorruptError,
+    QueueError,
+    QueueWriterLostError,
+)
+from torchft_like.message_queue.endpoint import Endpoint, Limit
+from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle, RemoteHandle
+from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.ring import Bytes
 
-HELLO = struct.Struct("<c32sI")
+HELLO = struct.Struct(f"<c{TOKEN_BYTES}sI")
 NUMBERED = struct.Struct("<cQ")
 TAG_HELLO, TAG_WELCOME, TAG_REFUSED, TAG_DATA, TAG_READ, TAG_CLOSED, TAG_LEAVE, TAG_PROBE = (
     b"H", b"W", b"R", b"D", b"A", b"C", b"L", b"P",
 )  # fmt: skip
 
 SILENCE_S = 10.0  # seconds of silence after which a connection counts as ended
+PART_BYTES_MAX = 2**34  # a frame that claims more ends the connection
 _SMALL_BYTES_MAX = 1024  # of a message from a reader
 _PROBE_S = 1.0
-_FAREWELL_MS_MAX = 1000
+_FAREWELL_MS_MAX = 1000  # until the system has the last messages
 _NEVER_MS = 2**30  # twelve days
+_ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _NO_ADDRESS = errno.EINVAL, errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 
 _logger = logging.getLogger(__name__)
-
-
 Prepared: TypeAlias = "Sequence[bytes | zmq.Frame]"
 
 
@@ -53,7 +73,7 @@ class _Reader:
         self.read = read
 
 
-class RemoteAudience:
+class RemoteReaders:
     """All remote readers; only the thread that holds the writer's lock uses this.
 
     Args:
@@ -82,7 +102,7 @@ class RemoteAudience:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
-        configure(self._router)
+        _configure(self._router)
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -104,7 +124,6 @@ class RemoteAudience:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the readers that are there."""
         return [reader.rank for reader in self._readers.values()]
 
     @property
@@ -114,8 +133,10 @@ class RemoteAudience:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no reader is there, nor will come."""
         return not self._readers and not self.n_missing
+
+    def describe_missing(self) -> str:
+        return f"{self.n_missing} remote readers" if self.n_missing else ""
 
     def has_room(self) -> bool:
         """Return whether every reader may be sent another message."""
@@ -126,11 +147,9 @@ class RemoteAudience:
         return [reader.rank for reader in self._readers.values() if self._sent - reader.read >= self._window]
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors that are readable when `attend` may have something to do."""
         return [int(self._router.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
 
     def attend(self) -> None:
-        """Handle what readers have sent, and find those that are gone. This waits for nothing."""
         while True:
             try:
                 identity, *body = self._router.recv_multipart(zmq.NOBLOCK)
@@ -138,7 +157,7 @@ class RemoteAudience:
                 break
             if len(body) == 1:
                 self._hear(identity, body[0])
-        if has_event(self._monitor):
+        if _has_event(self._monitor):
             # The event comes before the end of the connection is felt.
             self._probe_until = time.monotonic() + _PROBE_S
         if time.monotonic() < self._probe_until:
@@ -155,18 +174,16 @@ class RemoteAudience:
         for identity in list(self._readers):
             self._tell(identity, message)
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """Tell every reader that this was all, and wait up to `patience_s` seconds until they have read
-        it.
-        """
+    def close(self, linger_s: float = 0.0) -> None:
+        """Tell every reader that this was all, and wait up to so many seconds until they have read it."""
         try:
             for identity in list(self._readers):
                 self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
-            self._await_the_last(time.monotonic() + patience_s)
+            self._await_the_last(time.monotonic() + linger_s)
         finally:
             self._router.disable_monitor()
             self._monitor.close(0)
-            self._router.close(_FAREWELL_MS_MAX)  # until the system has the last messages to readers
+            self._router.close(_FAREWELL_MS_MAX)
             self._context.term()
 
     def _await_the_last(self, deadline: float) -> None:
@@ -225,10 +242,8 @@ class RemoteAudience:
             _logger.warning("the message queue goes on without remote reader %d: %s", reader.rank, reason)
 
 
-def configure(socket: zmq.Socket[bytes]) -> None:
-    """Set the options that hold at both ends. The window bounds how many messages wait; none may be
-    dropped.
-    """
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    """Set the options of both ends: the window bounds how many messages wait; none may be dropped."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
@@ -240,7 +255,7 @@ def configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(SILENCE_S * 1000))
 
 
-def has_event(monitor: zmq.Socket[bytes]) -> bool:
+def _has_event(monitor: zmq.Socket[bytes]) -> bool:
     """Return whether anything happened to a connection, and forget what it was."""
     found = False
     while True:
@@ -249,3 +264,148 @@ def has_event(monitor: zmq.Socket[bytes]) -> bool:
             found = True
         except zmq.Again:
             return found
+
+
+class RemoteReader(Endpoint):
+    """The reader's end of a `MessageQueue`, over a socket."""
+
+    def __init__(self, handle: QueueHandle, rank: int) -> None:
+        if handle.remote is None:
+            raise ValueError(
+                f"rank {rank} is no local reader ({list(handle.local_ranks)} are), and no remote one is due"
+            )
+        self._rank = rank
+        self._writer_is_gone = False
+        self._has_left = False
+        self._number: int | None = None  # of the next message
+        self._came: list[zmq.Frame] = []  # the parts of what came last, until it was read
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self._dealer = self._context.socket(zmq.DEALER)
+            self._monitor = self._dealer.get_monitor_socket(_ENDS)
+            self._connect(handle.remote)
+            super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
+            undo.pop_all()
+        self._tell(HELLO.pack(TAG_HELLO, handle.token, rank))
+        self._events = zmq.Poller()
+        for watched in (self._dealer, self._monitor, self._stop):
+            self._events.register(watched, zmq.POLLIN)
+
+    def wait_until_ready(self, limit: Limit) -> None:
+        with self._lock:
+            self._require_open()
+            self._join(limit)
+
+    def dequeue(self, limit: Limit, is_expected: bool = False) -> object:
+        with self._lock:
+            self._require_open()
+            if self._number is None:
+                self._join(limit)
+            nothing = "the writer wrote nothing"
+            self._wait(self._receive, limit, lambda: (nothing, ()), spins=False, is_expected=is_expected)
+            try:
+                return self._read(self._came)
+            except (PlainDataError, QueueCorruptError) as error:
+                self._leave()
+                raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
+
+    def _connect(self, remote: RemoteHandle) -> None:
+        public, secret = zmq.curve_keypair()
+        _configure(self._dealer)
+        self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
+        self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
+        try:
+            self._dealer.setsockopt(zmq.CURVE_SERVERKEY, remote.server_key)
+            self._dealer.connect(remote.address)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise ValueError(f"the address or the key in a queue's handle is none: {error}") from error
+        disown(parse_address(remote.address.removeprefix("tcp://")))
+
+    def _join(self, limit: Limit) -> None:
+        if self._number is not None:
+            return
+        what = "the writer did not let this reader in: it has to call wait_until_ready"
+        self._wait(self._receive, limit, lambda: (what, ()), spins=False)
+        answer, self._came = self._came[0].bytes, []
+        if answer[:1] == TAG_REFUSED:
+            self._is_closing = self._has_left = True  # there is no second answer
+            raise QueueError(f"the writer refuses this reader: {answer[1:].decode(errors='replace')}")
+        if answer[:1] != TAG_WELCOME or len(answer) != NUMBERED.size:
+            self._leave()
+            raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
+        self._number = NUMBERED.unpack(answer)[1]
+
+    def _receive(self) -> bool:
+        """Return whether something has come, which is in `_came`."""
+        while not self._came:
+            try:  # a copy of the parts might find no memory when some of them were taken
+                parts = self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            if parts[0].bytes != TAG_PROBE:
+                self._came = parts
+        return True
+
+    def _require_possible(self, reached: Callable[[], bool]) -> None:
+        self._writer_is_gone |= _has_event(self._monitor)
+        if self._writer_is_gone and not reached():  # messages that came before that can still be read
+            raise QueueWriterLostError("the connection to the writer ended, and all that came was read")
+
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
+        self._events.poll(int(seconds * 1000) + 1)
+
+    def _read(self, parts: list[zmq.Frame]) -> object:
+        if len(parts[0]) != NUMBERED.size:
+            raise QueueCorruptError("a message has no number")
+        tag, number = NUMBERED.unpack(parts[0].bytes)
+        if number != self._number:
+            raise QueueCorruptError(f"message {number} came where {self._number} was due")
+        if tag == TAG_CLOSED:
+            self._is_closing = self._has_left = True  # the writer hears nothing any more
+            raise QueueClosedError("the writer has shut the queue down, and everything was read")
+        if tag != TAG_DATA or len(parts) < 2:
+            raise QueueCorruptError("what came is no message")
+        leaves = parts[2:]
+        value = assembled(parts[1].bytes, Source(sum(map(len, leaves)), _Parts(leaves).fill))
+        self._number, self._came = number + 1, []
+        self._tell(NUMBERED.pack(TAG_READ, self._number))
+        return value
+
+    def _tell(self, data: bytes) -> None:
+        # There is no connection any more, or none was made: the next wait sees it.
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send(data, zmq.NOBLOCK)
+
+    def _say_goodbye(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._tell(TAG_LEAVE)
+
+    def _release(self, linger_s: float = 0.0) -> None:
+        self._writer_is_gone |= _has_event(self._monitor)
+        self._dealer.disable_monitor()
+        self._monitor.close(0)
+        self._dealer.close(0 if self._writer_is_gone else _FAREWELL_MS_MAX)
+        self._context.term()
+        os.close(self._stop)
+
+    def _abandon(self) -> None:
+        """Do nothing: ZeroMQ's threads do not exist in a fork, and closing would wait for them."""
+
+
+class _Parts:
+    """The leaves of a message that came one by one."""
+
+    def __init__(self, leaves: list[zmq.Frame]) -> None:
+        self._leaves = iter([leaf.buffer for leaf in leaves])
+
+    def fill(self, memory: memoryview) -> None:
+        leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty leaf is never asked for
+        if len(leaf) != len(memory):
+            raise QueueCorruptError("a leaf of a message has another length than the message says")
+        memory[:] = leaf

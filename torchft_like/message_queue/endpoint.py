@@ -1,0 +1,147 @@
+"""The common part of both ends of a queue: their life, which any thread may end, and how they wait.
+
+INVARIANT: what an endpoint holds is released once, by the thread that has the lock, and so never under a call
+that uses it. `shutdown` first ends the call that has the lock: every wait is also a wait for `_stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torchft_like.errors import NotSupportedError, QueueClosedError, QueueTimeoutError
+from torchft_like.runtime.long_waits import LongWait
+from torchft_like.runtime.spin_wait import AdaptiveSpin
+
+RECHECK_S = 0.1  # the cost of a wake-up, should one ever be lost
+LINGER_S = 5.0
+
+# The end of a wait on the monotonic clock, and the seconds that its caller gave it, for the text of an error.
+Limit = tuple[float, float]
+
+
+class Endpoint(ABC):
+    """The writer's end of a queue, or a reader's. A subclass calls `__init__` after everything that it
+    acquires has been acquired.
+
+    Args:
+        closed: the message of the error of a call that comes too late.
+    """
+
+    def __init__(self, closed: str) -> None:
+        self._closed = closed
+        self._is_closing = False
+        self._is_closed = False
+        self._spin = AdaptiveSpin()
+        self._make_locks()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    @abstractmethod
+    def wait_until_ready(self, limit: Limit) -> None:
+        """Wait until this reader has joined; at the writer's end, until all readers have."""
+
+    def enqueue(self, value: object, limit: Limit) -> None:
+        """Write a message."""
+        raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
+
+    def dequeue(self, limit: Limit, is_expected: bool = False) -> object:
+        """Return the next message. A long wait is logged, unless it `is_expected`."""
+        raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether every further call is refused; what this endpoint holds may not be released yet."""
+        return self._is_closing
+
+    def shutdown(self, linger_s: float = LINGER_S) -> None:
+        """Say goodbye and release everything; any thread may call this, any number of times.
+
+        Args:
+            linger_s: seconds for which remote readers are given time to read the rest.
+        """
+        with self._ending:
+            if self._is_closed:
+                return
+            self._is_closing = True
+            os.eventfd_write(self._stop, 1)
+            with self._lock:
+                self._is_closed = True
+                self._say_goodbye()
+                self._release(linger_s)
+
+    def forget(self) -> None:
+        """Release, in a fork, what was inherited, without a word to the peers: it is the parent's."""
+        self._make_locks()  # the thread that held them does not exist here
+        self._is_closing = self._is_closed = True
+        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
+            self._abandon()
+
+    @abstractmethod
+    def _say_goodbye(self) -> None:
+        """Tell the other side that this end goes."""
+
+    @abstractmethod
+    def _release(self, linger_s: float = 0.0) -> None:
+        """Release everything."""
+
+    def _abandon(self) -> None:
+        """Do what `_release` does, in a fork."""
+        self._release()
+
+    def _leave(self) -> None:
+        """Leave the queue; the caller has the lock."""
+        self._is_closing = True
+        self._say_goodbye()
+
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise self._too_late()
+
+    def _too_late(self) -> QueueClosedError:
+        return QueueClosedError(self._closed)
+
+    def _make_locks(self) -> None:
+        self._lock, self._ending = threading.Lock(), threading.Lock()
+
+    # ------------------------------------------------------------------------------- waiting
+
+    def _wait(
+        self,
+        reached: Callable[[], bool],
+        limit: Limit,
+        describe: Callable[[], tuple[str, Sequence[int]]],
+        *,
+        spins: bool = True,
+        is_expected: bool = False,
+    ) -> None:
+        """Wait until `reached()`, which the caller has the lock for; look once, however little time there is.
+
+        Args:
+            describe: returns what is awaited, and from which readers.
+            spins: watch for a moment before sleeping.
+        """
+        wait, (deadline, seconds) = LongWait(is_expected=is_expected), limit
+        if not (spins and self._spin.watch(reached, deadline)):
+            while not reached():
+                self._require_possible(reached)
+                if (now := time.monotonic()) >= deadline:
+                    if reached():
+                        break
+                    raise QueueTimeoutError(seconds, *describe())
+                wait.look(now, lambda: f"a message queue: {describe()[0]}")
+                self._sleep(reached, min(deadline, wait.next_line) - now)
+                self._require_open()
+        if spins:
+            self._spin.learn(wait.seconds)
+
+    @abstractmethod
+    def _require_possible(self, reached: Callable[[], bool]) -> None:
+        """Raise an error if what is awaited will never come; messages of the other side may say so."""
+
+    @abstractmethod
+    def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
+        """Sleep until the other side or `_stop` says something; at most so many seconds."""
