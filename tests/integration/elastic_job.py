@@ -20,8 +20,7 @@ from torchft_like.group_coordinator import (
     ManagedCoordinator,
     Membership,
 )
-from torchft_like.group_coordinator.elastic.change import EpochGroups
-from torchft_like.group_coordinator.elastic.member import Member
+from torchft_like.group_coordinator.elastic.membership import EpochGroups, Member
 
 Here = SimpleNamespace
 PAUSE_S = 0.005

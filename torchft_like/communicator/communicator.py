@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -27,7 +28,6 @@ from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, GatherO
 
 from torchft_like.communicator.channel import Channel, Group, Started
 from torchft_like.communicator.epoch import Epoch
-from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
 from torchft_like.core.agreement.rules import disagreement
 from torchft_like.core.agreement.statements import (
@@ -48,6 +48,8 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group.checking.backend import is_wanted
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.long_waits import calls, watch_calls
 
 T = TypeVar("T")
@@ -58,6 +60,35 @@ FIRST_TAG = 1 << 20
 TAGS = 1 << 30
 _GATHER, _BROADCAST = BY_NAME["gather"], BY_NAME["broadcast"]
 _EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # their product is TAGS
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """The options of a coordinator, the same on every rank.
+
+    Attributes:
+        timeout: the limit of each operation of the groups that the coordinator makes, seconds or timedelta;
+            given groups keep theirs. A barrier without a timeout of its own ends after it, too.
+        check_collectives: whether to compare what the ranks pass to all_reduce, all_gather, reduce_scatter,
+            gather and broadcast before data moves, so that a mistake of one rank is an error on all of them;
+            the other calls always compare. The environment variable TORCHFT_CHECK_COLLECTIVES=1 or =0
+            overrides it.
+        message_bytes_max: the limit of the bytes of one message's tensors; a larger message is refused before
+            it is allocated.
+        max_chunk_bytes, max_chunks: the size of the message queues that the coordinator makes: the bytes of a
+            slot, and how many slots there are.
+    """
+
+    timeout: timedelta | float = DEFAULT_TIMEOUT
+    check_collectives: bool | None = None
+    message_bytes_max: int = 2**36
+    max_chunk_bytes: int = 1024 * 1024
+    max_chunks: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout", as_timedelta(self.timeout))
+        if self.message_bytes_max <= 0:
+            raise ValueError(f"message_bytes_max is {self.message_bytes_max}: it must be positive")
 
 
 class Ending(Protocol):

@@ -24,9 +24,14 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 from torchft_like.communicator.channel import Channel
-from torchft_like.communicator.communicator import HARMLESS, Communicator, ToldToAllError, raise_as
+from torchft_like.communicator.communicator import (
+    HARMLESS,
+    Communicator,
+    CoordinatorOptions,
+    ToldToAllError,
+    raise_as,
+)
 from torchft_like.communicator.messages import start_broadcast
-from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.parts import Part, split
 from torchft_like.communicator.tensors import is_addable_as_is
 from torchft_like.core.agreement.statements import Terms

@@ -20,10 +20,9 @@ from torch._C._distributed_c10d import Store
 from torchft_like.communicator import collectives, messages
 from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.collectives import Sizes
-from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
 from torchft_like.communicator.epoch import Epoch
 from torchft_like.communicator.handle import Handle
-from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_dim, checked_rank, with_rows
 from torchft_like.communicator.tensors import checked_tensor, specifications
 from torchft_like.core.agreement.statements import Statement, Terms, specification

@@ -24,10 +24,9 @@ from torch._C._distributed_c10d import Backend
 
 from lighthouse.address import LOOPBACK
 from torchft_like.communicator.channel import Group, ranks_in_job
-from torchft_like.communicator.communicator import HARMLESS, Communicator
+from torchft_like.communicator.communicator import HARMLESS, Communicator, CoordinatorOptions
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.messages import start_broadcast
-from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.communicator.sizes import checked_rank
 from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement, Terms
 from torchft_like.errors import (

@@ -21,8 +21,7 @@ from torchft_like.errors import (
     StaleEpochError,
 )
 from torchft_like.group_coordinator import Change, ElasticCoordinator, Membership
-from torchft_like.group_coordinator.elastic.change import EpochGroups
-from torchft_like.group_coordinator.elastic.member import Member
+from torchft_like.group_coordinator.elastic.membership import EpochGroups, Member
 
 
 @pytest.fixture

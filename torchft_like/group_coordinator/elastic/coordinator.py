@@ -22,9 +22,8 @@ from typing import Protocol
 
 import torch
 
-from torchft_like.communicator.communicator import Communicator
+from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
 from torchft_like.communicator.epoch import Epoch
-from torchft_like.communicator.options import CoordinatorOptions
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
@@ -34,8 +33,14 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, Place, unique_name
-from torchft_like.group_coordinator.elastic.change import Change, EpochGroups, Membership, retire
-from torchft_like.group_coordinator.elastic.member import Member, Settle
+from torchft_like.group_coordinator.elastic.membership import (
+    Change,
+    EpochGroups,
+    Member,
+    Membership,
+    Settle,
+    retire,
+)
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.wrapper import as_timedelta
 
