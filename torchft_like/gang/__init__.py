@@ -5,7 +5,13 @@ gang. Only `managed` knows a Manager.
 """
 
 from torchft_like.errors import GangError, StaleGangError, TopologyError
-from torchft_like.gang.base import Gang, ReduceOperation
+from torchft_like.gang.base import (
+    Gang,
+    ReduceOperation,
+    all_sum,
+    broadcast_flag,
+    raise_operational_gang_error,
+)
 from torchft_like.gang.fake import FakeGang
 from torchft_like.gang.gangs import (
     GangContext,
@@ -20,7 +26,6 @@ from torchft_like.gang.gangs import (
     set_gangs,
 )
 from torchft_like.gang.group_gang import ProcessGroupGang
-from torchft_like.gang.helpers import all_sum, broadcast_flag, raise_operational_gang_error
 from torchft_like.gang.managed import ElasticGangs, ManagedGang
 
 __all__ = [

@@ -8,6 +8,12 @@ After that the writer yields once: the system likes to wake a process on the cor
 there the reader would wait until the writer has nothing more to do. A reader reads the memory that the writer
 wrote, and frees the slots when it has its own copy.
 
+A reader gets the shared memory by connecting to the writer, which listens in the abstract namespace of Unix
+sockets, where names are no files and go away with their process, and sends descriptors. A caller is let in
+once: if the kernel says that it is the same user, it knows the token of the handle, and its rank is expected
+and has not joined yet. No caller can hold the writer up: it never waits for one, and callers that say nothing
+are limited in number and time.
+
 INVARIANT: what a reader writes into its page can only harm the reader itself. A number that makes no sense
 gets it evicted, and the page is a file of its own.
 """
@@ -15,15 +21,19 @@ gets it evicted, and the page is a file of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hmac
 import logging
 import math
 import mmap
 import os
+import secrets
 import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchft_like.errors import (
@@ -32,12 +42,12 @@ from torchft_like.errors import (
     QueueCorruptError,
     QueueDescriptorsError,
     QueueError,
+    QueueTimeoutError,
     QueueWriterLostError,
 )
 from torchft_like.message_queue.endpoint import RECHECK_S, Endpoint, Limit
 from torchft_like.message_queue.fence import before_publishing, full_fence
-from torchft_like.message_queue.handle import QueueHandle
-from torchft_like.message_queue.handshake import Arrival, JoinListener, call, hear_welcome, welcome
+from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 from torchft_like.message_queue.leaves import (
     FILE_RECORD,
     NO_LEAVES,
@@ -46,7 +56,14 @@ from torchft_like.message_queue.leaves import (
     reading_file,
     reading_ring,
 )
-from torchft_like.message_queue.memory import descriptors_for, map_received, map_to_write, reserve, seal_size
+from torchft_like.message_queue.memory import (
+    descriptors_for,
+    is_for_want_of_descriptors,
+    map_received,
+    map_to_write,
+    reserve,
+    seal_size,
+)
 from torchft_like.message_queue.ring import (
     CLOSED,
     CONSUMED,
@@ -59,6 +76,17 @@ from torchft_like.message_queue.ring import (
 )
 from torchft_like.runtime.descriptors import despite_reset, receive_descriptors, send_descriptors
 
+CALLERS_MAX = 64
+HELLO_S_MAX = 5.0
+CONNECT_S_MAX = 5.0
+SHARED = 3  # the descriptors that a reader gets: the ring, its page, the eventfd that wakes it
+
+_HELLO = struct.Struct(f"<4s{TOKEN_BYTES}sI")
+_MAGIC = b"tfq1"
+_WELCOME, _REFUSED = b"+", b"-"
+_CREDENTIALS = struct.Struct("iII")
+_TIME = struct.Struct("@ll")  # seconds, microseconds
+_REFUSAL_BYTES_MAX = 512
 FILES_UNREAD_MAX = 8
 WAKE = b"!"
 _LEAVE = b"."
@@ -66,6 +94,117 @@ _FILE = struct.Struct("<cQQ")  # the bytes that go with the descriptor of a mess
 _FILE_TAG = b"f"
 
 _logger = logging.getLogger(__name__)
+
+
+class Arrival(NamedTuple):
+    """A reader that was let in."""
+
+    rank: int
+    connection: socket.socket
+
+
+class JoinListener:
+    """The writer's listening socket and the callers that have not joined yet. No method waits.
+
+    Attributes:
+        shortage: the error for which the last `admit` could not accept a caller: no descriptor is left.
+    """
+
+    def __init__(self, ranks: Sequence[int], token: bytes) -> None:
+        self.name = f"torchft-queue-{secrets.token_hex(16)}"
+        self.expected = set(ranks)
+        self.shortage: OSError | None = None
+        self._token = token
+        self._ranks = frozenset(ranks)
+        self._callers: dict[int, tuple[socket.socket, float]] = {}
+        with contextlib.ExitStack() as undo:
+            self._events = undo.enter_context(select.epoll())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._listener = undo.enter_context(listener)
+            self._listener.bind(f"\0{self.name}")
+            # All readers may connect before the writer looks.
+            self._listener.listen(max(CALLERS_MAX, len(ranks)))
+            self._events.register(self._listener, select.EPOLLIN)
+            undo.pop_all()
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when `admit` has something to do."""
+        return self._events.fileno()
+
+    def admit(self) -> Iterator[Arrival]:
+        """Yield the readers that are let in now."""
+        self.shortage = None
+        for descriptor, _ in self._events.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+        self._drop_silent()
+        for descriptor, _ in self._events.poll(0):
+            if descriptor in self._callers:
+                yield from self._hear(descriptor)
+
+    def close(self) -> None:
+        """Let no reader in any more."""
+        for caller, _ in self._callers.values():
+            caller.close()
+        self._callers.clear()
+        self._listener.close()
+        self._events.close()
+
+    def _accept(self) -> None:
+        while len(self._callers) < CALLERS_MAX:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError as error:
+                if is_for_want_of_descriptors(error):
+                    self.shortage = error
+                return  # no more callers, or the caller is gone again already
+            if _user_of(caller) != os.getuid():
+                caller.close()
+                continue
+            caller.setblocking(False)
+            self._callers[caller.fileno()] = caller, time.monotonic() + HELLO_S_MAX
+            self._events.register(caller, select.EPOLLIN)
+
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
+        for descriptor, (caller, deadline) in list(self._callers.items()):
+            if now > deadline:
+                del self._callers[descriptor]
+                caller.close()
+
+    def _hear(self, descriptor: int) -> Iterator[Arrival]:
+        caller, _ = self._callers.pop(descriptor)
+        self._events.unregister(caller)
+        try:
+            hello = caller.recv(_HELLO.size + 1)
+        except OSError:
+            hello = b""
+        if len(hello) != _HELLO.size:
+            caller.close()
+            return
+        magic, token, rank = _HELLO.unpack(hello)
+        problem = self._problem(magic, token, rank)
+        if problem is None:
+            self.expected.discard(rank)
+            yield Arrival(rank, caller)
+            return
+        with contextlib.suppress(OSError):
+            caller.send(_REFUSED + problem.encode())
+        caller.close()
+
+    def _problem(self, magic: bytes, token: bytes, rank: int) -> str | None:
+        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
+            return "the token is not that of this queue"
+        if rank in self.expected:
+            return None
+        if rank in self._ranks:
+            return f"reader {rank} has joined already"
+        return f"rank {rank} is no local reader; they are {sorted(self._ranks)}"
+
+
+def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """Send the descriptors of the shared memory to a reader that was let in."""
+    send_descriptors(connection, _WELCOME, descriptors, socket.MSG_DONTWAIT)
 
 
 class _Reader:
@@ -265,6 +404,58 @@ def _signal(wake_up: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(wake_up)
             os.eventfd_write(wake_up, 1)
+
+
+# ---------------------------------------------------------------------------- a reader's end
+
+
+def call(handle: QueueHandle, rank: int) -> socket.socket:
+    """Connect to the writer and say hello."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(CONNECT_S_MAX), 0))
+    try:
+        connection.connect(f"\0{handle.name}")
+        if _user_of(connection) != os.getuid():
+            raise QueueError("another user's process has the writer's name")
+        connection.send(_HELLO.pack(_MAGIC, handle.token, rank))
+    except BlockingIOError:
+        connection.close()
+        raise QueueTimeoutError(
+            CONNECT_S_MAX, "too many readers wait to be let in: the writer has to call wait_until_ready"
+        ) from None
+    except OSError as error:
+        connection.close()
+        raise QueueWriterLostError(
+            f"reader {rank} finds no writer ({error.strerror}): is it alive, and on this machine?"
+        ) from error
+    except QueueError:
+        connection.close()
+        raise
+    return connection
+
+
+def hear_welcome(connection: socket.socket) -> list[int]:
+    """Return the descriptors of the shared memory, once the connection is readable."""
+    try:
+        data, descriptors = receive_descriptors(connection, _REFUSAL_BYTES_MAX, SHARED)
+    except OSError as error:
+        raise QueueWriterLostError("the writer went away before it let this reader in") from error
+    if not data:
+        raise QueueWriterLostError("the writer went away, or was shut down, before it let this reader in")
+    if data[:1] == _REFUSED:
+        raise QueueError(f"the writer refuses this reader: {data[1:].decode(errors='replace')}")
+    if len(descriptors) != SHARED:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        # The kernel drops a descriptor for which there is no room.
+        raise OSError(errno.EMFILE, "the shared memory did not arrive")
+    return descriptors
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
 
 
 class _File(NamedTuple):

@@ -18,7 +18,8 @@ from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue import memory
 from torchft_like.message_queue.handle import QueueHandle
-from torchft_like.message_queue.handshake import (
+from torchft_like.message_queue.leaves import file_of
+from torchft_like.message_queue.local import (
     CALLERS_MAX,
     HELLO_S_MAX,
     Arrival,
@@ -27,7 +28,6 @@ from torchft_like.message_queue.handshake import (
     hear_welcome,
     welcome,
 )
-from torchft_like.message_queue.leaves import file_of
 from torchft_like.message_queue.memory import available_bytes, map_received, map_to_write, reserve, seal
 from torchft_like.message_queue.ring import Geometry
 from torchft_like.plain_data import assemble, disassemble
@@ -205,7 +205,7 @@ def test_callers_who_say_nothing_keep_nobody_out_for_long(
     honest = call(_known(listener), 0)
     assert list(listener.admit()) == []  # all seats are taken
     later = time.monotonic() + HELLO_S_MAX + 1  # the clock jumps, instead of a wait
-    monkeypatch.setattr("torchft_like.message_queue.handshake.time.monotonic", lambda: later)
+    monkeypatch.setattr("torchft_like.message_queue.local.time.monotonic", lambda: later)
     list(listener.admit())
     (arrival,) = list(listener.admit())
     assert arrival.rank == 0
@@ -230,7 +230,7 @@ def test_all_readers_can_knock_before_the_writer_looks() -> None:
 
 
 def test_a_crowd_at_the_door_is_a_timeout(listener: JoinListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft_like.message_queue.handshake.CONNECT_S_MAX", 1.0)
+    monkeypatch.setattr("torchft_like.message_queue.local.CONNECT_S_MAX", 1.0)
     crowd = [call(_known(listener), 0) for _ in range(CALLERS_MAX + 1)]  # one more than the system's row
     with ThreadPoolExecutor(1) as threads:
         calling = threads.submit(call, _known(listener), 3)
