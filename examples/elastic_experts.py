@@ -27,7 +27,7 @@ from torchft_like import LighthouseServer
 from torchft_like.errors import ChangeRolledBackError, GroupCoordinatorError
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator
 from torchft_like.process_group import create_store_client
-from torchft_like.process_group.served_store import serve_store
+from torchft_like.process_group.store import serve_store
 
 EXPERTS, WIDTH, CHOICES = 8, 16, 2
 ENOUGH = 20  # answers with the same members, until the launcher goes on

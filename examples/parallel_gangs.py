@@ -28,7 +28,7 @@ from torchft_like.gang import (
     create_parallel_gangs,
     maybe_get_current_gangs,
 )
-from torchft_like.process_group.served_store import serve_store
+from torchft_like.process_group.store import serve_store
 
 PROCESSES = 4
 TP_SIZE = 2

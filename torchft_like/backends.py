@@ -27,9 +27,9 @@ class Origin(NamedTuple):
 BACKENDS = MappingProxyType(
     {
         "torchft-gloo": Origin("gloo.group", "ProcessGroupGloo", ("cpu",)),
-        "torchft-baby-gloo": Origin("baby", "ProcessGroupBabyGloo", ("cpu",)),
+        "torchft-baby-gloo": Origin("baby.group", "ProcessGroupBabyGloo", ("cpu",)),
         "torchft-nccl": Origin("nccl.group", "ProcessGroupNCCL", ("cuda",)),
-        "torchft-baby-nccl": Origin("baby", "ProcessGroupBabyNCCL", ("cuda",)),
+        "torchft-baby-nccl": Origin("baby.group", "ProcessGroupBabyNCCL", ("cuda",)),
         "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),
     }
 )

@@ -52,12 +52,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     def complete(done: Future[T]) -> None:
         timer.cancel()
         if first.acquire(blocking=False):
-            try:
-                result = done.wait()
-            except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
-                _fail(timed, error)
-            else:
-                timed.set_result(result)
+            copy_outcome(done, timed)
 
     timer = _TIMERS.call_later(timeout.total_seconds(), expire)
     fut.add_done_callback(complete)
@@ -248,6 +243,16 @@ def _watchdog_s() -> float | None:
 _SWEEP_SIZE_MIN = 64
 _LOOKS = 10
 _TIMERS = TimerThread()
+
+
+def copy_outcome(source: Future[T], target: Future[T]) -> None:
+    """Complete `target` with the result or the error of `source`, which is complete."""
+    try:
+        result = source.wait()
+    except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
+        _fail(target, error)
+    else:
+        target.set_result(result)
 
 
 def _fail(target: Future[T], error: Exception) -> None:

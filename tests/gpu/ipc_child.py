@@ -17,12 +17,12 @@ import torch
 from torchft_like.process_group.baby.cuda_ipc import (
     EventMessage,
     Export,
-    MemoryImports,
     MemoryMessage,
     MirroredStreams,
     OwnEvents,
     PeerEvents,
     StreamMessage,
+    TorchCuda,
     stream_message,
 )
 
@@ -102,7 +102,7 @@ class Child:
 
 class _Server:
     def __init__(self) -> None:
-        self.imports = MemoryImports()
+        self.mapped: dict[int, torch.UntypedStorage] = {}
         self.streams = MirroredStreams()
         self.events = OwnEvents()
         self.peer_events = PeerEvents()
@@ -114,7 +114,8 @@ class _Server:
         return self.events.prepare(torch.cuda.current_stream(), EVENTS_PREPARED)
 
     def map(self, message: MemoryMessage) -> bool:
-        self.imports.map(message)
+        number, device, handle, nbytes, offset = message
+        self.mapped[number] = TorchCuda().open(device, handle, nbytes, offset)
         return True
 
     def add(
@@ -136,7 +137,7 @@ class _Server:
             if cycles:
                 torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             tensor = torch.empty(0, dtype=torch.float32, device="cuda")
-            tensor.set_(self.imports.storage(number), 0, (count,), (1,)).add_(value)
+            tensor.set_(self.mapped[number], 0, (count,), (1,)).add_(value)
         return self.events.record(counterpart), self.peer_events.take_passed()
 
 

@@ -17,7 +17,7 @@ from tests.gpu.device import busy, wait_for
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group import ProcessGroupBabyNCCL
-from torchft_like.process_group.baby.backend import RemoteBackend
+from torchft_like.process_group.baby.group import RemoteBackend
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 

@@ -32,8 +32,7 @@ from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.served_store import serve_store
-from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, serve_store
 from torchft_like.runtime.hosts import own_host
 
 _NOT_SERVED = "!"

@@ -5,7 +5,11 @@ Every class is made from one table of collectives (`collectives`) and belongs to
 them. Nothing here knows a quorum or a lighthouse.
 """
 
-from torchft_like.process_group.baby import ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from torchft_like.process_group.baby.group import (
+    ProcessGroupBaby,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+)
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.controls import adopt_functions
 from torchft_like.process_group.dummy import ProcessGroupDummy

@@ -59,9 +59,7 @@ def clear(call: Call, rank: int, world_size: int) -> None:
 
 
 def spread(call: Call, rank: int, world_size: int) -> None:
-    """Copy the caller's tensor to every place of an output list; several tensors are copied one after the
-    other.
-    """
+    """Copy the caller's tensors, one after the other, to the places of each output list."""
     for outputs in call.outputs:
         for output, source in zip(outputs, itertools.cycle(call.inputs), strict=False):
             output.copy_(source)

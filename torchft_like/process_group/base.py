@@ -26,10 +26,9 @@ from torchft_like.process_group.collectives import Collective, install_collectiv
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
 from torchft_like.process_group.controls import Controls, is_nan_check_wanted
 from torchft_like.process_group.handles import Reconfigurable
-from torchft_like.process_group.joint_work import joint_work
 from torchft_like.process_group.naming import Named
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.work import Operation, operation_of
+from torchft_like.process_group.work import Operation, joint_work, operation_of
 
 
 class About(TypedDict, total=False):
@@ -129,9 +128,7 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
 
     @property
     def configuration(self) -> Configuration:
-        """The present configuration, which is set when it is over: an error of an earlier one is out of
-        date.
-        """
+        """The present configuration, which is set when it is over."""
         return self._configuration
 
     @property
@@ -167,14 +164,8 @@ class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type:
         """Return the caller's rank among the members."""
         raise NotImplementedError
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the group's name in messages and registrations."""
-        raise NotImplementedError
-
     def issue(self, collective: Collective, *args: Any) -> Operation:
-        """Begin a collective that does not block, for a caller that makes its own work around the
-        operation.
-        """
+        """Begin a collective that does not block, for a caller that makes its own work around it."""
         return operation_of(getattr(self, collective.name)(*args))
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:

@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
     @property
     def root(self) -> int:
-        """The rank that the options name; 0 if they name none."""
+        """The rank at which a rooted collective begins or ends, in whichever form the overload has it."""
         roots = (getattr(option, "rootRank", option) for option in self.options)
         return next((root for root in roots if isinstance(root, int)), 0)
 
@@ -124,14 +124,16 @@ class Call(NamedTuple):
 
     @property
     def split_sizes(self) -> tuple[list[int], list[int]]:
-        """How an `alltoall_base` splits its output and its input among the ranks; an empty list is an even
-        split.
-        """
-        return self._sizes(2, "output_split_sizes"), self._sizes(3, "input_split_sizes")
+        """How an `alltoall_base` splits its output and its input; an empty list is an even split."""
+        found = self.argument(2, "output_split_sizes"), self.argument(3, "input_split_sizes")
+        output, input_ = (list(sizes) if isinstance(sizes, list | tuple) else [] for sizes in found)
+        return output, input_
 
-    def _sizes(self, index: int, name: str) -> list[int]:
-        found = self.args[index] if len(self.args) > index else self.kwargs.get(name)
-        return list(found) if isinstance(found, list | tuple) else []
+    def argument(self, index: int, *names: str) -> Any:
+        """Return an argument by its place or one of its names; None if the call does not have it."""
+        if len(self.args) > index:
+            return self.args[index]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), None)
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, positional and by name, with each tensor replaced by `change(tensor)`."""
@@ -168,23 +170,20 @@ class Collective:
 
     Attributes:
         name: the method's name; `aliases` are its other names, newer or older.
-        signature: the parameters of the full overload, for introspection.
-        output, input: the tensor arguments; None if there is none.
         alone: the function that writes its result in a group of one, for `Call.apply_locally`.
+        output, input: the tensor arguments; None if there is none.
+        options: the other parameters of the full overload, for introspection.
         blocking: whether it returns None once it is over, not a Work.
-        everyone: whether its result makes sense only if every member takes part, because tensors are shared
-            out by rank or the reduction counts the members.
         agreement: what the members' arguments must have in common: a rule of `agreement.rules`.
     """
 
     name: str
-    signature: str
-    output: Argument | None
-    input: Argument | None
     alone: Callable[[Call, int, int], None]
+    output: Argument | None = None
+    input: Argument | None = None
     aliases: tuple[str, ...] = ()
+    options: str = "opts=None"
     blocking: bool = False
-    everyone: bool = False
     agreement: str = SAME
 
     @property
@@ -193,15 +192,31 @@ class Collective:
         return (self.name, *self.aliases)
 
     @functools.cached_property
+    def everyone(self) -> bool:
+        """Whether its result makes sense only if every member takes part, because tensors are shared out by
+        rank or the reduction counts the members.
+        """
+        return len(self._arguments) == 2 or self.name == "reduce"
+
+    @functools.cached_property
     def tensor_places(self) -> frozenset[int]:
         """The places of the tensors among the positional arguments."""
-        return frozenset(argument.index for argument in (self.output, self.input) if argument is not None)
+        return frozenset(argument.index for argument in self._arguments)
 
     @functools.cached_property
     def tensor_names(self) -> frozenset[str]:
         """The names of the tensor arguments in the overloads."""
-        arguments = [argument for argument in (self.output, self.input) if argument is not None]
-        return frozenset(name for argument in arguments for name in argument.names)
+        return frozenset(name for argument in self._arguments for name in argument.names)
+
+    @property
+    def signature(self) -> str:
+        """The parameters of the full overload."""
+        return f"({', '.join([*(argument.names[0] for argument in self._arguments), self.options])})"
+
+    @property
+    def _arguments(self) -> tuple[Argument, ...]:
+        """The tensor arguments, in their order; one that is output and input is one."""
+        return tuple(dict.fromkeys(each for each in (self.output, self.input) if each is not None))
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Read the arguments of one call.
@@ -272,22 +287,6 @@ def _nest(value: Tensors, depth: int) -> Tensors:
     return value
 
 
-_WITHOUT_RANKS = (alone.keep, alone.join, alone.repeat_root, alone.clear)
-
-
-def _row(
-    name: str,
-    signature: str,
-    alone: Callable[[Call, int, int], None],
-    output: Argument | None = None,
-    input: Argument | None = None,  # noqa: A002 - torch's name
-    **more: Any,
-) -> Collective:
-    return Collective(
-        name, signature, output, input, alone, **{"everyone": alone not in _WITHOUT_RANKS} | more
-    )
-
-
 def _first(*names: str, depth: int = 1) -> Argument:
     return Argument(0, names, depth)
 
@@ -301,6 +300,7 @@ _OUTPUT = _first("output", "output_tensor", "outputTensor", depth=0)
 _INPUT = _second("input", "input_tensor", "inputTensor", depth=0)
 _OUTPUTS = _first("output_tensors", "outputs", "output_tensor", "output")
 _INPUTS = _second("input_tensors", "inputs", "input_tensor", "input")
+_COALESCED = _first("outputs", *_OUTPUTS.names), _second("inputs", *_INPUTS.names)
 _OUTPUT_LISTS = _first("output_tensors", "output_lists", depth=2)
 _INPUT_LISTS = _second("input_tensors", "input_tensor", "input", depth=2)
 
@@ -310,104 +310,39 @@ POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 # Collectives that make one result of several tensors, while they write to them.
 JOINING = frozenset({"allreduce", "broadcast"})
 
+# Collectives that begin or end at one rank; torch takes rank 0 if a call names none.
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+_SIZES = "output_split_sizes, input_split_sizes, opts=None"
+_WAIT_FOR_ALL = "timeout=None, wait_all_ranks=False"
+
 COLLECTIVES: tuple[Collective, ...] = (
-    _row("allreduce", "(tensors, opts=...)", alone.join, _TENSORS, _TENSORS),
-    _row("allreduce_coalesced", "(tensors, opts=...)", alone.keep, _TENSORS, _TENSORS),
-    _row("broadcast", "(tensors, opts=...)", alone.repeat_root, _TENSORS, _TENSORS),
-    _row("reduce", "(tensors, opts=...)", alone.keep, _TENSORS, _TENSORS, everyone=True),
-    _row(
-        "allgather",
-        "(output_tensors, input_tensors, opts=...)",
-        alone.spread,
-        _OUTPUT_LISTS,
-        _INPUTS,
-        agreement=GATHERED,
+    Collective("allreduce", alone.join, _TENSORS, _TENSORS),
+    Collective("allreduce_coalesced", alone.keep, _TENSORS, _TENSORS),
+    Collective("broadcast", alone.repeat_root, _TENSORS, _TENSORS),
+    Collective("reduce", alone.keep, _TENSORS, _TENSORS),
+    Collective("allgather", alone.spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
+    Collective(
+        "allgather_coalesced", alone.spread_coalesced, _first("output_lists", depth=2), _second("input_list")
     ),
-    _row(
-        "allgather_coalesced",
-        "(output_lists, input_list, opts=...)",
-        alone.spread_coalesced,
-        _OUTPUT_LISTS,
-        _second("input_list"),
+    Collective("_allgather_base", alone.fill, _OUTPUT, _INPUT, ("all_gather_single",)),
+    Collective("allgather_into_tensor_coalesced", alone.fill, *_COALESCED, ("all_gather_single_coalesced",)),
+    Collective("gather", alone.spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
+    Collective("scatter", alone.own_item, _OUTPUTS, _INPUT_LISTS, agreement=SCATTERED),
+    Collective("reduce_scatter", alone.own_item, _OUTPUTS, _INPUT_LISTS, agreement=SHARED_OUT),
+    Collective("_reduce_scatter_base", alone.own_chunk, _OUTPUT, _INPUT, ("reduce_scatter_single",)),
+    Collective(
+        "reduce_scatter_tensor_coalesced", alone.own_chunk, *_COALESCED, ("reduce_scatter_single_coalesced",)
     ),
-    _row(
-        "_allgather_base",
-        "(output, input, opts=...)",
-        alone.fill,
-        _OUTPUT,
-        _INPUT,
-        aliases=("all_gather_single",),
+    Collective("alltoall", alone.own_to_own, _OUTPUTS, _INPUTS, agreement=EXCHANGED),
+    Collective(
+        "alltoall_base", alone.own_split, _OUTPUT, _INPUT, ("all_to_all_single",), _SIZES, agreement=EXCHANGED
     ),
-    _row(
-        "allgather_into_tensor_coalesced",
-        "(outputs, inputs, opts=...)",
-        alone.fill,
-        _OUTPUTS,
-        _INPUTS,
-        aliases=("all_gather_single_coalesced",),
-    ),
-    _row(
-        "gather",
-        "(output_tensors, input_tensors, opts=...)",
-        alone.spread,
-        _OUTPUT_LISTS,
-        _INPUTS,
-        agreement=GATHERED,
-    ),
-    _row(
-        "scatter",
-        "(output_tensors, input_tensors, opts=...)",
-        alone.own_item,
-        _OUTPUTS,
-        _INPUT_LISTS,
-        agreement=SCATTERED,
-    ),
-    _row(
-        "reduce_scatter",
-        "(output_tensors, input_tensors, opts=...)",
-        alone.own_item,
-        _OUTPUTS,
-        _INPUT_LISTS,
-        agreement=SHARED_OUT,
-    ),
-    _row(
-        "_reduce_scatter_base",
-        "(output, input, opts=...)",
-        alone.own_chunk,
-        _OUTPUT,
-        _INPUT,
-        aliases=("reduce_scatter_single",),
-    ),
-    _row(
-        "reduce_scatter_tensor_coalesced",
-        "(outputs, inputs, opts=...)",
-        alone.own_chunk,
-        _OUTPUTS,
-        _INPUTS,
-        aliases=("reduce_scatter_single_coalesced",),
-    ),
-    _row(
-        "alltoall",
-        "(output_tensors, input_tensors, opts=...)",
-        alone.own_to_own,
-        _OUTPUTS,
-        _INPUTS,
-        agreement=EXCHANGED,
-    ),
-    _row(
-        "alltoall_base",
-        "(output, input, output_split_sizes, input_split_sizes, opts=...)",
-        alone.own_split,
-        _OUTPUT,
-        _INPUT,
-        aliases=("all_to_all_single",),
-        agreement=EXCHANGED,
-    ),
-    _row("send", "(tensors, dst_rank, tag)", alone.keep, None, _TENSORS, agreement=PAIRED),
-    _row("recv", "(tensors, src_rank, tag)", alone.clear, _TENSORS, agreement=PAIRED),
-    _row("recv_anysource", "(tensors, tag)", alone.clear, _TENSORS, agreement=PAIRED),
-    _row("barrier", "(opts=...)", alone.keep),
-    _row("monitored_barrier", "(timeout=None, wait_all_ranks=False)", alone.keep, blocking=True),
+    Collective("send", alone.keep, None, _TENSORS, options="dst_rank, tag", agreement=PAIRED),
+    Collective("recv", alone.clear, _TENSORS, options="src_rank, tag", agreement=PAIRED),
+    Collective("recv_anysource", alone.clear, _TENSORS, options="tag", agreement=PAIRED),
+    Collective("barrier", alone.keep),
+    Collective("monitored_barrier", alone.keep, options=_WAIT_FOR_ALL, blocking=True),
 )
 
 BY_NAME: Mapping[str, Collective] = MappingProxyType(
@@ -440,6 +375,12 @@ def parts_of(output: Tensor, source: Tensor, world_size: int) -> list[Tensor]:
     return list(whole.unbind(0) if whole.shape == stacked else whole.tensor_split(world_size))
 
 
+def methods_of(*targets: object) -> dict[str, Callable[..., Any]]:
+    """Return the method of each collective, from the first of `targets` that has it under any name."""
+    found = ((collective.name, collective.find_on(*targets)) for collective in COLLECTIVES)
+    return {name: method for name, method in found if method is not None}
+
+
 ClassT = TypeVar("ClassT", bound=type)
 
 
@@ -462,7 +403,7 @@ def _method(name: str, collective: Collective) -> Callable[..., Any]:
     method.__name__ = name
     method.__qualname__ = f"ProcessGroup.{name}"
     method.__doc__ = f"torch.distributed.ProcessGroup.{name}{collective.signature}, with all its overloads."
-    parameters = collective.signature[1:-1].replace("...", "None").split(", ")
+    parameters = collective.signature[1:-1].split(", ")
     method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *map(_parameter, parameters)]
     )

@@ -33,9 +33,7 @@ class Controls:
 
     @property
     def options(self) -> GroupOptions:
-        """The settings in the form of torch's backends: the name, the members, and the timeout, which can be
-        set.
-        """
+        """The settings in the form of torch's backends; the timeout can be set."""
         return GroupOptions(self)
 
     def get_group_store(self) -> Store:
@@ -51,9 +49,7 @@ class Controls:
         self.set_timeout(timeout)
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """Warn that this has no effect: torch means the watchdog of its own NCCL, which this group does not
-        have.
-        """
+        """Warn that this has no effect: it means the watchdog of torch's own NCCL."""
         warnings.warn("an ephemeral timeout has no effect on this group; use set_timeout", stacklevel=2)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -155,7 +151,5 @@ def _own(group: Any) -> Any:
 
 
 def is_nan_check_wanted() -> bool:
-    """Return whether TORCH_DIST_NAN_CHECK asks to check the inputs of collectives, as torch does from 2.14
-    on.
-    """
+    """Return whether TORCH_DIST_NAN_CHECK asks to check inputs, as torch does from 2.14 on."""
     return os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"

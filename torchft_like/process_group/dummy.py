@@ -53,16 +53,13 @@ class ProcessGroupDummy(ProcessGroup):
         self._configuration.set(reason)
 
     def shutdown(self) -> None:
-        """Do as `abort`: there is nothing to release."""
         self._configuration.set("the group was shut down")
 
     def errored(self) -> Exception | None:
-        """Return None: no operation fails."""
         return None
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout that was set; nothing takes time."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -70,18 +67,15 @@ class ProcessGroupDummy(ProcessGroup):
         self._timeout = timeout
 
     def size(self) -> int:
-        """Return 1."""
         return 1
 
     def rank(self) -> int:
-        """Return 0."""
         return 0
 
     def make_alike(self) -> ProcessGroupDummy:
         return ProcessGroupDummy(0, 1)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return `torchft-dummy`."""
         return "torchft-dummy"
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:

@@ -19,7 +19,14 @@ from torch.futures import Future
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import BY_NAME, Collective
-from torchft_like.process_group.work import FOREVER, NOTHING, Operation, OperationWork, operation_of
+from torchft_like.process_group.work import (
+    FOREVER,
+    NOTHING,
+    FollowingOperation,
+    Operation,
+    OperationWork,
+    operation_of,
+)
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 ANY = "any"
@@ -48,7 +55,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
     def fail(self, collective: str, error: Exception, call: int = 1) -> None:
         """Let a call run, and then fail with `error`, in `wait()` and in its future."""
 
-        def inject(run: Callable[[], Work | None]) -> Work:
+        def inject(run: Run) -> Work:
             work = run()
             return OperationWork(_FailedOperation(NOTHING if work is None else operation_of(work), error))
 
@@ -57,7 +64,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
     def refuse(self, collective: str, error: Exception, call: int = 1) -> None:
         """Let a call raise `error` without running."""
 
-        def inject(run: Callable[[], Work | None]) -> Work:
+        def inject(run: Run) -> Work:
             raise error
 
         self._plant(collective, call, inject)
@@ -65,7 +72,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
     def delay(self, collective: str, seconds: float, call: int = 1) -> None:
         """Block the caller of a call for `seconds`, or until an abort, before it begins."""
 
-        def inject(run: Callable[[], Work | None]) -> Work | None:
+        def inject(run: Run) -> Work | None:
             self._over().wait(seconds)
             return run()
 
@@ -73,11 +80,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
 
     def hang(self, collective: str, call: int = 1) -> None:
         """Keep a call from running and from ending, until an abort fails it."""
-
-        def inject(run: Callable[[], Work | None]) -> Work:
-            return OperationWork(_HungOperation(self._over()))
-
-        self._plant(collective, call, inject)
+        self._plant(collective, call, lambda run: OperationWork(_HungOperation(self._over())))
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         def run() -> Work | None:
@@ -115,7 +118,8 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
 
 FakeProcessGroupWrapper = FaultInjectingProcessGroup
 
-Inject = Callable[[Callable[[], Work | None]], Work | None]
+Run = Callable[[], Work | None]
+Inject = Callable[[Run], Work | None]
 
 
 @dataclass
@@ -125,19 +129,19 @@ class _Fault:
     inject: Inject
 
 
-class _FailedOperation(Operation):
+class _FailedOperation(FollowingOperation):
     """An operation that runs to its end, and then fails."""
 
     def __init__(self, inner: Operation, failure: Exception) -> None:
-        self._inner = inner
+        self.inner = inner
         self._failure = failure
 
     def wait(self, deadline: float = FOREVER) -> None:
-        self._inner.wait(deadline)
+        self.inner.wait(deadline)
         raise self._failure
 
-    def is_over(self) -> bool:
-        return self._inner.is_over()
+    def synchronize(self) -> None:
+        self.wait()
 
     def error(self) -> Exception:
         return self._failure
@@ -147,7 +151,7 @@ class _FailedOperation(Operation):
 
     def future(self) -> Future[Any]:
         failed: Future[Any] = Future()
-        self._inner.future().add_done_callback(lambda _: failed.set_exception(self._failure))
+        self.inner.future().add_done_callback(lambda _: failed.set_exception(self._failure))
         return failed
 
 

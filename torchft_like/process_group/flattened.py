@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, Work
+from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.collectives import JOINING, Call, Collective
 from torchft_like.process_group.work import finished_work
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 Handler = Callable[[Call], Work]
-# Collectives that make one result of several tensors.
-_ONE_TENSOR = frozenset({"allreduce", "broadcast"})
 
 
 class FlattenedProcessGroup(ProcessGroupWrapper):
@@ -78,7 +76,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
                 f"a flattened group has no {collective.name}; use the groups of the dimensions one by one"
             )
         call = collective.bind(args, kwargs)
-        if collective.name in _ONE_TENSOR and len(call.outputs) > 1:
+        if collective.name in JOINING and len(call.outputs) > 1:
             raise NotSupportedError(
                 f"{collective.name} of {len(call.outputs)} tensors joins tensors and ranks in one, which "
                 "a flattened group cannot do in two halves; pass one tensor, or use allreduce_coalesced"
@@ -97,12 +95,11 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         return work
 
     def _broadcast(self, call: Call) -> Work:
-        """Broadcast within the root's replica group and all others, then across, from every rank of the
-        root's.
-        """
-        across_root, within_root = self._split(_root_of(call))
-        self._within.broadcast(call.outputs, _options(within_root)).wait()
-        work: Work = self.parent.broadcast(call.outputs, _options(across_root))
+        """Broadcast within every replica group, then across, from every rank of the root's group."""
+        across_root, within_root = self._split(call.root)
+        (tensor,) = call.outputs
+        self._within.broadcast(tensor, within_root).wait()
+        work: Work = self.parent.broadcast_one(tensor, across_root)
         return work
 
     def _gather(self, call: Call) -> Work:
@@ -132,21 +129,6 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         outside, inner = divmod(rank, self._inner_size)
         outer, across_rank = divmod(outside, self._across_size())
         return across_rank, outer * self._inner_size + inner
-
-
-def _options(root: int) -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank = root
-    return options
-
-
-def _root_of(call: Call) -> int:
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, int):
-            return value
-        if hasattr(value, "rootRank"):
-            return int(value.rootRank)
-    return 0
 
 
 def _gathered(call: Call, size: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:

@@ -28,7 +28,7 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.process_group.collectives import COLLECTIVES, POINT_TO_POINT, Collective
+from torchft_like.process_group.collectives import POINT_TO_POINT, Collective
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.operations import Operations
 from torchft_like.process_group.store import StoreAddress
@@ -64,18 +64,14 @@ class Backend(Protocol):
 
     @property
     def rest_s_max(self) -> float | None:
-        """How long it may take to come to rest after an abort before it is given up; None for the usual
-        time.
-        """
+        """How many seconds it may take to come to rest after an abort; None for the usual time."""
 
     @property
     def inner(self) -> object:
         """The group of the library that moves the bytes."""
 
-    def targets(self) -> tuple[object, ...]:
-        """Return objects that have torch's collectives as methods; the first one that has a method is
-        used.
-        """
+    def methods(self) -> Mapping[str, Callable[..., Work | None]]:
+        """Return the collectives that the backend has, by the names of their rows."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of each later operation."""
@@ -104,7 +100,7 @@ class Generation:
     _settled: threading.Event = field(default_factory=threading.Event)
     _gone: threading.Event = field(default_factory=threading.Event)
     _backend: Backend | None = None
-    _methods: Mapping[str, Callable[..., Work]] | None = None
+    _methods: Mapping[str, Callable[..., Work | None]] | None = None
     _failure: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -213,12 +209,6 @@ class Generation:
             _run_aside(self._dispose, backend)
         self._settled.set()
 
-    def end_with(self, signal: AbortSignal) -> None:
-        """End when `signal` is set, at once if it is set already, even if the caller has dropped this
-        object.
-        """
-        self.configuration.end_with(signal, self.end)
-
     def wait_gone(self, seconds: float) -> bool:
         """Wait until an ended generation has released everything; return whether it has."""
         return self._gone.wait(seconds)
@@ -255,8 +245,7 @@ class Generation:
         self._settled.set()
 
     def _accept(self, backend: Backend) -> bool:
-        found = ((c.name, c.find_on(*backend.targets())) for c in COLLECTIVES)
-        methods = {name: method for name, method in found if method is not None}
+        methods = backend.methods()
         with self._lock:
             if self.configuration.reason is not None:
                 return False

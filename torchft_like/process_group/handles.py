@@ -20,8 +20,12 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ErrorType, Store, TCPStore, Work
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.served_store import serve_store
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, create_store_client, parse_store_address
+from torchft_like.process_group.store import (
+    DEFAULT_TIMEOUT,
+    create_store_client,
+    parse_store_address,
+    serve_store,
+)
 from torchft_like.process_group.work import finished_work
 from torchft_like.runtime.hosts import own_host
 
@@ -156,9 +160,7 @@ class Reconfigurable:
         return json.dumps(Handle(self._handle_id or "", self._handle_store[1], self._rank_in_job)._asdict())
 
     def get_error(self) -> ErrorType:
-        """Return whether the group is usable, in the form of torch's backends; `errored()` says why it is
-        not.
-        """
+        """Return whether the group is usable, in the form of torch's backends; `errored()` says why not."""
         return ErrorType.SUCCESS if self.errored() is None else ErrorType.COMM_ERROR
 
     def reconfigure(self, opts: Any) -> Work:
@@ -214,9 +216,7 @@ def reconfigure_with_store(
 
 
 def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], timeout: timedelta) -> None:
-    """Do as `reconfigure_with_store`, with a client of the store; `seat` is the rank and the number of
-    members.
-    """
+    """Do as `reconfigure_with_store`, with a client of the store; `seat` is the rank and the world size."""
     rank, world_size = seat
     store.set(f"handle/{rank}", pg.get_reconfigure_handle())
     if rank == 0:

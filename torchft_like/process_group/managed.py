@@ -105,7 +105,6 @@ class ManagedProcessGroup(SwallowingGroup):
     reconfigure = get_reconfigure_handle = configure
 
     def errored(self) -> Exception | None:
-        """Return why the current step is lost, if it is."""
         return self._manager.errored()
 
     hidden_error = errored
@@ -184,8 +183,7 @@ class ManagedProcessGroup(SwallowingGroup):
             self._manager.report_error(ProcessGroupError(error))
 
     def _check_root(self, call: Call) -> None:
-        root = next((option.rootRank for option in call.options if hasattr(option, "rootRank")), 0)
-        if root in self._manager.healing_ranks():
+        if (root := call.root) in self._manager.healing_ranks():
             error = f"rank {root} heals in this step: what it would broadcast is not yet the others' state"
             self._manager.report_error(ProcessGroupError(error))
 

@@ -18,14 +18,17 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch.distributed import _mesh_layout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchft_like.errors import FaultToleranceError, NotSupportedError, ProcessGroupError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.flattened import FlattenedProcessGroup
 from torchft_like.process_group.managed import GroupManager, ManagedProcessGroup
-from torchft_like.process_group.torch_mesh import insert_dimension, set_groups
+
+MeshLayout: Any = _mesh_layout._MeshLayout
 
 _registrations = itertools.count()
 
@@ -142,11 +145,13 @@ class ManagedDeviceMesh(DeviceMesh):
             mesh_dim_names=tuple(mesh_dim_names),
             _root_mesh=parent and parent._get_root_mesh(),
             _init_backend=False,
-            **insert_dimension(mesh, replicate_dim),
+            **_insert_dimension(mesh, replicate_dim),
         )
         _register(replicate_pg, mesh_dim_names[replicate_dim])
         groups = mesh.get_all_groups() if mesh is not None else []
-        set_groups(self, [*groups[:replicate_dim], replicate_pg, *groups[replicate_dim:]])
+        groups = [*groups[:replicate_dim], replicate_pg, *groups[replicate_dim:]]
+        self._dim_group_names = [group.group_name for group in groups]
+        self._pg_registry.update(zip(self._dim_group_names, groups, strict=True))
         self._hash: int | None = None
 
     # ------------------------------------------------- answers of the elastic group
@@ -196,9 +201,7 @@ class ManagedDeviceMesh(DeviceMesh):
             return 1
 
     def _elastic_rank(self) -> int:
-        """Return the rank, capped to the size, as a caller that does not participate has its rank among all
-        members.
-        """
+        """Return the rank, capped to the size: a spare has its rank among all members."""
         try:
             return min(self._group().rank(), self._elastic_size() - 1)
         except FaultToleranceError:
@@ -294,9 +297,7 @@ class ManagedDeviceMesh(DeviceMesh):
         return self._fixed[names]
 
     def _elastic_mesh(self, dim: int | str | None) -> ManagedDeviceMesh | None:
-        """Return the mesh of whose elastic group `dim` is the name or the index: this mesh, or a flattened
-        one.
-        """
+        """Return the mesh, this or a flattened one, whose elastic dimension `dim` names or numbers."""
         if isinstance(dim, str) and dim not in self._names:
             return self._root._flattened.get(dim)
         if isinstance(dim, str):
@@ -316,9 +317,7 @@ class ManagedDeviceMesh(DeviceMesh):
     # ----------------------------------------------------------------------- identity
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the dimensions, the ranks and the elastic group are the same, whatever the
-        quorum.
-        """
+        """Return whether dimensions, ranks and elastic group are the same, whatever the quorum."""
         return isinstance(other, ManagedDeviceMesh) and self._hash_key() == other._hash_key()
 
     def __hash__(self) -> int:
@@ -336,9 +335,7 @@ class ManagedDeviceMesh(DeviceMesh):
         return (*key, self._elastic_dim, self._dim_group_names[self._elastic_dim])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the group, which cannot be copied; a copy in the same process finds it by
-        its name.
-        """
+        """Return the state without the group: a copy in the same process finds it by its name."""
         return {**super().__getstate__(), "_elastic_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -377,3 +374,38 @@ def _size_for_torch(group: ProcessGroup) -> int:
     if size == 1 and isinstance(group, ManagedProcessGroup):
         return max(size, int(group.parent.size()))
     return size
+
+
+# ------------------------------------------------------- how torch stores a mesh
+#
+# A DeviceMesh is a layout (size and stride of each dimension) over a list of ranks, and the names of its
+# dimensions' process groups. torch 2.11, 2.12 and 2.13 differ in how they store that.
+
+
+def _insert_dimension(mesh: DeviceMesh | None, dim: int) -> dict[str, Any]:
+    """Return the arguments for DeviceMesh that describe `mesh` with one more dimension, of size one.
+
+    The ranks are those of the mesh that `mesh` was sliced from: torch joins two meshes (FSDP does, with
+    that of tensor parallelism) only where these are equal. Without a mesh, the only rank is the caller's.
+    """
+    if mesh is None:
+        return {"_layout": _unit_layout(1), "_rank_map": torch.tensor([dist.get_rank()], dtype=torch.int)}
+    layout: Any = mesh._layout
+    return {
+        "_layout": layout.splice(dim, dim, _unit_layout(_stride(layout, dim))),
+        "_rank_map": mesh._rank_map,
+    }
+
+
+def _unit_layout(stride: int) -> Any:
+    if hasattr(MeshLayout, "from_sizes_strides"):  # in these versions a dimension of size one has no stride
+        return MeshLayout.from_sizes_strides((1,), (1,))
+    return MeshLayout((1,), (stride,))
+
+
+def _stride(layout: Any, dim: int) -> int:
+    """Return an unsqueezed dimension's stride: torch 2.11 wants strides that do not grow."""
+    if dim == len(layout):
+        return 1
+    size, stride = next(iter(layout[dim].sizes_and_strides), (1, 1))
+    return int(size * stride)

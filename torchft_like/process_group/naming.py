@@ -1,9 +1,14 @@
-"""The name by which torch knows a group, and the ranks of its members in the whole job.
+"""What torch knows of a group: its name, its backend, and the ranks of its members in the whole job.
 
 Functional collectives, device meshes and FSDP look a group up by name, and `dist.broadcast(src=3)`
 means rank 3 of the job. torch keeps both in tables which it fills for the groups that it makes
 (`init_process_group`, `new_group`); `register` fills them for any other, so that no function of
 `torch.distributed` can tell the two apart.
+
+A group of torch's own has a backend for each kind of device: the `c10d::*` operators hand their work to it,
+and hooks, the flight recorder and the health check ask it what it can do. A group of this package runs its
+collectives itself, so its backend hands every call back to the group. Before torch 2.14 no class in Python
+can be a backend, and torch needs none for such a group.
 
 INVARIANT: what the tables hold about the members is a view of the group, not a copy: they change
 with every `configure`, and those of a managed group without a call to it.
@@ -11,17 +16,20 @@ with every `configure`, and those of a managed group without a call to it.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, _register_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.torch_backend import GroupBackend, attach_backend
+from torchft_like.process_group.collectives import BY_NAME
 
 
 class Named:
@@ -87,7 +95,7 @@ class Named:
         return self._description
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the group's name in messages."""
+        """Return the group's name in messages and registrations."""
         raise NotImplementedError
 
     def _set_group_name(self, name: str) -> None:
@@ -119,17 +127,12 @@ class Named:
         """Return `group_name`, for C++."""
         return self.group_name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name, for C++."""
-        self._set_group_name(name)
-
     def getGroupDesc(self) -> str:  # noqa: N802
         """Return `group_desc`, for C++."""
         return self.group_desc
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set the description, for C++."""
-        self._set_group_desc(description)
+    setGroupName = _set_group_name  # noqa: N815
+    setGroupDesc = _set_group_desc  # noqa: N815
 
 
 _tables = lock_of_each_process(threading.RLock)  # torch has no lock around its tables
@@ -187,3 +190,83 @@ def _leave(group: Any) -> None:
     for table in tables:
         table.pop(group, None)
     world.tags_to_pg.pop(world.pg_to_tag.pop(group, ""), None)
+
+
+def attach_backend(group: Any) -> None:
+    """Give the group one backend for all of its devices; a second call changes nothing."""
+    if not _is_open_to_python() or group._backend_for_torch is not None:
+        return
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._backend_for_torch = backend = GroupBackend(group)
+    for device in group._device_types:
+        group._register_backend(device, kind, backend)
+    group._set_default_backend(kind)
+
+
+class GroupBackend(Backend):
+    """A backend that runs every call by calling the group to which it belongs.
+
+    The group keeps the backend alive, not the other way round.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(0, 1)  # C++ asks the group for both
+        self._find = weakref.ref(group)
+
+    @property
+    def group(self) -> Any:
+        """The group to which this backend belongs.
+
+        Raises:
+            ReferenceError: the group was deleted.
+        """
+        if (group := self._find()) is None:
+            raise ReferenceError("the process group of this backend is gone")
+        return group
+
+    @property
+    def options(self) -> Any:
+        """The group's settings."""
+        return self.group.options
+
+    def start_coalescing(self) -> None:
+        """Begin a batch: the operations that the calling thread begins until `end_coalescing` are one."""
+        self.group._start_coalescing(self.group._device_types[0])
+
+    def end_coalescing(self) -> Any:
+        """Return the operations since `start_coalescing`, as one work."""
+        return self.group._end_coalescing(self.group._device_types[0])
+
+
+def _forward(name: str, group_name: str) -> Callable[..., Any]:
+    def method(self: GroupBackend, *args: Any) -> Any:
+        return getattr(self.group, group_name)(*args)
+
+    method.__name__ = name
+    method.__doc__ = f"The group's `{group_name}`."
+    return method
+
+
+# C++ looks for methods on the class, under these names.
+_ASKED = (
+    "rank",
+    "size",
+    "getBackendName",
+    "abort",
+    "shutdown",
+    "set_timeout",
+    "_get_sequence_number_for_group",
+)
+for _name in (*BY_NAME, *_ASKED):
+    setattr(GroupBackend, _name, _forward(_name, _name))
+# A group looks at the tensors' layout itself.
+GroupBackend.allreduce_sparse = _forward("allreduce_sparse", "allreduce")  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_open_to_python() -> bool:
+    try:
+        Backend(0, 1)
+    except TypeError:
+        return False
+    return True

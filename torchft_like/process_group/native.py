@@ -16,24 +16,24 @@ The members meet in the store that each of them gave to `init_process_group`: on
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ConfigError
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.gloo.gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
-from torchft_like.process_group.rendezvous import claim_prefix
+from torchft_like.process_group.rendezvous import meeting_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 CPU = torch.device("cpu")
@@ -76,26 +76,19 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
         self._latest: _NativeBackend | None = None
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return `native-gloo`."""
         return "native-gloo"
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _NativeBackend:
-        with contextlib.ExitStack() as until_met:
-            until_met.enter_context(self._meeting)
+        with self._meeting:
             abort.check()
             self._gloo._set_default_timeout(members.timeout)
             self._latest = backend = _NativeBackend(self, members)
             if members.world_size == 1:
                 reconfigure_among(self._torchs, [self._torchs.get_reconfigure_handle()], members.timeout)
                 return backend
-            store = until_met.enter_context(
-                contextlib.closing(AbortableStore(members.store, members.timeout))
-            )
-            until_met.enter_context(abort.ends(store.abort))
-            store.connect()
-            claim_prefix(store, members)
-            seat = members.rank, members.world_size
-            exchange_and_reconfigure(self._torchs, store, seat, members.timeout)
+            with meeting_store(members, abort) as store:
+                seat = members.rank, members.world_size
+                exchange_and_reconfigure(self._torchs, store, seat, members.timeout)
             return backend
 
     def _leave(self, backend: _NativeBackend) -> None:
@@ -124,13 +117,11 @@ class _NativeBackend:
 
     @property
     def inner(self) -> object:
-        """torch's ProcessGroupGloo."""
         return self._owner._gloo
 
-    def targets(self) -> tuple[object, ...]:
-        """Return Gloo, and torch's group around it for the methods that Gloo does not offer to Python."""
-        gloo, pg = self._owner._gloo, self._owner._torchs
-        return GlooGaps(gloo, pg, self._members.rank, self._members.world_size), gloo, pg
+    def methods(self) -> Mapping[str, Callable[..., Work]]:
+        members = self._members
+        return GlooGaps(self._owner._gloo, self._owner._torchs, members.rank, members.world_size).methods()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._owner._gloo._set_default_timeout(timeout)

@@ -31,6 +31,7 @@ from torch.futures import Future
 from torchft_like.devices import after
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import empty_future
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.work import FOREVER, BackendOperation, Explain
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
@@ -47,7 +48,6 @@ class Operations:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
-        self._waiting = 0
         self._issued: list[weakref.ref[GroupOperation]] = []
         self._issued_max = ISSUED_MIN
         self._given_up: Exception | None = None
@@ -102,7 +102,6 @@ class Operations:
         The wait is cut into slices, because C++ cannot be interrupted. It is not for sends and receives,
         which Gloo ends when a slice is over.
         """
-        self._count_waiting(1)
         try:
             while not _is_over(work, deadline):
                 if self._given_up is not None:
@@ -110,7 +109,6 @@ class Operations:
             return work.wait()
         finally:
             del work  # an error that the caller keeps would keep this frame, and the connections open
-            self._count_waiting(-1)
 
     def give_up(
         self, is_still: Callable[[], bool], error: Exception, seconds_max: float | None = None
@@ -144,11 +142,7 @@ class Operations:
 
     def _is_awaited(self) -> bool:
         with self._lock:
-            return bool(self._futures or self._waiting) or any(map(_is_open, list(self._issued)))
-
-    def _count_waiting(self, change: int) -> None:
-        with self._lock:
-            self._waiting += change
+            return bool(self._futures) or any(map(_is_open, list(self._issued)))
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
@@ -191,12 +185,6 @@ class GroupOperation(BackendOperation):
     _future: Future[Any] | None = None
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the operation is over, or given up.
-
-        Raises:
-            ProcessGroupAbortedError: the group was aborted before.
-            RuntimeError: the backend failed, or `deadline` has passed.
-        """
         if deadline == FOREVER:
             try:
                 if self.operations.wait_briefly(self.work):
@@ -216,15 +204,12 @@ class GroupOperation(BackendOperation):
             raise
 
     def is_over(self) -> bool:
-        """Return whether the backend is done with the operation, or it was given up."""
         return self.work.is_completed() or self.operations.given_up is not None
 
     def error(self) -> Any:
-        """Return the backend's error, or that of the operations that were given up."""
         return self.work.exception() if self.work.is_completed() else self.operations.given_up
 
     def future(self) -> Future[Any]:
-        """Return a future of the list of output tensors, which the backend's thread completes."""
         if self._future is None:
             self._future = self.operations.follow(self.work, self.explain)
         return self._future
@@ -240,7 +225,6 @@ class MessageOperation(GroupOperation):
     _was_waited = False
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the message was moved; the errors are those of GroupOperation.wait."""
         self._wait(deadline)
 
     def _wait_for_backend(self, deadline: float) -> None:
@@ -254,18 +238,15 @@ class AbandonableOperation(BackendOperation):
 
     Args:
         work: the work of the backend.
-        until_abort: returns the context in which an abort calls a function; leaving it raises an error after
-          an abort.
+        abort: the signal that ends the wait.
     """
 
-    def __init__(self, work: Work, until_abort: Callable[[Callable[[], object]], Any]) -> None:
+    def __init__(self, work: Work, abort: AbortSignal) -> None:
         self.work = work
-        self._until_abort = until_abort
+        self._abort = abort
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the operation is over, or the group was aborted; then the other thread waits on until
-        its timeout.
-        """
+        """Block until the operation is over, or the group was aborted; the other thread then waits on."""
         ended = threading.Event()
         errors: list[Exception] = []
 
@@ -277,9 +258,10 @@ class AbandonableOperation(BackendOperation):
             ended.set()
 
         try:
-            with self._until_abort(ended.set):
+            with self._abort.ends(ended.set):
                 threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
                 ended.wait()
+            self._abort.check()
         except ProcessGroupAbortedError as error:
             self.let_go(error)
             raise

@@ -30,8 +30,7 @@ from lighthouse.address import Address
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.served_store import serve_store
-from torchft_like.process_group.store import StoreAddress, parse_store_address
+from torchft_like.process_group.store import StoreAddress, parse_store_address, serve_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
 

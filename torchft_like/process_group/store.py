@@ -1,6 +1,6 @@
-"""The store through which the members of a group find each other: its address, and torch's client.
+"""The store through which the members of a group find each other: its address, torch's client and server.
 
-The store is a TCPStore, which the Manager or the user serves; `host:port/prefix` names a part of it.
+It is a TCPStore, which the Manager, a member or the user serves; `host:port/prefix` names a part of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
+from lighthouse.listening import listen_tcp
 from torchft_like.errors import AddressError
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
@@ -63,3 +64,24 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
         timeout=timeout,
     )
     return PrefixStore(address.prefix, client)
+
+
+def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
+    """Serve a store on a free port of `host` until the last reference to it is gone.
+
+    Raises:
+        BindError: `host` is not of this machine.
+    """
+    # This listener sees the addresses of one family; torch's own listener would ask the name server about
+    # others.
+    listener = listen_tcp(Address(host, 0))
+    port = listener.getsockname()[1]
+    server = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    return server, Address(host, port)

@@ -29,6 +29,7 @@ from torchft_like.process_group.collectives import Call, Collective
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.work import (
     FOREVER,
+    FollowingOperation,
     Operation,
     OperationWork,
     finished_work,
@@ -51,9 +52,7 @@ class SwallowingGroup(ProcessGroupWrapper):
     hides_errors = True
 
     def _report_of(self, configuration: Configuration, error: Exception) -> None:
-        """Handle an error of an operation of `configuration`, which counts only if that is the present
-        one.
-        """
+        """Handle an operation's error, which counts only if `configuration` is the present one."""
         raise NotImplementedError
 
     def _swallow(
@@ -62,19 +61,17 @@ class SwallowingGroup(ProcessGroupWrapper):
         """Run a collective on the inner group; report an error, and fill in the outputs."""
         if len(args) < len(collective.tensor_places):
             collective.bind(args, kwargs)  # it raises an error that names what is missing
-        configuration = self.configuration
+        configuration, bind = self.configuration, functools.partial(collective.bind, args, kwargs)
         try:
             work = self.parent._run(collective, args, kwargs)
         except MISTAKES:
             raise
         except Exception as error:  # noqa: BLE001 - any error of a backend is reported
             self._report_of(configuration, error)
-            return skipped(collective.bind(args, kwargs), self.parent)
+            return skipped(bind(), self.parent)
         if work is None:
             return None
-        return OperationWork(
-            SwallowedOperation(operation_of(work), collective, args, kwargs, self, configuration)
-        )
+        return OperationWork(SwallowedOperation(operation_of(work), bind, self, configuration))
 
 
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
@@ -114,9 +111,7 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
         return self.error() or super().errored()
 
     def report_error(self, e: Exception) -> None:
-        """Skip collectives from now on because of `e`, and abort, which releases the peers; the first error
-        counts.
-        """
+        """Skip collectives from now on because of `e`, the first error, and release the peers by an abort."""
         self._report_of(self.configuration, e)
 
     def make_alike(self) -> ProcessGroup | None:
@@ -151,9 +146,7 @@ class _Place(NamedTuple):
 
     @property
     def peer(self) -> int:
-        """The rank to return as the sender of a message that was skipped: torch needs a member, not the
-        caller.
-        """
+        """The sender of a message that was skipped: for torch, a member other than the caller."""
         return 0 if self.rank else min(1, self.size - 1)
 
 
@@ -180,88 +173,61 @@ def _fill_in(call: Call, place: _Place) -> None:
                 output.zero_()
 
 
-class SwallowedOperation(Operation):
+class SwallowedOperation(FollowingOperation):
     """An operation that always succeeds, with the outputs of its call; an error goes to `group`.
 
-    The first call of `wait`, `future`, `is_over` or `synchronize` notices it. The call's arguments are bound
-    only when a caller asks for its outputs, because binding takes longer than most operations.
+    The first call of `wait`, `future`, `is_over` or `synchronize` notices it. `bind` reads the call's
+    arguments only when its outputs are asked for, because that takes longer than most operations.
     """
 
     _has_failed = False
 
     def __init__(
-        self,
-        inner: Operation,
-        collective: Collective,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        group: SwallowingGroup,
-        configuration: Configuration,
+        self, inner: Operation, bind: Callable[[], Call], group: SwallowingGroup, configuration: Configuration
     ) -> None:
-        self._inner = inner
-        self._collective = collective
-        self._args = args
-        self._kwargs = kwargs
+        self.inner = inner
+        self._bind = bind
         self._group = group
         self._configuration = configuration
         self._filling_in = threading.Lock()
 
     @functools.cached_property
     def _call(self) -> Call:
-        return self._collective.bind(self._args, self._kwargs)
+        return self._bind()
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the operation is over; a passed deadline is an error like any other, and goes to the
-        group.
-        """
+        """Block until the operation is over; a passed deadline is an error like any other."""
         try:
-            self._inner.wait(deadline)
+            self.inner.wait(deadline)
         except Exception as error:  # noqa: BLE001 - any error goes to the group
             self._fail(error)
 
     def is_over(self) -> bool:
         """Return whether the operation is over; then the outputs are filled in."""
-        if not self._inner.is_over():
-            return False
-        if not self._has_failed:
+        is_over = self.inner.is_over()
+        if is_over and not self._has_failed:
             self.wait()
-        return True
+        return is_over
 
     def error(self) -> None:
         """Return None: the group has the error."""
 
     def result(self) -> list[Any]:
-        """Return the output tensors."""
         return self._call.result
 
     def future(self) -> Future[Any]:
-        """Return a future that completes with the output tensors.
-
-        Raises:
-            RuntimeError: the backend has no futures for this operation (Gloo for send and recv).
-        """
-
         def settle(done: Future[Any]) -> list[Any]:
             self._settle(done.value)
             return self._call.result
 
-        return self._inner.future().then(settle)
+        return self.inner.future().then(settle)
 
     def synchronize(self) -> None:
-        """Make the current stream wait."""
-        self._settle(self._inner.synchronize)
-
-    def block_current_stream(self) -> None:
-        """Make the current stream wait, without the thread.
-
-        Raises:
-            RuntimeError: the backend has no streams.
-        """
-        self._inner.block_current_stream()
+        self._settle(self.inner.synchronize)
 
     def source_rank(self) -> int:
         """Return the sender's rank; after an error, that of another member."""
-        return _place_in(self._group.parent).peer if self._has_failed else self._inner.source_rank()
+        return _place_in(self._group.parent).peer if self._has_failed else self.inner.source_rank()
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
@@ -270,14 +236,11 @@ class SwallowedOperation(Operation):
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Report the error, and fill in the outputs; a tensor that the call also reads from is left as it
-        is.
-        """
+        """Report the error, and fill in the outputs that the call does not read from."""
         self._group._report_of(self._configuration, error)
         with self._filling_in:
             if self._has_failed:
                 return
             self._has_failed = True
-            is_in_place = self._collective.input == self._collective.output
-            if not is_in_place and self._inner.is_over():
+            if self.inner.is_over():
                 _fill_in(self._call, _place_in(self._group.parent))

@@ -17,19 +17,23 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from torchft_like.devices import after
 from torchft_like.futures import empty_future
 
 FOREVER = math.inf
 
 # Returns the error that the caller gets instead of the backend's; None to keep the backend's.
 Explain = Callable[[Exception], Exception | None]
+# Returns the result of an operation, once the works behind it have succeeded.
+Finish = Callable[[], list[Any]]
 
 
 class Operation:
@@ -63,21 +67,20 @@ class Operation:
         return self.is_over() and self.error() is None
 
     def future(self) -> Future[Any]:
-        """Return a future of the result or the error; by default a thread that waits for the operation
-        completes it.
-        """
+        """Return a future of the result or the error; by default a thread that waits completes it."""
         future = empty_future()
-
-        def complete() -> None:
-            try:
-                self.wait()
-            except Exception as error:  # noqa: BLE001 - the future passes it on
-                future.set_exception(error)
-            else:
-                future.set_result(self.result())
-
-        threading.Thread(target=complete, name="torchft-operation", daemon=True).start()
+        threading.Thread(
+            target=self._complete_by_waiting, args=(future,), name="torchft-operation", daemon=True
+        ).start()
         return future
+
+    def _complete_by_waiting(self, future: Future[Any]) -> None:
+        try:
+            self.wait()
+        except Exception as error:  # noqa: BLE001 - the future passes it on
+            future.set_exception(error)
+        else:
+            future.set_result(self.result())
 
     def synchronize(self) -> None:
         """Make the caller's current stream wait; by default this blocks the thread."""
@@ -118,7 +121,6 @@ class OperationWork(Work):
         return self.operation.is_over()
 
     def is_success(self) -> bool:
-        """Return whether the operation is over and has not failed."""
         return self.operation.is_success()
 
     def exception(self) -> Any:
@@ -126,22 +128,48 @@ class OperationWork(Work):
         return self.operation.error()
 
     def result(self) -> list[Any]:
-        """Return the output tensors."""
         return self.operation.result()
 
     def source_rank(self) -> int:
-        """Return the rank whose message a receive from any rank got; -1 for other operations."""
         return self.operation.source_rank()
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Make the current stream wait."""
         self.operation.synchronize()
 
     def block_current_stream(self) -> None:
-        """Make the current stream wait, without the thread."""
         self.operation.block_current_stream()
+
+
+class FollowingOperation(Operation):
+    """An operation that behaves as `inner`, except for what a subclass changes."""
+
+    inner: Operation
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        self.inner.wait(deadline)
+
+    def is_over(self) -> bool:
+        return self.inner.is_over()
+
+    def error(self) -> Any:
+        return self.inner.error()
+
+    def result(self) -> list[Any]:
+        return self.inner.result()
+
+    def future(self) -> Future[Any]:
+        return self.inner.future()
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self.inner.block_current_stream()
+
+    def source_rank(self) -> int:
+        return self.inner.source_rank()
 
 
 class ExplainedOperation(Operation):
@@ -163,24 +191,19 @@ class FinishedOperation(Operation):
         self._source = source
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Return, or raise the error, at once."""
         if self._failure is not None:
             raise self._failure
 
     def is_over(self) -> bool:
-        """Return True."""
         return True
 
     def error(self) -> Exception | None:
-        """Return the error that the operation was made with."""
         return self._failure
 
     def result(self) -> list[Any]:
-        """Return the tensors that the operation was made with."""
         return self._result
 
     def future(self) -> Future[Any]:
-        """Return a completed future."""
         future = empty_future()
         if self._failure is not None:
             future.set_exception(self._failure)
@@ -189,7 +212,6 @@ class FinishedOperation(Operation):
         return future
 
     def source_rank(self) -> int:
-        """Return the sender that the operation was made with."""
         return self._source
 
 
@@ -212,50 +234,38 @@ class BackendOperation(Operation):
     work: Work = _NOT_STARTED
 
     def wait(self, deadline: float = FOREVER) -> None:
-        """Block as the backend's work does."""
         if deadline == FOREVER:
             self.work.wait()
         else:
             self.work.wait(left_until(deadline))
 
     def is_over(self) -> bool:
-        """Return whether the backend's work is completed."""
         return self.work.is_completed()
 
     def error(self) -> Any:
-        """Return the error of the backend's work, once it is over."""
         return self.work.exception() if self.work.is_completed() else None
 
     def is_success(self) -> bool:
-        """Return whether the backend's work has succeeded; older versions of torch cannot pass its error to
-        Python.
-        """
+        """Return whether the work has succeeded; older torches cannot pass its error to Python."""
         return self.work.is_completed() and self.work.is_success()
 
     def result(self) -> list[Any]:
-        """Return the result of the backend's work."""
         return self.work.result()
 
     def future(self) -> Future[Any]:
-        """Return the future of the backend's work."""
         return self.work.get_future()
 
     def synchronize(self) -> None:
-        """Make the current stream wait."""
         self.work.synchronize()
 
     def block_current_stream(self) -> None:
-        """Make the current stream wait, without the thread."""
         self.work.block_current_stream()
 
     def source_rank(self) -> int:
-        """Return the sender's rank that the backend's work reports."""
         return self.work._source_rank()
 
     def let_go(self, error: Exception) -> None:
-        """Drop the backend's work after a failure: an error that the caller keeps would keep the
-        connections.
-        """
+        """Drop the backend's work: an error that the caller keeps would keep the connections."""
         self.work = finished_work([], type(error)(*error.args))
 
 
@@ -271,3 +281,116 @@ def operation_of(work: Work) -> Operation:
 def left_until(deadline: float) -> timedelta:
     """Return the time until the deadline as a timeout: never zero, which would mean no limit."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def joint_work(
+    works: Sequence[Work], finish: Finish, *, waits: bool = False, on_cpu: bool = False
+) -> OperationWork:
+    """Return a work that is over when all of `works` are, and that fails when one of them does.
+
+    Args:
+        works: works of one backend, in the order in which they were begun.
+        finish: returns the result, once all have succeeded.
+        waits: whether `finish` runs only once a thread waits, or asks for the future. Sends and receives have
+          no future.
+        on_cpu: whether there is one work, of CPU tensors, whose thread finishes it: no stream has to wait.
+    """
+    operation = _JointOperation(works, finish, waits, on_cpu)
+    handle = OperationWork(operation)
+    if on_cpu:
+        handle.is_completed = operation.future().done  # type: ignore[method-assign] # polled, and C code
+    return handle
+
+
+class _JointOperation(Operation):
+    """Several operations as one. What is left to do once all of them are over, such as copying a result, is
+    done once, by the backend's thread or by a waiting one, whichever comes first.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Finish, waits: bool, on_cpu: bool) -> None:
+        self._works = works
+        self._finish = _Once(finish)
+        self._future: Future[Any] | None = None
+        if on_cpu:
+            self._future = works[0].get_future().then(self._finish_after)
+        elif not waits:
+            self._future = self._follow()
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        for work in self._works:
+            if deadline == FOREVER:
+                work.wait()
+            else:
+                work.wait(left_until(deadline))
+        self._finish()
+
+    def is_over(self) -> bool:
+        """Return whether all works are over, and the result is there or cannot come."""
+        return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
+
+    def error(self) -> Any:
+        errors = (work.exception() for work in self._works if work.is_completed())
+        return next((error for error in errors if error is not None), None)
+
+    def is_success(self) -> bool:
+        """Return whether all works have succeeded, and the result is there unless no future was asked for."""
+        is_finished = self._future is None or self._finish.is_done
+        return is_finished and all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Any]:
+        return self._finish()
+
+    def future(self) -> Future[Any]:
+        if self._future is None:
+            self._future = self._follow()
+        return self._future
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+
+    def source_rank(self) -> int:
+        return self._works[0]._source_rank() if len(self._works) == 1 else -1
+
+    def _finish_after(self, done: Future[Any]) -> list[Any]:
+        done.value()  # raises the error of an operation that has failed
+        return self._finish()
+
+    def _follow(self) -> Future[list[Any]]:
+        own = empty_future()
+        joined = _joined([work.get_future() for work in self._works])
+        joined.add_done_callback(lambda done: self._complete(own, done))
+        return own
+
+    def _complete(self, own: Future[list[Any]], done: Future[list[Future[Any]]]) -> None:
+        try:
+            values = [future.value() for future in done.value()]
+            with after(self._works, values):
+                own.set_result(self._finish())
+        except Exception as error:  # noqa: BLE001 - the future passes it on
+            own.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
+
+
+def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
+    if futures:
+        return torch.futures.collect_all(futures)
+    nothing: Future[list[Future[Any]]] = Future()
+    nothing.set_result([])
+    return nothing
+
+
+class _Once:
+    """A function that runs once, however many threads ask for its result."""
+
+    def __init__(self, function: Finish) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._result: list[Any] = []
+        self.is_done = False
+
+    def __call__(self) -> list[Any]:
+        with self._lock:
+            if not self.is_done:
+                self._result = self._function()
+                self.is_done = True
+            return self._result

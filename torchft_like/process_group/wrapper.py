@@ -162,6 +162,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._generation: Generation | None = None
         self._members: GroupMembers | None = None  # the members of the last generation that was made
         self._store: Store | None = None  # the store that those share, once a caller has asked for it
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Do what groups of a class need besides; runs at the end of the constructor.
+
+        Raises:
+            NotSupportedError: this torch, or this machine, cannot run them.
+        """
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> Backend:
         """Make the backend. This may block, and ends early when `abort` is set.
@@ -199,7 +207,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         if previous is not None:
             previous.end(ANEW)
         if (signal := about.get("ends_with")) is not None:
-            generation.end_with(signal)
+            self._configuration.end_with(signal, generation.end)
         generation.make(checked(self._create, generation.take) if self._is_checking else self._create)
         if limit != self._timeout:
             generation.set_timeout(self._timeout)
@@ -228,11 +236,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
             self._generation.set_timeout(self._timeout)
 
     def size(self) -> int:
-        """Return the number of members in the last generation that was made."""
         return self._last_members().world_size
 
     def rank(self) -> int:
-        """Return the caller's rank in the last generation that was made."""
         return self._last_members().rank
 
     def get_group_store(self) -> Store:
@@ -254,12 +260,10 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     @property
     def store_address(self) -> StoreAddress | None:
-        """The store in which the members of the last generation met; None before the first `configure`."""
         return None if self._members is None else self._members.store
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of each operation and of `configure`."""
         return self._timeout
 
     def make_alike(self) -> Self:
@@ -267,13 +271,6 @@ class ReconfigurableProcessGroup(ProcessGroup):
         made = type(self)(self._timeout)
         made._is_checking = self._is_checking
         return made
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _member_ranks(self) -> Sequence[int]:
-        return self._global_ranks or range(0 if self._members is None else self._members.world_size)
 
     def __repr__(self) -> str:
         state = "not configured" if self._generation is None else str(self._generation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.baby import ProcessGroupBaby
+from torchft_like.process_group.baby.group import ProcessGroupBaby
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 _ANSWER = "torchft_like has no process group over XCCL yet; ProcessGroupGloo moves CPU tensors"

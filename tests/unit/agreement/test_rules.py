@@ -22,7 +22,7 @@ from torchft_like.core.agreement.statements import (
     encode,
 )
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from torchft_like.process_group.checking.messages import (
+from torchft_like.process_group.checking.link import (
     BODY_BYTES_MAX,
     CALL,
     REQUEST,

@@ -26,11 +26,11 @@ from torchft_like.errors import (
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
-from torchft_like.process_group.checking.link import Hub
-from torchft_like.process_group.checking.messages import (
+from torchft_like.process_group.checking.link import (
     CALL,
     REQUEST,
     RULING,
+    Hub,
     Request,
     decode_problem,
 )

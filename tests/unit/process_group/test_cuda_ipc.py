@@ -14,7 +14,6 @@ from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby.cuda_ipc import (
     Export,
     IsPast,
-    MemoryImports,
     MirroredStreams,
     OwnEvents,
     PeerEvents,
@@ -128,13 +127,6 @@ def test_memory_that_cannot_be_shared_is_refused_with_the_cure(machine: Machine)
     machine.refusal = RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
     with pytest.raises(NotSupportedError, match=r"cudaMallocAsync .* without expandable_segments"):
         Export(storage_of(), machine)
-
-
-def test_the_subprocess_finds_the_memory_under_its_number(machine: Machine) -> None:
-    imports = MemoryImports(machine)
-    imports.map((3, 0, b"handle", 16, 512))
-    assert imports.storage(3).nbytes() == 16
-    assert machine.opened == [(0, b"handle", 16, 512)]
 
 
 def test_event_is_recorded_anew_only_after_every_wait_for_it(machine: Machine) -> None:

@@ -19,9 +19,8 @@ from torchft_like import devices
 from torchft_like.errors import CollectiveRefusedError
 from torchft_like.manager.managed_work import Reduction
 from torchft_like.process_group.gloo.gaps import GlooGaps
-from torchft_like.process_group.joint_work import joint_work
 from torchft_like.process_group.operations import Operations
-from torchft_like.process_group.work import operation_of
+from torchft_like.process_group.work import joint_work, operation_of
 
 
 class OnDevice(torch.Tensor):
@@ -160,7 +159,7 @@ def test_a_message_from_a_device_is_refused_with_the_cure(name: str) -> None:
     with pytest.raises(
         CollectiveRefusedError, match=f"on cuda:1: move it to the CPU, or {name} it over NCCL"
     ):
-        getattr(GlooGaps(gloo, gloo, 0, 2), name)([on_device()], *where, 0)
+        GlooGaps(gloo, gloo, 0, 2).methods()[name]([on_device()], *where, 0)
     assert asked == []
 
 

@@ -16,10 +16,10 @@ from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.gloo.thread_activity import IdleWatch
+from torchft_like.process_group.gloo.thread_activity import ThreadWatch
 from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.work import FOREVER, Explain, FinishedOperation, OperationWork
+from torchft_like.process_group.work import Explain, FinishedOperation, OperationWork
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -103,17 +103,18 @@ def test_a_backend_that_still_works_keeps_its_operations() -> None:
 @pytest.mark.progress
 def test_a_forgotten_wait_ends_with_the_abort() -> None:
     operations, work, errors = Operations(), SlowWork(), list[Exception]()
+    operation, has_begun = begun(operations, work), threading.Event()
 
     def wait() -> None:
+        has_begun.set()
         try:
-            operations.wait(work, FOREVER)
+            operation.wait()
         except ProcessGroupAbortedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not operations._waiting:
-        assert thread.is_alive()
+    assert has_begun.wait(LIMIT_S)
     operations.give_up(lambda: True, ABORTED)
     thread.join(LIMIT_S)
     assert [str(error) for error in errors] == ["lost b"]
@@ -201,9 +202,8 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
     inner = begun(operations, ForgottenWork())
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
-    swallowed = SwallowedOperation(
-        inner, BY_NAME["allgather"], (outputs, inputs), {}, group, group.configuration
-    )
+    call = BY_NAME["allgather"].bind((outputs, inputs), {})
+    swallowed = SwallowedOperation(inner, lambda: call, group, group.configuration)
     done = swallowed.future()
     operations.give_up(lambda: True, ABORTED)
     done.wait()
@@ -240,7 +240,7 @@ def test_what_one_operation_has_left_to_do_keeps_no_other_waiting(monkeypatch: p
         again.result(LIMIT_S)
 
 
-class TestIdleWatch:
+class TestThreadWatch:
     """The name of a thread is the kernel's, so the test names its own through /proc."""
 
     def test_a_thread_of_python_with_the_name_of_the_one_that_started_it_is_not_watched(self) -> None:
@@ -249,11 +249,11 @@ class TestIdleWatch:
         def look() -> list[bool]:
             with open("/proc/thread-self/comm", "w") as comm:
                 comm.write(name)
-            idle_watch = IdleWatch([name])
-            return [idle_watch.look() for _ in range(2)]
+            watch = ThreadWatch(name)
+            return [watch.have_slept_since() for _ in range(2)]
 
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(look).result(LIMIT_S) == [False, True]
+            assert pool.submit(look).result(LIMIT_S) == [True, True]
 
     def test_a_thread_that_sleeps_is_still_and_one_that_ran_is_not(self) -> None:
         begin, end, name = threading.Semaphore(0), threading.Event(), "still-test"
@@ -269,12 +269,11 @@ class TestIdleWatch:
         _thread.start_new_thread(run, ())  # unknown to `threading`, as native ones are
         try:
             beats.acquire()
-            idle_watch = IdleWatch([name])
-            assert not idle_watch.look(), "the first look has nothing to compare with"
-            assert any(idle_watch.look() for _ in range(1000))
+            watch = ThreadWatch(name)
+            assert any(watch.have_slept_since() for _ in range(1000))
             begin.release()
             beats.acquire()
-            assert not idle_watch.look()
+            assert not watch.have_slept_since()
         finally:
             end.set()
             begin.release()

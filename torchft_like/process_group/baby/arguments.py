@@ -1,7 +1,8 @@
 """The arguments of a collective as bytes of the codec (`plain_data`), and back.
 
 Plain values stand for themselves, lists for lists and bytes for tensors; everything else is a tuple that
-begins with its kind. The caller describes where a tensor is in bytes of its own.
+begins with its kind. A tensor is described by a fixed struct: the number of its storage, and how the tensor
+lies in it.
 
 Options are nearly always those of the call before, and reading or filling torch's objects takes longer than
 everything else, so encoded and decoded options are cached.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -26,9 +28,10 @@ from torchft_like.plain_data import decode as decode_plain
 from torchft_like.plain_data import encode as encode_plain
 from torchft_like.plain_data import encoded_bytes, list_of
 
+TensorSpec = bytes  # number of dimensions, storage, dtype, offset in elements, sizes, strides
 Plain = Any
-EncodeTensor = Callable[[Tensor], bytes]
-DecodeTensor = Callable[[bytes], Tensor]
+EncodeTensor = Callable[[Tensor], TensorSpec]
+DecodeTensor = Callable[[TensorSpec], Tensor]
 
 
 class _Kind(IntEnum):
@@ -55,6 +58,12 @@ _OPTIONS_INDEX = {cls: index for index, cls in enumerate(_OPTIONS)}
 _NO_NAMED = list_of([])
 _WITH_FACTOR = hash(ReduceOp.PREMUL_SUM)
 _encoded_options: dict[tuple[Any, ...], bytes] = {}
+
+# Both processes run the same torch, so they agree on the order.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
+# torch allows no more dimensions
+_STRUCTS = [struct.Struct(f"<BQBq{2 * dimensions}q") for dimensions in range(65)]
 
 
 def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: EncodeTensor) -> bytes:
@@ -188,3 +197,36 @@ _DECODE_RARE: dict[int, Callable[..., Any]] = {
     _Kind.REDUCE_OP: _decode_reduce_op,
     _Kind.DEVICE: torch.device,
 }
+
+
+def spec_of(tensor: Tensor, storage: int) -> TensorSpec:
+    """Describe a tensor in its own storage."""
+    return _spec(tensor, storage, int(tensor.storage_offset()), tensor.stride())
+
+
+def contiguous_spec(tensor: Tensor, storage: int, offset: int) -> TensorSpec:
+    """Describe a place for the tensor's elements in another storage, in contiguous order."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return _spec(tensor, storage, offset, strides[::-1])
+
+
+def storage_of(spec: TensorSpec) -> int:
+    """Return the number of the storage in which the tensor lies."""
+    return int.from_bytes(spec[1:9], "little")
+
+
+def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec) -> Tensor:
+    """Make the tensor that a description stands for."""
+    dimensions, _, dtype, offset, *forms = _STRUCTS[spec[0]].unpack(spec)
+    empty = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
+    return empty.set_(storage, offset, forms[:dimensions], forms[dimensions:])
+
+
+def _spec(tensor: Tensor, storage: int, offset: int, strides: Sequence[int]) -> TensorSpec:
+    shape = tensor.shape
+    dimensions = len(shape)
+    return _STRUCTS[dimensions].pack(dimensions, storage, _INDEX[tensor.dtype], offset, *shape, *strides)

@@ -47,9 +47,7 @@ class ChannelClosedError(ConnectionError):
 
 
 class DescriptorsLostError(OSError):
-    """A message came without its descriptors, because this process has none left. The next one may be
-    whole.
-    """
+    """A message came without its descriptors, for want of room in this process; the next may be whole."""
 
 
 class ForeignMessageError(Exception):
@@ -177,9 +175,7 @@ class Channel:
             raise TimeoutError("the other end takes no messages")
 
     def _poll(self, events: int, timeout_ms: float | None) -> list[tuple[int, int]]:
-        """Poll with a poller of its own, as `receive` may be waiting in the other; find nothing once it is
-        closed.
-        """
+        """Poll without the poller in which `receive` may wait; return nothing once this end is closed."""
         if (descriptor := self._socket.fileno()) < 0:
             return []
         traffic = select.poll()

@@ -20,7 +20,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -29,12 +29,11 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby import outcomes
 from torchft_like.process_group.baby.arguments import decode, decode_call
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
+from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild, answer_for
 from torchft_like.process_group.baby.tensor_sharing import Importer
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, POINT_TO_POINT
+from torchft_like.process_group.collectives import BY_NAME, POINT_TO_POINT
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, GroupMembers
 from torchft_like.process_group.store import parse_store_address
@@ -72,7 +71,7 @@ def _end_with(trainer: int) -> None:
 class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._methods: dict[str, Callable[..., Work | None]] = {}
+        self._methods: Mapping[str, Callable[..., Work | None]] = {}
         self._backend: Backend | None = None
         self._importer: Importer | None = None
         self._watched: list[tuple[int, Work]] = []
@@ -109,10 +108,9 @@ class _Server:
             self._importer = _load(importer)(greeting)
             self._backend = _make(_load(group), *place, abort=self._abort)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+            self._answer(request, Outcome.FAILED, *answer_for(error))
             return
-        found = ((c.name, c.find_on(*self._backend.targets())) for c in COLLECTIVES)
-        self._methods = {name: method for name, method in found if method is not None}
+        self._methods = self._backend.methods()
         self._answer(request, Outcome.DONE, list(self._methods), self._importer.greeting())
 
     def _warm_up(self, _: int, environment: dict[str, str], device: int) -> None:
@@ -121,12 +119,12 @@ class _Server:
         torch.cuda.set_device(device)
         torch.ones(1, device="cuda")
 
-    def _map(self, _: int, *details: Any) -> None:
-        *storage, descriptors = details
-        self._imported().map(tuple(storage), descriptors)
+    def _map(self, _: int, number: int, *details: Any) -> None:
+        *how, descriptors = details
+        self._imported().map(number, tuple(how), descriptors)
 
-    def _unmap(self, _: int, storage: int) -> None:
-        self._imported().unmap(storage)
+    def _unmap(self, _: int, number: int) -> None:
+        self._imported().unmap(number)
 
     def _set_timeout(self, _: int, timeout_s: float) -> None:
         if self._backend is not None:
@@ -150,7 +148,7 @@ class _Server:
                 answer = importer.answer_when_started(work)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             outcome = Outcome.FAILED if has_started else Outcome.REFUSED
-            self._answer(request, outcome, *outcomes.answer_for(error))
+            self._answer(request, outcome, *answer_for(error))
             return
         if answer is not None:
             self._answer(request, Outcome.DONE, *answer)
@@ -166,9 +164,7 @@ class _Server:
             self._leave_to_backend(request, work)
 
     def _answer_what_is_over_soon(self) -> None:
-        """Answer operations as they end, until a request comes; leave longer ones to the backend's
-        threads.
-        """
+        """Answer operations as they end, until a request comes; leave the rest to the backend's threads."""
         while self._watched:
             started = time.monotonic()
             has_news = self._spin.watch(self._has_news, math.inf)
@@ -199,7 +195,7 @@ class _Server:
         try:
             done.value()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+            self._answer(request, Outcome.FAILED, *answer_for(error))
         else:
             self._answer(request, Outcome.DONE)
 
@@ -207,7 +203,7 @@ class _Server:
         try:
             wait()
         except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._answer(request, Outcome.FAILED, *outcomes.answer_for(error))
+            self._answer(request, Outcome.FAILED, *answer_for(error))
         else:
             self._answer(request, Outcome.DONE, *_source_of(work))
 
@@ -217,9 +213,7 @@ class _Server:
         return self._importer
 
     def _end(self) -> None:
-        """Tell the trainer why the backend gave up, and end the process, so that nothing of the backend goes
-        on.
-        """
+        """Tell the trainer why the backend gave up, and end the process with all that the backend does."""
         self._answer(UNASKED, Outcome.FAILED, str(self._abort.reason))
         os._exit(1)
 

@@ -145,23 +145,6 @@ class Export:
 _numbers = itertools.count(1)
 
 
-class MemoryImports:
-    """The subprocess's side of shared memory; for one thread."""
-
-    def __init__(self, cuda: TorchCuda = _TORCH) -> None:
-        self._cuda = cuda
-        self._mapped: dict[int, torch.UntypedStorage] = {}
-
-    def map(self, message: MemoryMessage) -> None:
-        """Map the memory that an `Export` describes, for as long as this process lives."""
-        number, device, handle, nbytes, offset = message
-        self._mapped[number] = self._cuda.open(device, handle, nbytes, offset)
-
-    def storage(self, number: int) -> torch.UntypedStorage:
-        """Return the storage with this number."""
-        return self._mapped[number]
-
-
 class OwnEvents:
     """Events that this side records and the other side's streams wait for; for one thread at a time.
 
@@ -221,9 +204,7 @@ class PeerEvents:
             self._events[number] = self._cuda.open_event(device, handle)
 
     def order(self, number: int, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for the event; the caller reports with `skip` when the device has passed that
-        wait.
-        """
+        """Make the stream wait for the event; the caller reports with `skip` when that wait is passed."""
         self._events[number].wait(stream)
 
     def wait(self, number: int, stream: torch.cuda.Stream) -> None:

@@ -24,13 +24,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
 
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, DescriptorsLostError, Message
-from torchft_like.process_group.baby.protocol import FromServer, ToServer
+from torchft_like.process_group.baby.protocol import FORK, FromServer
+from torchft_like.process_group.configuration import AbortSignal
 
 SERVER_EXIT_S_MAX = 5.0
 HOW_ENDED_S_MAX = 5.0
@@ -45,21 +44,6 @@ _STDERR = 2
 _logger = logging.getLogger(__name__)
 # The server must have a single thread, but numpy's BLAS would start its own.
 _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-class Abort(Protocol):
-    """The signal that ends a wait for a fork."""
-
-    reason: str | None
-
-    def add(self, hook: Callable[[], object]) -> None:
-        """Call `hook` at an abort, from now on."""
-
-    def remove(self, hook: Callable[[], object]) -> None:
-        """Call `hook` at an abort no more."""
-
-    def check(self) -> None:
-        """Raise an error if the signal is set."""
 
 
 class Child:
@@ -97,7 +81,7 @@ class Child:
 
     def how_ended(self) -> str:
         """Describe how the subprocess ended."""
-        return self._fork_pool.how_ended(self.pid)
+        return self._fork_pool.how_ended(self.pid) if self.has_ended() else "it was killed and does not end"
 
     def close(self) -> None:
         """Release the descriptors of a subprocess that is gone."""
@@ -121,7 +105,7 @@ class ForkPool:
         with self._changed:
             self._running()
 
-    def take(self, abort: Abort, timeout_s: float) -> Child:
+    def take(self, abort: AbortSignal, timeout_s: float) -> Child:
         """Take a fork: the spare one if there is one.
 
         Args:
@@ -132,16 +116,12 @@ class ForkPool:
             SubprocessLostError: no fork was to be had in time.
             ProcessGroupAbortedError: `abort` was set during the wait.
         """
-        abort.add(self._wake)
-        try:
-            with self._changed:
-                self._takers += 1
-                try:
-                    return self._wait_for_fork(abort, timeout_s)
-                finally:
-                    self._takers -= 1
-        finally:
-            abort.remove(self._wake)
+        with abort.ends(self._wake), self._changed:
+            self._takers += 1
+            try:
+                return self._wait_for_fork(abort, timeout_s)
+            finally:
+                self._takers -= 1
 
     def prepare_spare(self, first_message: Message | None = None) -> None:
         """Ask for a fork for the next `take`; return at once.
@@ -168,16 +148,16 @@ class ForkPool:
             def is_over() -> bool:
                 if not (server.is_gone or server.last_refused > asked):
                     server.expect(1, first_message)  # a fork that was asked for before may have been refused
-                    return server.has_spare()
+                    return bool(server.spares)
                 return True
 
             self._changed.wait_for(is_over, timeout_s)
-            return server.has_spare()
+            return bool(server.spares)
 
     def how_ended(self, pid: int) -> str:
         """Describe how a fork ended."""
         with self._changed:
-            if (server := self._server) is None or not server.ask_end(pid):
+            if (server := self._server) is None:
                 return "its fork server has ended"
             if not self._changed.wait_for(lambda: server.is_gone or pid in server.ends, HOW_ENDED_S_MAX):
                 server.is_given_up = True  # from now on no group waits for its forks
@@ -202,11 +182,11 @@ class ForkPool:
         with self._changed:
             return {} if self._server is None else self._server.pids()
 
-    def _wait_for_fork(self, abort: Abort, timeout_s: float) -> Child:
+    def _wait_for_fork(self, abort: AbortSignal, timeout_s: float) -> Child:
         server, since = self._running(), time.monotonic()
         asked = server.asked
         server.expect(self._takers)
-        while (child := server.take()) is None:
+        while not server.spares:
             abort.check()
             if server.last_refused > asked:
                 raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
@@ -217,7 +197,7 @@ class ForkPool:
                     f"the fork server of the Baby groups gave no subprocess in time; {server}. If it left "
                     "no message on stderr: is the machine out of memory, processes or file descriptors?"
                 )
-        return child
+        return server.spares.popleft()
 
     def _running(self) -> _Server:
         server = self._server
@@ -241,7 +221,7 @@ class _Server:
     def __init__(self, fork_pool: ForkPool, changed: threading.Condition) -> None:
         self._fork_pool = fork_pool
         self._changed = changed
-        self._spares: deque[Child] = deque()
+        self.spares: deque[Child] = deque()
         self._expected = 0
         self._first_message: Message | None = None
         self.ends: dict[int, str] = {}
@@ -258,9 +238,9 @@ class _Server:
     def expect(self, count: int, first_message: Message | None = None) -> None:
         """Ask for forks until `count` of them are there or on their way; new ones get the first message."""
         self._first_message = first_message
-        while self._spares and self._spares[0].has_ended():
-            self._spares.popleft().close()
-        while len(self._spares) + self._expected < count and self._tell((ToServer.FORK.value, 0)):
+        while self.spares and self.spares[0].has_ended():
+            self.spares.popleft().close()
+        while len(self.spares) + self._expected < count and self._ask_for_fork():
             self.asked += 1
             self._expected += 1
 
@@ -268,23 +248,14 @@ class _Server:
         """Return when a caller that has waited for a fork since `since` gives up."""
         return self._late_at if self._loaded_at is None else max(since, self._loaded_at) + timeout_s
 
-    def has_spare(self) -> bool:
-        return bool(self._spares)
-
-    def take(self) -> Child | None:
-        return self._spares.popleft() if self._spares else None
-
-    def ask_end(self, pid: int) -> bool:
-        return not self.is_gone and self._tell((ToServer.HOW_ENDED.value, pid))
-
     def stop(self) -> None:
         self._process.kill()
         self._process.wait(SERVER_EXIT_S_MAX)
-        while self._spares:
-            self._spares.popleft().close()
+        while self.spares:
+            self.spares.popleft().close()
 
     def pids(self) -> dict[str, int]:
-        spares = {"spare": self._spares[0].pid} if self._spares else {}
+        spares = {"spare": self.spares[0].pid} if self.spares else {}
         return {"server": self._process.pid, **spares}
 
     def __str__(self) -> str:
@@ -293,9 +264,9 @@ class _Server:
             return f"it exited with code {code}"
         return f"it has not loaded torch in {LOAD_S_MAX:g} s" if self._loaded_at is None else "it runs"
 
-    def _tell(self, message: tuple[int, ...]) -> bool:
+    def _ask_for_fork(self) -> bool:
         try:
-            self._control.send(message)
+            self._control.send(FORK)
         except ChannelClosedError:
             self.is_gone = True
         return not self.is_gone
@@ -329,18 +300,15 @@ class _Server:
                     self.last_refused, self.why_refused = self.asked - self._expected + 1, rest[0]
                     self._expected -= 1
                 case _:
-                    self._note_end(pid, rest[0])
+                    self.ends[pid] = rest[0]
+                    if len(self.ends) > ENDS_KNOWN_MAX:
+                        del self.ends[next(iter(self.ends))]
             self._changed.notify_all()
-
-    def _note_end(self, pid: int, how: str) -> None:
-        self.ends[pid] = how
-        if len(self.ends) > ENDS_KNOWN_MAX:
-            del self.ends[next(iter(self.ends))]
 
     def _add(self, pid: int, end: int, watch: int) -> None:
         self._expected -= 1
         child = Child(self._fork_pool, pid, watch, Channel(socket.socket(fileno=end)))
-        self._spares.append(child)
+        self.spares.append(child)
         if self._first_message is not None:
             # A fork that cannot be written to is found dead when it is taken.
             with contextlib.suppress(OSError):
@@ -365,9 +333,7 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
 
 
 def _interpreter() -> list[str]:
-    """Return this Python's command, with the options that it was started with, but without the working
-    directory.
-    """
+    """Return this Python's command with its options, but without the working directory."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
     return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-P"]
 

@@ -27,12 +27,9 @@ from pathlib import Path
 import torch.distributed
 
 import torchft_like.process_group
-from torchft_like.process_group.baby import child
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
-from torchft_like.process_group.baby.protocol import FromServer, ToServer
-
-ENDS_KNOWN_MAX = 64
-GONE_S_MAX = 1.0
+from torchft_like.process_group.baby.child import serve
+from torchft_like.process_group.baby.protocol import FromServer
 
 _PR_SET_PDEATHSIG = 1
 # Signals for the trainer to handle: Ctrl-C in a terminal, and the SIGTERM of many launchers, reach every
@@ -60,7 +57,7 @@ def main(control: int, trainer_pid: int) -> None:
     try:
         channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
         if channel is not None:
-            child.serve(channel, trainer)
+            serve(channel, trainer)
         code = 0
     except BaseException:  # noqa: BLE001 - after any error this process prints it and ends
         traceback.print_exc()
@@ -81,7 +78,6 @@ class _ForkServer:
         self._control = control
         self._trainer = trainer
         self._forks: dict[int, int] = {}  # process ids, by pidfd
-        self._ends: dict[int, str] = {}
         self._events = select.poll()
         for descriptor in (control.fileno(), trainer):
             self._events.register(descriptor, select.POLLIN)
@@ -96,21 +92,15 @@ class _ForkServer:
                     if descriptor == self._control.fileno():
                         if (channel := self._obey()) is not None:
                             return channel
-                    # A fork may have been reaped by `_tell_end` since the poll.
-                    elif descriptor in self._forks:
+                    else:
                         self._reap(descriptor)
         except ChannelClosedError:
             self._end_forks()
             return None
 
     def _obey(self) -> Channel | None:
-        (kind, *arguments), _ = self._control.receive()
-        if kind == ToServer.FORK:
-            return self._fork()
-        self._tell_end(*arguments)
-        return None
-
-    def _fork(self) -> Channel | None:
+        """Fork, which is all that the trainer asks for."""
+        self._control.receive()
         server = os.getpid()
         try:
             ours = self._fork_and_tell()
@@ -150,15 +140,8 @@ class _ForkServer:
         self._events.unregister(watch)
         pid = self._forks.pop(watch)
         os.close(watch)
-        self._ends[pid] = _in_words(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        if len(self._ends) > ENDS_KNOWN_MAX:
-            del self._ends[next(iter(self._ends))]
-
-    def _tell_end(self, pid: int) -> None:
-        for watch in [watch for watch, known in self._forks.items() if known == pid]:
-            if _is_readable(watch, GONE_S_MAX):
-                self._reap(watch)
-        self._control.send((FromServer.ENDED.value, pid, self._ends.get(pid, "nobody knows how it ended")))
+        how = _in_words(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        self._control.send((FromServer.ENDED.value, pid, how))
 
     def _end_forks(self) -> None:
         for watch, pid in self._forks.items():
@@ -174,12 +157,6 @@ def _watched_fork(pid: int) -> int:
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         os.waitpid(pid, 0)
         raise
-
-
-def _is_readable(descriptor: int, limit_s: float) -> bool:
-    events = select.poll()
-    events.register(descriptor, select.POLLIN)
-    return bool(events.poll(limit_s * 1000))
 
 
 def _die_with(server: int) -> None:

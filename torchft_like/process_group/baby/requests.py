@@ -1,4 +1,5 @@
-"""The requests that a trainer has sent to a subprocess and that are not answered yet.
+"""The requests that a trainer has sent to a subprocess and that are not answered yet, and the operations
+behind them.
 
 The waiting threads read the answers themselves: one waiter at a time reads, for all of them, and the others
 sleep until their answer has come or it is their turn to read. So an answer wakes only the thread that waits
@@ -19,11 +20,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_like.process_group.baby import outcomes
+import torch
+from torch.futures import Future
+
+from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.channel import (
     FOREVER,
     Channel,
@@ -31,7 +35,8 @@ from torchft_like.process_group.baby.channel import (
     ForeignMessageError,
     Message,
 )
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome
+from torchft_like.process_group.baby.protocol import UNASKED, Outcome, answer_for
+from torchft_like.process_group.work import ExplainedOperation
 
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a
 # trainer that was stopped itself finds every limit passed.
@@ -45,6 +50,7 @@ _logger = logging.getLogger(__name__)
 
 # A function of the request, called by the thread that reads its answer or finds that none will come.
 Settled = Callable[["Request"], None]
+Describe = Callable[["Request"], Exception]
 
 
 @dataclass(eq=False, slots=True)
@@ -163,12 +169,11 @@ class Requests:
             return is_mine
 
     def _wait_in_line(self, reached: Callable[[], bool], deadline: float = FOREVER) -> None:
-        """Wait for a condition, with the lock held. Only the waiters counted here are notified when a reader
-        is done.
-        """
+        """Wait for a condition, with the lock held, among the waiters that a reader notifies."""
         self._waiters += 1
         try:
-            self._turn.wait_for(reached, _seconds_until(deadline))
+            left_s = None if deadline == FOREVER else max(0.0, deadline - time.monotonic())
+            self._turn.wait_for(reached, left_s)
         finally:
             self._waiters -= 1
 
@@ -218,13 +223,12 @@ class Requests:
         self._heard = time.monotonic()
         if number == UNASKED:
             self.last_words = str(answer[-1])
-        elif (request := self._pop(number)) is not None:
+            return
+        with self._lock:
+            request = self._open.pop(number, None)
+        if request is not None:
             request.outcome, request.answer = outcome, answer
             self._settle(request)
-
-    def _pop(self, number: int) -> Request | None:
-        with self._lock:
-            return self._open.pop(number, None)
 
     def _end(self) -> None:
         with self._lock:
@@ -240,7 +244,7 @@ class Requests:
             if on_settled is not None:
                 on_settled(request)
         except BaseException as error:
-            request.outcome, request.answer = Outcome.FAILED, outcomes.answer_for(error)
+            request.outcome, request.answer = Outcome.FAILED, answer_for(error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -273,6 +277,74 @@ class Requests:
         return self._is_free() if self._followed else self._is_over
 
 
+class RemoteOperation(ExplainedOperation):
+    """An operation in a subprocess.
+
+    It is over, and its outputs are in the caller's tensors, once `wait` has returned, the future has
+    completed, or `is_over` was true.
+
+    Args:
+        result: the output tensors.
+        describe: returns the error of a request that failed, was refused, or lost its subprocess.
+        tensors: the tensors of the call, as the exporter has made them.
+    """
+
+    _error: Exception | None = None
+    _devices: Sequence[int | str | torch.device] = ()
+
+    def __init__(
+        self, requests: Requests, request: Request, result: list[Any], describe: Describe, tensors: Any
+    ) -> None:
+        self._requests = requests
+        self._request = request
+        self._result = result
+        self._describe = describe
+        self._call_tensors = tensors
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        if not self._requests.wait(self._request, deadline):
+            raise ProcessGroupError("the operation is not done after the timeout of this wait; it goes on")
+        if (error := self._error_of_request()) is not None:
+            raise error.with_traceback(None)
+
+    def is_over(self) -> bool:
+        if not self._request.is_settled:
+            self._requests.look()
+        return self._request.is_settled
+
+    def error(self) -> Exception | None:
+        return self._error_of_request() if self.is_over() else None
+
+    def result(self) -> list[Any]:
+        return self._result
+
+    def future(self) -> Future[Any]:
+        """Return a future that the thread which reads for followers completes."""
+        future: Future[Any] = Future(devices=[*self._devices])
+        self._requests.follow(self._request, lambda _: self._complete(future))
+        return future
+
+    def source_rank(self) -> int:
+        """Return the rank of the sender as the subprocess answered it; -1 if it did not."""
+        is_done = self.is_over() and self._request.outcome is Outcome.DONE
+        return int(self._request.answer[0]) if is_done and self._request.answer else -1
+
+    def _error_of_request(self) -> Exception | None:
+        if not self._request.is_settled or self._request.outcome is Outcome.DONE:
+            return None
+        if self._error is None:
+            error = self._describe(self._request)
+            was_refused = self._request.outcome is Outcome.REFUSED
+            self._error = error if was_refused else self.explain(error) or error
+        return self._error
+
+    def _complete(self, future: Future[Any]) -> None:
+        if (error := self._error_of_request()) is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(error)
+
+
 def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome, tuple[Any, ...]]:
     """Decode an answer: the number of the request, how it ended, and the parts that belong to that outcome.
 
@@ -300,7 +372,3 @@ def _tell(settled: Settled, request: Request) -> None:
         settled(request)
     except Exception:
         _logger.exception("completing a future")
-
-
-def _seconds_until(deadline: float) -> float | None:
-    return None if deadline == FOREVER else max(0.0, deadline - time.monotonic())

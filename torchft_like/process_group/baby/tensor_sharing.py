@@ -1,31 +1,145 @@
-"""How a subprocess comes to see the tensors of a call: the interface of the two sides, for each kind of
-memory.
+"""How a subprocess comes to see the tensors of a call: what is common to each kind of memory.
 
-`cpu_sharing` and `cuda_exporter` implement it; `backend` and `child` know no more than this interface.
+The trainer's side is an `Exporter`, the subprocess's an `Importer`. A segment is memory that both processes
+see, named by a number. A tensor that does not lie in one is *staged*: copied into a block, which is cut out
+of a segment and used again, and copied back if the operation writes it.
+
+`cpu_sharing` and `cuda_sharing` derive from these classes; the two sides of the backend know no more than
+them.
+
+INVARIANT: a block is given back only when neither process can touch it any more.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.baby.arguments import TensorSpec, contiguous_spec, storage_of, tensor_at
 from torchft_like.process_group.baby.channel import Message
-from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_spec import TensorSpec
-from torchft_like.process_group.baby.work import Failures, RemoteOperation
+from torchft_like.process_group.baby.protocol import UNASKED, ToChild
+from torchft_like.process_group.baby.requests import RemoteOperation, Request
 from torchft_like.process_group.collectives import Call
+from torchft_like.writing import writing_to
+
+SLAB_BYTES_MAX = 1024 * 1024
+SLAB_BLOCKS_MAX = 64
+TENSORS_KEPT_MAX = 1024  # per storage; a tensor is a view and takes about a kilobyte
 
 # A message, and the descriptors that are sent with it.
 Preamble = tuple[Message, tuple[int, ...]]
+# Pairs of a tensor and the one that is copied to it.
+Copies = list[tuple[Tensor, Tensor]]
 
 
-class CallTensors(Protocol):
-    """The tensors of one call, while the subprocess may use them. One thread at a time makes and fills
-    them.
+class Numbered(Protocol):
+    """A segment of shared memory."""
+
+    @property
+    def number(self) -> int:
+        """The segment's number, which never stands for two segments."""
+
+
+S = TypeVar("S", bound=Numbered)
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Generic[S]):
+    """A part of a segment. `life` identifies the blocks made between two calls of `Blocks.close`."""
+
+    segment: S
+    storage: torch.UntypedStorage
+    start: int
+    nbytes: int
+    life: object
+
+
+class Blocks(ABC, Generic[S]):
+    """A pool of blocks. Until `close` it keeps as many as were ever in use at once."""
+
+    BLOCK_BYTES_MIN = 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Block[S]]] = defaultdict(list)
+        self._life = object()
+
+    def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
+        """Return a block with room for the tensor's elements, in contiguous order, and its description.
+
+        Raises:
+            ProcessGroupError: there is no memory left for the block.
+        """
+        block = self._take(tensor.numel() * tensor.element_size())
+        return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
+
+    def give_back(self, blocks: Iterable[Block[S]]) -> None:
+        """Let the blocks be used for other tensors."""
+        with self._lock:
+            for block in blocks:
+                if block.life is self._life:
+                    self._free[block.nbytes].append(block)
+
+    def close(self) -> None:
+        """Release the memory; that of a block in use is released when the block is dropped."""
+        with self._lock:
+            self._free.clear()
+            self._life = object()
+
+    @abstractmethod
+    def _make_segment(self, nbytes: int) -> tuple[S, torch.UntypedStorage]:
+        """Make a segment; return it, and the storage that it is in this process."""
+
+    def _size(self, nbytes: int) -> int:
+        """Return the size of the block that is used for `nbytes` bytes."""
+        return max(self.BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
+
+    def _take(self, nbytes: int) -> Block[S]:
+        size = self._size(nbytes)
+        with self._lock:
+            if not self._free[size]:
+                self._free[size].extend(self._make(size))
+            return self._free[size].pop()
+
+    def _make(self, size: int) -> Iterator[Block[S]]:
+        slab = max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX))
+        segment, storage = self._make_segment(slab)
+        for start in range(0, slab, size):
+            yield Block(segment, storage, start, size, self._life)
+
+
+class CallTensors(ABC, Generic[S]):
+    """The tensors of one call, while the subprocess may use them. One thread at a time makes and fills them.
+
+    Args:
+        call: the call, whose tensors are kept alive.
+        exporter: the exporter that this object belongs to.
     """
+
+    def __init__(self, call: Call, exporter: Exporter[S]) -> None:
+        self._call: Call | None = call
+        self._exporter = exporter
+        self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
+        self._blocks: list[Block[S]] = []
+        self._inputs: Copies = []
+        self._outputs: Copies = []
+
+    @functools.cached_property
+    def _places(self) -> tuple[set[int], set[int]]:
+        call = self._call
+        return set(map(id, tensors_of(call and call.inputs))), set(map(id, tensors_of(call and call.outputs)))
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """Return where the subprocess finds the tensor, from now on until `settle`.
@@ -33,32 +147,78 @@ class CallTensors(Protocol):
         Raises:
             NotSupportedError: the subprocess cannot be given the tensor; the text says why.
         """
+        if (spec := self._located.get(id(tensor))) is None:
+            spec = self._located[id(tensor)] = self._exporter.find(tensor) or self._stage(tensor)
+        return spec
 
+    @abstractmethod
     def context(self) -> bytes | None:
-        """Return what the subprocess has to know besides the arguments; called once, after the last
-        `locate`.
-        """
+        """Copy the inputs, once, after the last `locate`; return what the subprocess has to know besides."""
 
+    @abstractmethod
     def settle(self, request: Request) -> None:
         """Give the tensors back to the caller: the request is over, or was never sent."""
 
-    def operation(
-        self, requests: Requests, request: Request, result: list[Any], failures: Failures
-    ) -> RemoteOperation:
-        """Make the operation behind the caller's work."""
+    def _stage(self, tensor: Tensor) -> TensorSpec:
+        block, spec = self._exporter.stage(tensor)
+        self._blocks.append(block)
+        staged = tensor_at(block.storage, spec)
+        inputs, outputs = self._places
+        if id(tensor) in inputs:
+            self._inputs.append((staged, tensor))
+        if id(tensor) in outputs:
+            self._outputs.append((tensor, staged))
+        return spec
 
 
-class Exporter(Protocol):
-    """The trainer's side."""
+def copy_all(copies: Copies) -> None:
+    """Copy the second tensor of each pair to the first, and forget the pairs."""
+    if not copies:
+        return
+    targets, sources = map(list, zip(*copies, strict=True))
+    copies.clear()
+    with writing_to(*targets):
+        # torch copies no lists of views that negate or conjugate.
+        if len(targets) == 1 or any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        else:
+            torch._foreach_copy_(targets, sources)
 
-    def export(self, call: Call) -> CallTensors:
+
+class Exporter(ABC, Generic[S]):
+    """The trainer's side of one subprocess's memory."""
+
+    # The class of the operations behind the caller's works.
+    OPERATION: ClassVar[type[RemoteOperation]] = RemoteOperation
+
+    def __init__(self) -> None:
+        self._mapped: set[int] = set()
+        # Each preamble comes with an object that it needs until it is sent.
+        self._preambles: deque[tuple[Preamble, object]] = deque()
+
+    @abstractmethod
+    def export(self, call: Call) -> CallTensors[S]:
         """Return an object for the tensors of one call."""
 
-    def next_preamble(self) -> Preamble | None:
-        """Return the message that the subprocess must get before the next request, if there is one."""
+    def find(self, tensor: Tensor) -> TensorSpec | None:
+        """Return where the subprocess sees the tensor itself; None if it has to be staged.
 
-    def preamble_sent(self) -> None:
-        """Note that the last preamble was sent, so that the next one may follow."""
+        Raises:
+            NotSupportedError: the subprocess cannot be given the tensor; the text says why.
+        """
+        return None
+
+    @abstractmethod
+    def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
+        """Make room for a tensor, and tell the subprocess of its memory."""
+
+    def preambles(self) -> Iterator[Preamble]:
+        """Yield the messages that the subprocess must get before the next request."""
+        with contextlib.suppress(IndexError):  # `close` may drop them at any time
+            while True:
+                preamble, _needed = self._preambles.popleft()
+                yield preamble
 
     def greeting(self) -> Any:
         """Return what the subprocess's side is made of, as plain data."""
@@ -67,42 +227,75 @@ class Exporter(Protocol):
         """Take the greeting of the subprocess's side, which it sent when it was made."""
 
     def cut_off(self) -> int:
-        """Return how many operations that the subprocess has begun may not be over, just before it is killed.
+        """Return how many operations that were answered may not be over, just before a kill.
 
         This must not block: a lock may be held by a thread whose wait only the kill ends.
         """
+        return 0
 
     def is_busy(self) -> bool:
-        """Return whether a device has yet to pass an operation that was answered, or the copies of its
-        results.
-        """
+        """Return whether a device has yet to pass an answered operation, or the copies of its results."""
+        return False
 
+    @abstractmethod
     def abandon(self) -> None:
         """Never use again what the subprocess may still touch, because it does not die."""
 
+    @abstractmethod
     def close(self) -> None:
         """Take everything back: the subprocess is dead and reaped."""
 
+    def _map(
+        self, number: int, *details: Any, descriptors: tuple[int, ...] = (), needs: object = None
+    ) -> None:
+        """Let the subprocess map a segment before the next request, unless it has."""
+        if number not in self._mapped:
+            self._mapped.add(number)
+            self._preambles.append((((ToChild.MAP.value, UNASKED, number, *details), descriptors), needs))
 
-class Importer(Protocol):
+
+class Importer:
     """The subprocess's side; for the thread that reads requests."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        # Per storage, as a job uses its tensors again.
+        self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}
 
     def greeting(self) -> Any:
         """Return the plain data for `Exporter.greeted`, once the backend is made."""
 
-    def map(self, details: tuple[Any, ...], descriptors: list[int]) -> None:
-        """Map a storage that later requests use."""
+    def map(self, number: int, details: tuple[Any, ...], descriptors: list[int]) -> None:
+        """Map a segment that later requests use."""
+        self._storages[number] = self._open(details, descriptors)
+        self._tensors[number] = {}
 
-    def unmap(self, storage: int) -> None:
-        """Release a storage that no later request uses."""
+    def unmap(self, number: int) -> None:
+        """Release a segment that no later request uses."""
+        self._storages.pop(number, None)
+        self._tensors.pop(number, None)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """Return the tensor that a request describes."""
+        number = storage_of(spec)
+        known = self._tensors[number]
+        if (tensor := known.get(spec)) is None:
+            if len(known) >= TENSORS_KEPT_MAX:
+                known.clear()
+            tensor = known[spec] = tensor_at(self._storages[number], spec)
+        return tensor
 
-    def entered(self, context: Any, /) -> AbstractContextManager[None]:
+    def entered(self, context: bytes | None) -> AbstractContextManager[None]:
         """Return the context within which the operation of a request is started."""
+        return _NOTHING
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:
-        """Return what to answer at once, within `entered`; None if the answer has to wait for the
-        operation.
-        """
+        """Return what to answer at once, within `entered`; None if the answer has to wait."""
+        raise NotImplementedError
+
+    def _open(self, details: tuple[Any, ...], descriptors: list[int]) -> torch.UntypedStorage:
+        """Return a segment as a storage of this process."""
+        raise NotImplementedError
+
+
+_NOTHING = contextlib.nullcontext()

@@ -4,8 +4,8 @@ The caller's thread describes its call, sends the description and returns. The l
 ruling and starts the call on the real backend, in the order of rulings, which is the same on every rank. So
 calls stay as asynchronous as they were.
 
-INVARIANT: every call is in `_pending` from before its statement is sent until its ruling, or the end
-of the link, settles its operation: exactly one of the two takes it out.
+INVARIANT: every operation is in `_pending` from before its statement is sent until its ruling, or the end of
+the link, settles it: exactly one of the two takes it out.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
+from torch.futures import Future
 
 from torchft_like.core.agreement.referee import Problem
 from torchft_like.core.agreement.rules import Disagreement
-from torchft_like.core.agreement.statements import PAIRED, encode
+from torchft_like.core.agreement.statements import EXCHANGED, PAIRED, Statement, encode, specification
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -39,17 +38,24 @@ from torchft_like.errors import (
     PeerLostError,
     ProcessGroupError,
 )
+from torchft_like.futures import copy_outcome
 from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.checking.descriptions import describe
-from torchft_like.process_group.checking.link import End, Link, join
-from torchft_like.process_group.checking.messages import CALL, OVERDUE, Request
-from torchft_like.process_group.checking.work import SILENCE_S_MAX, CheckedOperation
-from torchft_like.process_group.collectives import COLLECTIVES, Call, Collective
+from torchft_like.process_group.checking.link import CALL, OVERDUE, End, Link, Request, join
+from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, Create, GroupMembers
-from torchft_like.process_group.work import Operation, OperationWork
+from torchft_like.process_group.work import (
+    FOREVER,
+    NOTHING,
+    ExplainedOperation,
+    FinishedOperation,
+    FollowingOperation,
+    Operation,
+    OperationWork,
+)
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
+SILENCE_S_MAX = 5.0  # seconds by which the referee may miss a deadline before it counts as gone
 _log = logging.getLogger(__name__)
 
 
@@ -108,14 +114,14 @@ class CheckedBackend:
         self._backend = backend
         self.rest_s_max = backend.rest_s_max
         self._take = take
-        self._methods = _methods_of(backend)
+        self._methods = dict(backend.methods())
         self._link = link
         self._rank, self._world_size = members.rank, members.world_size
         self._timeout = members.timeout
         self._abort = abort
         self._lock = threading.Lock()  # calls reach the referee in the order of their tickets
         self._tickets = itertools.count()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, tuple[CheckedOperation, Call]] = {}
         self._ended: End | None = None
         abort.add(link.cut)
         link.start(self)
@@ -125,10 +131,9 @@ class CheckedBackend:
         """The object that has the real backend's collectives."""
         return self._backend.inner
 
-    def targets(self) -> tuple[object, ...]:
+    def methods(self) -> Mapping[str, Callable[..., Work | None]]:
         """Return the same collectives as the real backend's, checked."""
-        rows = (row for row in COLLECTIVES if row.name in self._methods)
-        return (SimpleNamespace(**{row.name: partial(self._run, row) for row in rows}),)
+        return {name: partial(self._run, BY_NAME[name]) for name in self._methods}
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -155,17 +160,15 @@ class CheckedBackend:
         """Start a call, or refuse it, as its ruling says."""
         with self._lock:
             pending = self._pending.pop(ticket, None)
-        if pending is None:
-            return
-        if problem is None:
-            self._start(pending)
-        else:
-            pending.operation.refuse(_error_for(problem))
+        if pending is not None and problem is None:
+            self._start(*pending)
+        elif pending is not None and problem is not None:
+            pending[0].refuse(_error_for(problem))
 
     def is_overdue(self) -> bool:
         """Return whether the referee has let a deadline pass."""
         # This must not take the lock: a caller may hold it while it is blocked sending.
-        pending = list(self._pending.values())
+        pending = [operation for operation, _ in list(self._pending.values())]
         oldest = next((p for p in pending if p.deadline_s < math.inf), None)
         return oldest is not None and time.monotonic() > oldest.deadline_s + SILENCE_S_MAX
 
@@ -174,8 +177,8 @@ class CheckedBackend:
         with self._lock:
             self._ended = why
             pending, self._pending = self._pending, {}
-        for one in pending.values():
-            one.operation.refuse(self._error_at(why, one.operation))
+        for operation, _ in pending.values():
+            operation.refuse(self._error_at(why, operation))
 
     def _run(self, row: Collective, *args: Any, **kwargs: Any) -> Work | None:
         operation = self._submit(row.bind(args, kwargs))
@@ -186,34 +189,30 @@ class CheckedBackend:
 
     def _submit(self, call: Call) -> CheckedOperation:
         statement = describe(call, self._world_size)
-        timeout = call.timeout or self._timeout
-        seconds = timeout.total_seconds()
+        timeout_s = (call.timeout or self._timeout).total_seconds()
         with self._lock:
             ticket = next(self._tickets)
             overdue = partial(self._say_overdue, ticket) if statement.rule == PAIRED else None
-            streams = _streams_of(call)
-            devices = [stream.device for stream in streams]
-            operation = CheckedOperation(statement, timeout, overdue, devices)
+            operation = CheckedOperation(call, statement, timeout_s, overdue)
             if self._ended is not None:
                 operation.refuse(self._error_at(self._ended, operation))
                 return operation
-            deadline_s = math.inf if overdue else time.monotonic() + seconds
-            self._pending[ticket] = _Pending(operation, call, deadline_s, streams)
+            self._pending[ticket] = operation, call
             with contextlib.suppress(OSError):  # if it fails, the link's thread settles the pending calls
-                self._link.send(Request(CALL, ticket, seconds, encode(statement)))
+                self._link.send(Request(CALL, ticket, timeout_s, encode(statement)))
         return operation
 
-    def _start(self, pending: _Pending) -> None:
+    def _start(self, operation: CheckedOperation, call: Call) -> None:
         """Run a call on the streams that were its caller's."""
-        row, operation = pending.call.collective, pending.operation
+        row = call.collective
         try:
             with contextlib.ExitStack() as current:
-                for stream in pending.streams:
+                for stream in operation.streams:
                     current.enter_context(beside_captures(stream.device))
                     current.enter_context(torch.cuda.stream(stream))
                 # No variable holds the bound method, because it would keep the backend alive, as in
                 # Generation.run.
-                started = self._methods[row.name](*pending.call.args, **pending.call.kwargs)
+                started = self._methods[row.name](*call.args, **call.kwargs)
             operation.follow(None if started is None else self._take(row, started))
         except Exception as error:  # noqa: BLE001 - the error is raised where the call is waited for
             operation.refuse(_as_refusal(error))
@@ -232,25 +231,155 @@ class CheckedBackend:
             self._link.send(Request(OVERDUE, ticket))
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A call that waits for its ruling."""
+class CheckedOperation(FollowingOperation, ExplainedOperation):
+    """An operation that starts only after its ruling; from then on it behaves as the backend's.
 
-    operation: CheckedOperation
-    call: Call
-    deadline_s: float
-    streams: tuple[torch.cuda.Stream, ...]
+    Args:
+        call: the call to start, of which this keeps its caller's current streams only.
+        statement: its description.
+        timeout_s: how long its ranks may take to come.
+        overdue: called when a thread has waited that long for a send or a receive, which have no deadline; a
+          ruling follows.
+    """
+
+    def __init__(
+        self, call: Call, statement: Statement, timeout_s: float, overdue: Callable[[], None] | None
+    ) -> None:
+        self.inner: Operation = NOTHING
+        self.deadline_s = math.inf if overdue else time.monotonic() + timeout_s
+        self.streams = _streams_of(call)
+        self._devices: list[int | str | torch.device] = [stream.device for stream in self.streams]
+        self._statement = statement
+        self._timeout_s = timeout_s
+        self._overdue = overdue
+        self._lock = threading.Lock()
+        self._ruled = threading.Event()
+        self._futures: list[Future[Any]] = []
+
+    def __str__(self) -> str:
+        return self._statement.text()
+
+    def follow(self, operation: Operation | None) -> None:
+        """Behave as `operation` from now on, because the call has started; None if it is over."""
+        with self._lock:
+            self.inner = operation or self.inner
+            futures, self._futures = self._futures, []
+            self._ruled.set()
+        for future in futures:
+            self._follow_with(future)
+
+    def refuse(self, error: Exception) -> None:
+        """Fail with this error: the operation will not start."""
+        self.follow(_Refused(error, self))
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        self._await_ruling(deadline)
+        self.inner.wait(deadline)
+
+    def is_over(self) -> bool:
+        return self._ruled.is_set() and self.inner.is_over()
+
+    def is_success(self) -> bool:
+        return self._ruled.is_set() and self.inner.is_success()
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future(devices=self._devices)
+        with self._lock:
+            is_ruled = self._ruled.is_set()
+            if not is_ruled:
+                self._futures.append(future)
+        if is_ruled:
+            self._follow_with(future)
+        return future
+
+    def synchronize(self) -> None:
+        self._await_ruling(FOREVER)
+        self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Block the thread until the operation has started, and then only the stream."""
+        self._await_ruling(FOREVER)
+        self.inner.block_current_stream()
+
+    def _await_ruling(self, deadline: float) -> None:
+        started = time.monotonic()
+        if self._overdue is not None:
+            if self._ruled.wait(deadline - started if deadline < FOREVER else self._timeout_s):
+                return
+            self._overdue()
+            deadline = time.monotonic() + SILENCE_S_MAX
+        if not self._ruled.wait(deadline - time.monotonic() if deadline < FOREVER else None):
+            seconds = time.monotonic() - started
+            error = ProcessGroupError(f"{self}: timed out, some ranks have not come within {seconds:.3g} s")
+            raise self.explain(error) or error
+
+    def _follow_with(self, future: Future[Any]) -> None:
+        self.inner.future().add_done_callback(lambda done: copy_outcome(done, future))
 
 
-def _methods_of(backend: Backend) -> dict[str, Callable[..., Work | None]]:
-    found = ((row.name, row.find_on(*backend.targets())) for row in COLLECTIVES)
-    return {name: method for name, method in found if method is not None}
+class _Refused(FinishedOperation):
+    """The outcome of an operation that does not start; whoever waits gets its error in the group's words."""
+
+    def __init__(self, error: Exception, operation: ExplainedOperation) -> None:
+        super().__init__([], error)
+        self._error = error
+        self._operation = operation
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        raise self._operation.explain(self._error) or self._error
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._complete_by_waiting(future)
+        return future
+
+
+# -- the description of a call, which is all that looks at tensors and at torch's options
+
+
+def describe(call: Call, world_size: int) -> Statement:
+    """Describe a call, made in a group of `world_size` ranks, in the terms of the rules of agreement."""
+    row = call.collective
+    inputs = tuple(map(_specification, tensors_of(call.inputs)))
+    outputs = () if row.output is row.input else tuple(map(_specification, tensors_of(call.outputs)))
+    if row.agreement == PAIRED:
+        takes_any = row.name == "recv_anysource"
+        peer = None if takes_any else int(call.argument(1, "dst_rank", "dstRank", "src_rank", "srcRank"))
+        tag = int(call.argument(1 if takes_any else 2, "tag") or 0)
+        return Statement(row.name, row.agreement, inputs, outputs, peer=peer, tag=tag)
+    if row.agreement == EXCHANGED and row.output is not None and row.output.depth == 0:
+        output_sizes, input_sizes = call.split_sizes
+        inputs = _parts(call.inputs, input_sizes, world_size)
+        outputs = _parts(call.outputs, output_sizes, world_size)
+    root = call.root if row.name in ROOTED else None
+    return Statement(row.name, row.agreement, inputs, outputs, root, _reduce_op(call))
+
+
+def _specification(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
+    """Describe a tensor as `float32[4, 2]`, with its layout and device where they are not the usual ones."""
+    layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{layout}{specification(tensor.dtype, tensor.shape if shape is None else shape)}{device}"
+
+
+def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple[str, ...]:
+    """Describe each rank's part of a tensor that is split along its first dimension, or all of it."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    lengths = sizes or [rows // world_size] * world_size
+    if sum(lengths) != rows:
+        return (_specification(tensor),)
+    return tuple(_specification(tensor, [length, *tensor.shape[1:]]) for length in lengths)
+
+
+def _reduce_op(call: Call) -> str | None:
+    if "reduce" not in call.collective.name:
+        return None
+    operation = call.reduce_op
+    return str(getattr(operation, "op", operation)).rpartition(".")[2]
 
 
 def _as_refusal(error: Exception) -> Exception:
-    """Return a backend's error before a call begins as a refusal, unless it says that the backend is
-    unusable.
-    """
+    """Return a backend's error as a refusal, unless it says that the backend is unusable."""
     is_typed = isinstance(error, ProcessGroupError) and type(error) is not ProcessGroupError
     if isinstance(error, RuntimeError) and not (is_typed or isinstance(error, NotImplementedError)):
         return CollectiveRefusedError(str(error))

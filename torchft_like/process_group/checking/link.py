@@ -6,6 +6,10 @@ one connection, rank 0 one to itself.
 
 On both sides only the thread that reads a socket closes it. `cut` shuts them down, from any
 thread and at any time, which ends every wait here and on the other ranks.
+
+A message is a header of fixed size and JSON of bounded length: a statement, or what is wrong with a call. No
+message is trusted: bytes that are none of these messages raise ValueError, and the rank that sent it is
+treated as lost.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import secrets
 import select
 import selectors
@@ -22,32 +27,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import listen_tcp
-from torchft_like.core.agreement.referee import Call, Problem, Referee, Ruling
+from torchft_like.core.agreement.referee import Call, Missing, Problem, Referee, Ruling
+from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.checking.messages import (
-    BODY_BYTES_MAX,
-    MESSAGE_BYTES_MAX,
-    OVERDUE,
-    RULING,
-    Request,
-    decode_problem,
-    encode_problem,
-    encode_ruling,
-    take_request,
-)
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import GroupMembers
+from torchft_like.process_group.rendezvous import meeting_store
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
 
+CALL, OVERDUE = 1, 2
+BODY_BYTES_MAX = 4 * 1024 * 1024
+REQUEST = struct.Struct("<BQdI")  # kind, ticket, timeout (seconds), length of the body
+MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
+RULING = struct.Struct("<QI")  # ticket, length of the body; an empty body means that the call may run
 TOKEN_BYTES = 16
 HELLO_SECONDS_MAX = 10.0
 JOIN_SECONDS_MAX = 5.0
@@ -247,9 +249,7 @@ class Hub:
         return None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), PATIENCE_S_MAX)
 
     def _take_in(self, rank: int) -> None:
-        """Read what has come from a rank; if its connection has ended, the requests it sent before are void,
-        too.
-        """
+        """Read what has come from a rank; a rank whose connection has ended is lost with what it sent."""
         buffer = self._buffers[rank]
         try:
             while len(buffer) < MESSAGE_BYTES_MAX:
@@ -296,7 +296,8 @@ class Hub:
                 pending.extendleft(self._lose(ruling.rank))
 
     def _send(self, ruling: Ruling) -> bool:
-        message = encode_ruling(ruling.ticket, encode_problem(ruling.problem))
+        body = encode_problem(ruling.problem)
+        message = RULING.pack(ruling.ticket, len(body)) + body
         try:
             return self._connections[ruling.rank].send(message) == len(message)
         except OSError:
@@ -310,14 +311,12 @@ def join(members: GroupMembers, abort: AbortSignal) -> Link:
         ProcessGroupAbortedError: the group was aborted during the wait.
         ProcessGroupError: a rank did not come in time.
     """
-    address = StoreAddress(members.store.server, f"{members.store.prefix}/checking")
-    store = AbortableStore(address, members.timeout)
+    place = StoreAddress(members.store.server, f"{members.store.prefix}/checking")
     sockets = Sockets()
-    with contextlib.closing(store), abort.ends(store.abort), abort.ends(sockets.cut):
+    with abort.ends(sockets.cut):
         try:
-            store.connect()
-            meet = _gather if members.rank == 0 else _reach
-            return meet(store, members, sockets)
+            with meeting_store(replace(members, store=place), abort) as store:
+                return (_gather if members.rank == 0 else _reach)(store, members, sockets)
         except (OSError, ProcessGroupError) as error:
             sockets.close()
             abort.check()
@@ -406,3 +405,68 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+# -- the messages as bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """A rank's message: a call, or that it has waited for one longer than its timeout."""
+
+    kind: int
+    ticket: int
+    timeout_s: float = 0.0
+    body: bytes = b""
+
+    def encode(self) -> bytes:
+        """Encode the message."""
+        return REQUEST.pack(self.kind, self.ticket, self.timeout_s, len(self.body)) + self.body
+
+
+def take_request(buffer: bytearray) -> Request | None:
+    """Cut the first message off what has arrived; None while it is incomplete.
+
+    Raises:
+        ValueError: the bytes are no message.
+    """
+    if len(buffer) < REQUEST.size:
+        return None
+    kind, ticket, timeout_s, length = REQUEST.unpack_from(buffer)
+    if kind not in (CALL, OVERDUE) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
+        raise ValueError(f"no message of kind {kind}, {timeout_s} s and {length} bytes")
+    if len(buffer) < REQUEST.size + length:
+        return None
+    body = bytes(buffer[REQUEST.size : REQUEST.size + length])
+    del buffer[: REQUEST.size + length]
+    return Request(kind, ticket, timeout_s, body)
+
+
+def encode_problem(problem: Problem | None) -> bytes:
+    """Encode the body of a ruling."""
+    if problem is None:
+        return b""
+    if isinstance(problem, Disagreement):
+        return json.dumps(["disagreement", problem.aspect, problem.calls]).encode()
+    fields = [problem.ranks, problem.waiting, problem.lost, problem.seconds]
+    return json.dumps(["missing", *fields]).encode()
+
+
+def decode_problem(body: bytes) -> Problem | None:
+    """Decode the body of a ruling; None means that the call may run.
+
+    Raises:
+        ValueError: the body describes no problem.
+    """
+    if not body:
+        return None
+    try:
+        match json.loads(body):
+            case ["disagreement", str(aspect), dict(calls)]:
+                return Disagreement(aspect, {int(rank): str(text) for rank, text in calls.items()})
+            case ["missing", list(ranks), dict(waiting), bool(lost), float(seconds) | int(seconds)]:
+                texts = {int(rank): tuple(map(str, of_rank)) for rank, of_rank in waiting.items()}
+                return Missing(tuple(map(int, ranks)), texts, lost, seconds)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError("a field of a problem has another type, or it is nested too deeply") from error
+    raise ValueError("this is no problem")

@@ -105,7 +105,7 @@ class GlooDevice:
         """Return how many connections of the device are open and not silenced."""
         with self._lock:
             found = () if self._epoll is None else self._epoll.sockets()
-            return sum(_is_connection(own) for entry, own in found if not entry.is_silenced)
+            return sum(own is None or not _listens(own) for entry, own in found if not entry.is_silenced)
 
     def silence(self) -> None:
         """Keep Gloo from reading any connection that it has not closed. This never blocks.
@@ -118,9 +118,7 @@ class GlooDevice:
                     self._epoll.silence(entry)  # type: ignore[union-attr] # it has just returned this entry
 
     def leave_to_parent(self) -> None:
-        """Give up the copies of the device's sockets; runs in a fork. It takes no lock: the owner may not
-        exist here.
-        """
+        """Give up the copies of the device's sockets; runs in a fork, where locks may have no owner."""
         if self._epoll is not None:
             replace_sockets(self._epoll.inherited())
 
@@ -255,9 +253,7 @@ def _open_sockets() -> Iterator[int]:
 
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _Registered]]:
-    """Yield each epoll descriptor that watches a listening socket whose inode is not in `before`, and that
-    socket.
-    """
+    """Yield each epoll descriptor that watches a listening socket not in `before`, and that socket."""
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
             if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(f"{_descriptors}/{fd}"):
@@ -290,10 +286,6 @@ def _entry(line: str) -> _Registered:
 def _is_listening(entry: _Registered) -> bool:
     with _own_socket(entry.fd, entry.inode) as own:
         return own is not None and _listens(own)
-
-
-def _is_connection(own: socket.socket | None) -> bool:
-    return own is None or not _listens(own)
 
 
 def _shut_down(own: socket.socket | None) -> bool:

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Work
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import ReduceOp
-from torch.futures import Future
 
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
@@ -36,10 +35,10 @@ from torchft_like.process_group.collectives import (
     POINT_TO_POINT,
     Call,
     Collective,
+    methods_of,
     refuse_overlap,
 )
-from torchft_like.process_group.joint_work import Finish, joint_work
-from torchft_like.process_group.work import FOREVER, BackendOperation, OperationWork, left_until
+from torchft_like.process_group.work import Finish, joint_work
 from torchft_like.writing import divide, share_memory, writing_to
 
 # Collectives whose results Gloo copies into the outputs once they have come. The others write into the
@@ -67,23 +66,34 @@ class GlooGaps:
     """
 
     def __init__(self, gloo: TorchGloo, shell: object, rank: int, world_size: int) -> None:
-        self._gloo = gloo
-        self._shell = shell
+        self._gloo = methods_of(gloo, shell)
         self._rank = rank
         self._world_size = world_size
 
-    def __getattr__(self, name: str) -> Callable[..., Work]:
-        row = BY_NAME.get(name)
-        run = row.find_on(self._gloo, self._shell) if row is not None else None
-        if row is None or run is None or not row.tensor_places:
-            raise AttributeError(name)
-        return functools.partial(_run_contiguous, row, run)
+    def methods(self) -> dict[str, Callable[..., Work]]:
+        """Return Gloo's collectives, by the names of their rows, without the gaps."""
+        wrapped: dict[str, Callable[..., Work]] = {
+            "_allgather_base": self._gather,
+            "allgather_into_tensor_coalesced": self._gather_all,
+        }
+        methods = {}
+        for name, run in self._gloo.items():
+            gather = wrapped.get(name)
+            joined = run if gather is None else functools.partial(gather, run)
+            is_simple = not BY_NAME[name].tensor_places
+            methods[name] = run if is_simple else functools.partial(_run_contiguous, BY_NAME[name], joined)
+        own = (
+            self.allreduce,
+            self.alltoall_base,
+            self.reduce_scatter,
+            self._reduce_scatter_base,
+            self.reduce_scatter_tensor_coalesced,
+        )
+        return methods | {method.__name__: method for method in own}
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        """Allreduce; an average of several tensors, or of sparse ones, is their sum divided by the number of
-        ranks.
-        """
-        row, reduce = BY_NAME["allreduce"], self._gloo.allreduce  # type: ignore[attr-defined]
+        """Allreduce; divide the sum for an average of several tensors, or of sparse ones."""
+        row, reduce = BY_NAME["allreduce"], self._gloo["allreduce"]
         tensors = args[0] if args else None
         if type(tensors) is list and len(tensors) == 1 and tensors[0].layout is torch.strided:
             return _run_contiguous(row, reduce, *args, **kwargs)  # the usual case
@@ -102,27 +112,17 @@ class GlooGaps:
 
         return joint_work([_run_contiguous(row, reduce, list(call.outputs), options)], take)
 
-    def _allgather_base(self, *args: Any, **kwargs: Any) -> Work:
-        return _run_contiguous(BY_NAME["_allgather_base"], self._gather, *args, **kwargs)
+    def _gather(self, gather: Callable[..., Work], output: Tensor, source: Tensor, *options: Any) -> Work:
+        """Gather into one tensor of either shape: the concatenation or the stack."""
+        return gather(*self._joined(output, source), *options)
 
-    def _gather(self, output: Tensor, source: Tensor, *options: Any) -> Work:
-        gather = self._gloo._allgather_base  # type: ignore[attr-defined] # the stub lacks it
-        work: Work = gather(*self._joined(output, source), *options)
-        return work
-
-    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Gather into tensors of either shape: the concatenation or the stack."""
-        return _run_contiguous(BY_NAME["allgather_into_tensor_coalesced"], self._gather_all, *args, **kwargs)
-
-    def _gather_all(self, outputs: list[Tensor], sources: list[Tensor], *options: Any) -> Work:
+    def _gather_all(
+        self, gather: Callable[..., Work], outputs: list[Tensor], sources: list[Tensor], *options: Any
+    ) -> Work:
         if len(outputs) != len(sources):
             raise ProcessGroupError(f"{len(outputs)} outputs for {len(sources)} inputs")
         pairs = list(map(self._joined, outputs, sources))
-        gather = BY_NAME["allgather_into_tensor_coalesced"].find_on(self._gloo, self._shell)
-        if gather is None:
-            raise NotImplementedError("this torch has no allgather_into_tensor_coalesced")
-        work: Work = gather([output for output, _ in pairs], [source for _, source in pairs], *options)
-        return work
+        return gather([output for output, _ in pairs], [source for _, source in pairs], *options)
 
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
         """Refuse wrong splits, which Gloo finds only after it has begun, and then the group is of no use."""
@@ -131,13 +131,12 @@ class GlooGaps:
             rows = tensor.shape[0] if tensor.dim() else 0
             if sum(sizes) != rows if sizes else rows % self._world_size:
                 raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
-        exchange = self._gloo.alltoall_base  # type: ignore[attr-defined] # the stub lacks it
         if share_memory(call.outputs, call.inputs):  # Gloo would send what it has just received
             args = call.outputs, call.inputs.clone(), *args[2:]
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in call.collective.tensor_names
             }
-        return _run_contiguous(call.collective, exchange, *args, **kwargs)
+        return _run_contiguous(call.collective, self._gloo["alltoall_base"], *args, **kwargs)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
         """Reduce lists of parts; each rank gets its own part."""
@@ -160,7 +159,7 @@ class GlooGaps:
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
                 sizes = [output.numel()] * self._world_size
                 started = self._reduce_parts(output, source, sizes, options.reduceOp, options.timeout)
-                return _Completed(*started).handle() if output.is_cpu else _finished(output, *started)
+                return _finished(output, *started)
         call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
         return _finished(call.outputs, *self._reduce_tensor(call, call.outputs, call.inputs))
 
@@ -209,7 +208,6 @@ class GlooGaps:
         flat = source.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         options = AllToAllOptions()
         options.timeout = timeout or options.timeout
-        exchange = self._gloo.alltoall_base  # type: ignore[attr-defined] # the stub lacks it
 
         def add_up() -> list[Any]:
             with writing_to(output):
@@ -218,31 +216,26 @@ class GlooGaps:
                     output.div_(ranks)
             return [output]
 
-        return exchange(parts, flat, [own] * ranks, sizes, options), add_up
+        return self._gloo["alltoall_base"](parts, flat, [own] * ranks, sizes, options), add_up
 
     def _reduce_whole(
         self, output: Tensor, source: Tensor, start: int, op: ReduceOp, timeout: timedelta | None
     ) -> tuple[Work, Finish]:
-        """Begin to reduce as `_reduce_parts` does, but all ranks get all parts; the caller's begins at
-        `start`.
-        """
+        """Begin to reduce as `_reduce_parts`, but all parts on all ranks; the own one begins at `start`."""
         options = AllreduceOptions()
         options.reduceOp = op
         options.timeout = timeout or options.timeout
         whole = source.detach().clone().reshape(-1)
-        reduce = self._gloo.allreduce  # type: ignore[attr-defined] # the stub lacks it
 
         def take() -> list[Any]:
             with writing_to(output):
                 output.copy_(whole.narrow(0, start, output.numel()).view(output.shape))
             return [output]
 
-        return reduce([whole], options), take
+        return self._gloo["allreduce"]([whole], options), take
 
     def _joined(self, output: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output as the concatenation of all ranks' tensors, which Gloo takes, and a matching
-        input.
-        """
+        """Return the output as a concatenation, which Gloo takes, and the input that fits it."""
         if output.shape != (self._world_size, *source.shape):
             return output, source
         if source.dim() == 0:
@@ -256,52 +249,9 @@ class GlooGaps:
         return (self._world_size * part.shape[0], *part.shape[1:]), stacked
 
 
-class _Completed(BackendOperation):
-    """An operation of the backend that has to be finished, which the backend's thread does before it is over.
-
-    Args:
-        finish: returns the result, once `work` has succeeded.
-    """
-
-    def __init__(self, work: Work, finish: Finish) -> None:
-        self.work = work
-        self._future: Future[list[Any]] = work.get_future().then(lambda done: _after(done, finish))
-
-    def handle(self) -> OperationWork:
-        """Return the work that the caller gets."""
-        handle = OperationWork(self)
-        handle.is_completed = self._future.done  # type: ignore[method-assign] # polled, and C code
-        return handle
-
-    def wait(self, deadline: float = FOREVER) -> None:
-        """Block until the result is there."""
-        if deadline == FOREVER:
-            self.work.wait()
-        else:
-            self.work.wait(left_until(deadline))
-        self._future.wait()
-
-    def is_over(self) -> bool:
-        """Return whether the result is there, or will not come."""
-        return self._future.done()
-
-    def result(self) -> list[Any]:
-        """Return the result."""
-        return self._future.value()
-
-    def future(self) -> Future[Any]:
-        """Return a future that completes with the result."""
-        return self._future
-
-
 def _finished(output: Tensor, work: Work, finish: Finish) -> Work:
     """Return the work of an operation that is over when `work` is, and `finish` after it."""
-    return _Completed(work, finish).handle() if output.is_cpu else joint_work([work], finish)
-
-
-def _after(done: Future[Any], finish: Finish) -> list[Any]:
-    done.value()  # raises the error of an operation that has failed
-    return finish()
+    return joint_work([work], finish, on_cpu=output.is_cpu)
 
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
@@ -339,9 +289,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
 def _started(
     row: Collective, run: Callable[..., Work], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Work:
-    """Start a call in the mode in which its outputs can be written to, because Gloo's thread takes over that
-    mode.
-    """
+    """Start a call in the mode in which its outputs can be written to: Gloo's thread takes it over."""
     try:
         with writing_to(*tensors_of(row.bind(args, kwargs).outputs)):
             return run(*args, **kwargs)
@@ -388,9 +336,7 @@ def _is_simple(nested: Any) -> bool:
 
 
 def _refuse_device(call: Call) -> None:
-    """Refuse a message of another device: Gloo copies the tensors of collectives to the CPU, but not
-    those.
-    """
+    """Refuse a message of another device: Gloo copies only the tensors of collectives to the CPU."""
     if call.collective.name not in POINT_TO_POINT:
         return
     for tensor in tensors_of((call.outputs, call.inputs)):

@@ -2,7 +2,7 @@
 
 Gloo connects CPUs over TCP and cannot be interrupted by itself. These are its waits, and what ends them:
 
-* a wait for the store: `AbortableStore`, which owns its socket;
+* a wait for the store: `meeting_store`, whose client owns its socket;
 * a wait for a peer's data: `GlooDevice.cut` shuts the group's connections down;
 * a wait for a peer to connect: `GlooDevice.knock` connects in the peer's place, then `cut` ends that
   connection. An abort does so, and the group's timeout.
@@ -13,10 +13,12 @@ The store is needed only while the group is made. A group of one rank asks no st
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store, Work
@@ -26,23 +28,21 @@ from torch.distributed.distributed_c10d import GroupName
 
 from lighthouse.address import LOOPBACK
 from torchft_like.futures import context_timeout
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
 from torchft_like.process_group.gloo.device import GlooDevice
-from torchft_like.process_group.gloo.exchange import ExchangeStore
 from torchft_like.process_group.gloo.gaps import GlooGaps
-from torchft_like.process_group.gloo.thread_activity import IdleWatch, SleepWatch
+from torchft_like.process_group.gloo.thread_activity import ThreadWatch
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
-from torchft_like.process_group.rendezvous import claim_prefix
+from torchft_like.process_group.rendezvous import ExchangeStore, meeting_store
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import local_host_towards
 
 # The threads that run the collectives.
-GLOO_THREADS = ("pt_gloo_runloop",)
+GLOO_THREADS = "pt_gloo_runloop"
 # The thread that moves bytes; without connections there are none to move.
-GLOO_LOOP = ("gloo_tcp_loop",)
+GLOO_LOOP = "gloo_tcp_loop"
 # Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
 SWEEP_SECONDS_FIRST = 0.005
@@ -60,16 +60,12 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
     """
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return `torchft-gloo`."""
         return "torchft-gloo"
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _GlooBackend:
         if members.world_size == 1:
             return _GlooBackend(HashStore(), LOOPBACK, members, abort)
-        store = AbortableStore(members.store, members.timeout)
-        with contextlib.closing(store), abort.ends(store.abort):
-            store.connect()
-            claim_prefix(store, members)
+        with meeting_store(members, abort) as store:
             host = local_host_towards(members.store.server.host, members.store.server.port)
             heard = ExchangeStore(store, members.rank, members.world_size)
             return _GlooBackend(heard, host, members, abort)
@@ -84,9 +80,9 @@ class _GlooBackend:
         self._abort = abort
         self._members = members
         self._device = GlooDevice(host)
-        self._idle_watch = IdleWatch(GLOO_THREADS)
         self._looks = 0
-        self._rest: SleepWatch | None = None  # the rest of Gloo's loop since connections were silenced
+        self._pool: ThreadWatch | None = None  # Gloo's threads, since no connection is left
+        self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
             with _broken_off(self._device, members, abort):
@@ -99,23 +95,23 @@ class _GlooBackend:
 
     def __str__(self) -> str:
         """Describe what keeps the backend from rest."""
-        connected, rest = self._device.connections(), self._rest
-        silenced = "none silenced" if rest is None else f"some silenced; {GLOO_LOOP[0]}: {rest}"
-        return f"{connected} connections, {silenced}; {GLOO_THREADS[0]}: {self._idle_watch}"
+        silenced = "none" if self._loop is None else f"some, {self._loop}"
+        return f"{self._device.connections()} connections, silenced: {silenced}; {self._pool}"
 
     @property
     def inner(self) -> object:
-        """torch's ProcessGroupGloo."""
         return self._gloo
 
-    def targets(self) -> tuple[object, ...]:
-        """Return Gloo itself, and torch's shell around it for the methods that Gloo does not offer to
-        Python.
-        """
+    def methods(self) -> Mapping[str, Callable[..., Work]]:
         if (gloo := self._gloo) is None:
-            return ()
-        gaps = GlooGaps(gloo, self._shell, self._members.rank, self._members.world_size)
-        return _Replacements(gaps, self._abort), gaps, gloo, self._shell
+            return {}
+        found = GlooGaps(gloo, self._shell, self._members.rank, self._members.world_size).methods()
+        found["recv_anysource"] = functools.partial(self._receive, found["recv_anysource"])
+        return found
+
+    def _receive(self, receive: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
+        """Receive from any rank, and end at an abort: Gloo notices no broken connection in this operation."""
+        return OperationWork(AbandonableOperation(receive(*args, **kwargs), self._abort))
 
     def set_timeout(self, timeout: timedelta) -> None:
         if (gloo := self._gloo) is not None:
@@ -133,18 +129,19 @@ class _GlooBackend:
         self._device.cut()
         if self._is_connected():
             return False
-        return (self._rest is None or self._rest.has_come()) and self._idle_watch.look()
+        if self._pool is None:
+            self._pool = ThreadWatch(GLOO_THREADS)
+            return False
+        return (self._loop is None or self._loop.have_paused()) and self._pool.have_slept_since()
 
     def _is_connected(self) -> bool:
-        """Look once; silence what is connected after many looks, so that it does not count at the next
-        look.
-        """
+        """Look once; after many looks, silence what is connected, so that it counts no more."""
         if not self._device.connections():
             return False
         self._looks += 1
         if self._looks > LOOKS_UNTIL_SILENCED:
             self._device.silence()
-            self._rest = SleepWatch(GLOO_LOOP)
+            self._loop = ThreadWatch(GLOO_LOOP)
         return True
 
     def close(self) -> None:
@@ -158,25 +155,6 @@ class _GlooBackend:
         self._shell = None
         self._gloo = None
         self._device.close()
-
-
-class _Replacements:
-    """Operations that this backend runs in another way than Gloo does."""
-
-    def __init__(self, gloo: GlooGaps, abort: AbortSignal) -> None:
-        self._gloo = gloo
-        self._abort = abort
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        """Receive from any rank, and end at an abort: Gloo notices no broken connection in this operation."""
-        work = self._gloo.recv_anysource(tensors, tag)
-        return OperationWork(AbandonableOperation(work, self._until_abort))
-
-    @contextlib.contextmanager
-    def _until_abort(self, end: Callable[[], object]) -> Iterator[None]:
-        with self._abort.ends(end):
-            yield
-        self._abort.check()
 
 
 def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> TorchGloo:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,64 +26,50 @@ class _Activity(NamedTuple):
     preempted: int
 
 
-class IdleWatch:
-    """A watch over the threads with certain names.
-
-    Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
-    count as before has done nothing in between.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self._last: Mapping[str, _Activity] | None = None
-
-    def __str__(self) -> str:
-        return f"{self._last} at the last look, {_activities(self._names)} now"
-
-    def look(self) -> bool:
-        """Return whether all of them slept from the last look until this one; the first look returns False.
-
-        So does a look for which the process has no descriptor left.
-        """
-        before, self._last = self._last, _activities(self._names)
-        now = self._last
-        return now is not None and before == now and all(thread.is_asleep for thread in now.values())
-
-
 # The first sleep may have begun before, and may be one within a piece of work, for a lock say.
 SLEEPS = 2
 
 
-class SleepWatch:
-    """A watch over threads that go to sleep between any two pieces of work."""
+class ThreadWatch:
+    """A watch over the threads with certain names, which go to sleep between any two pieces of work.
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self._before = _activities(self._names)
+    Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
+    count as before has done nothing in between. No answer is yes while the process has no descriptor left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first = self._last = _activities(name)
 
     def __str__(self) -> str:
-        return f"{self._before} at first, {_activities(self._names)} now"
+        return f"{self._name}: {self._first} at first, {self._last} at the last look"
 
-    def has_come(self) -> bool:
+    def have_slept_since(self) -> bool:
+        """Return whether all of them slept from the last look, or the constructor's, until this one."""
+        before, self._last = self._last, _activities(self._name)
+        now = self._last
+        return now is not None and before == now and all(thread.is_asleep for thread in now.values())
+
+    def have_paused(self) -> bool:
         """Return whether each thread has gone to sleep twice, or ended, so that its piece of work is over.
 
         It is False if there was no such thread.
         """
-        now = _activities(self._names)
-        if not self._before or now is None:
-            self._before = self._before or now
+        now = _activities(self._name)
+        if not self._first or now is None:
+            self._first = self._first or now
             return False
-        begun = [(thread, now[task]) for task, thread in self._before.items() if task in now]
+        begun = [(thread, now[task]) for task, thread in self._first.items() if task in now]
         return all(later.slept >= thread.slept + SLEEPS for thread, later in begun)
 
 
-def _activities(names: Collection[str]) -> Mapping[str, _Activity] | None:
+def _activities(name: str) -> Mapping[str, _Activity] | None:
     """Return the activity of each thread; None if there is no descriptor left to look with."""
     found = {}
     try:
         for task in set(os.listdir(_TASKS)) - _started_by_python():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-                if _read(task, "comm").strip() in names:
+                if _read(task, "comm").strip() == name:
                     found[task] = _activity(_read(task, "status"))
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):

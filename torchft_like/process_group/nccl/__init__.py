@@ -1,5 +1,5 @@
 """The process group over NCCL.
 
-`group` is the group, `work` its works, `device_watch` looks at the GPU so that no wait is for ever. Nothing
-here knows the Manager, or which group wraps this one.
+`group` is the group; `device_watch` has its operations, and looks at the GPU so that no wait is for ever.
+Nothing here knows the Manager, or which group wraps this one.
 """

@@ -25,6 +25,7 @@ no kernel of an old generation writes to a tensor of a new one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -44,14 +45,12 @@ from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import flight_recorder
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.base import About
+from torchft_like.process_group.collectives import methods_of
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
-from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver
-from torchft_like.process_group.nccl.work import NcclOperation
-from torchft_like.process_group.rendezvous import claim_prefix, meet
-from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver, NcclOperation
+from torchft_like.process_group.rendezvous import meet, meeting_store
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
@@ -88,11 +87,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     divides = True
 
-    def __init__(
-        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
-    ) -> None:
+    def _set_up(self) -> None:
         require_nccl()
-        super().__init__(timeout, check_collectives=check_collectives)
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
         self._dump_path = flight_recorder.DumpPath()
@@ -136,7 +132,6 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         return generation.error()
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return `torchft-nccl`."""
         return "torchft-nccl"
 
     @property
@@ -157,10 +152,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def _connect(self, members: GroupMembers, abort: AbortSignal, device: torch.device) -> _NcclBackend:
         if members.world_size == 1:
             return _NcclBackend(HashStore(), members, abort, device)
-        store = AbortableStore(members.store, members.timeout)
-        with contextlib.closing(store), abort.ends(store.abort):
-            store.connect()
-            claim_prefix(store, members)
+        with meeting_store(members, abort) as store:
             meet(store, members)
             return _NcclBackend(store, members, abort, device)
 
@@ -195,14 +187,12 @@ class _NcclBackend:
 
     @property
     def inner(self) -> object:
-        """torch's ProcessGroupNCCL."""
         return self._nccl
 
-    def targets(self) -> tuple[object, ...]:
-        """Return NCCL itself, and torch's shell around it for the methods that NCCL does not offer to
-        Python.
-        """
-        return (_Calls(self, (self._nccl, self._shell)),)
+    def methods(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the methods of NCCL, or else of torch's shell around it, watched."""
+        found = methods_of(self._nccl, self._shell)
+        return {name: functools.partial(self._start, name, method) for name, method in found.items()}
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -267,7 +257,7 @@ class _NcclBackend:
         with beside_captures(self._device):
             self._probe = self._shell = self._nccl = None
 
-    def start(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _start(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start one operation, and watch it from now on."""
         if torch.cuda.is_current_stream_capturing():
             raise NotSupportedError(
@@ -292,9 +282,7 @@ class _NcclBackend:
         return limit.total_seconds()
 
     def _is_over(self, work: Work) -> bool:
-        """Return whether the device is done with the operation: torch calls one completed, too, that NCCL
-        gave up.
-        """
+        """Return whether the device is done: torch calls completed, too, what NCCL gave up."""
         return self._questions.ask(lambda: work.is_completed() and work.exception() is None, otherwise=False)
 
     def _settle(self, work: Work, tensors: object) -> IsOver:
@@ -315,9 +303,7 @@ class _NcclBackend:
         return event.query
 
     def _failure(self) -> BaseException | None:
-        """Return what NCCL reports of the communicator. Any operation may be asked; the first one is always
-        there.
-        """
+        """Return what NCCL reports of the communicator, by way of the first operation."""
         if (probe := self._probe) is None:
             return None
         self._questions.ask(probe.is_completed, otherwise=True)
@@ -385,20 +371,6 @@ class _Questions:
         """Wait for the query that is under way, and allow no other."""
         with self._lock:
             self._are_allowed = False
-
-
-class _Calls:
-    """The collectives of the first of `targets` that has them, watched."""
-
-    def __init__(self, backend: _NcclBackend, targets: tuple[object, ...]) -> None:
-        self._backend = backend
-        self._targets = targets
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        for target in self._targets:
-            if (method := getattr(target, name, None)) is not None:
-                return lambda *args, **kwargs: self._backend.start(name, method, args, kwargs)
-        raise AttributeError(f"NCCL has no {name}")
 
 
 def require_nccl() -> None:

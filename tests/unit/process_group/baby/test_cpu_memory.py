@@ -13,14 +13,14 @@ import torch
 
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.cpu_memory import (
+from torchft_like.process_group.baby.arguments import TensorSpec, tensor_at
+from torchft_like.process_group.baby.cpu_sharing import (
     Exports,
     Segment,
     Staging,
     open_segment,
     require_dense,
 )
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:

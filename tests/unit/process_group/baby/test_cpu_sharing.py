@@ -8,8 +8,7 @@ import os
 import pytest
 import torch
 
-from torchft_like.process_group.baby.cpu_memory import Staging
-from torchft_like.process_group.baby.cpu_sharing import CpuExporter
+from torchft_like.process_group.baby.cpu_sharing import CpuExporter, Staging
 from torchft_like.process_group.baby.protocol import ToChild
 
 
@@ -17,10 +16,7 @@ def test_preambles_come_in_order_and_each_once() -> None:
     staging = Staging()
     exporter = CpuExporter(staging)
     blocks = [exporter.stage(torch.zeros(size))[0] for size in (10, 1_000_000)]
-    preambles = []
-    while (preamble := exporter.next_preamble()) is not None:
-        preambles.append(preamble)
-        exporter.preamble_sent()
+    preambles = list(exporter.preambles())
     assert [(message[0], message[2]) for message, _ in preambles] == [
         (ToChild.MAP, block.segment.number) for block in blocks
     ]
@@ -32,15 +28,13 @@ def test_an_exporter_that_is_closed_while_a_preamble_is_sent_lets_the_sender_fin
     exporter = CpuExporter(staging)
     for size in (10, 1_000_000):
         exporter.stage(torch.zeros(size))
-    preamble = exporter.next_preamble()
-    assert preamble is not None
-    (descriptor,) = preamble[1]
+    preambles = exporter.preambles()
+    _, (descriptor,) = next(preambles)
     exporter.close()
     staging.close()
     gc.collect()
     os.fstat(descriptor)  # it may be on its way
-    exporter.preamble_sent()
+    assert next(preambles, None) is None
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    assert exporter.next_preamble() is None

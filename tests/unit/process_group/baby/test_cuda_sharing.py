@@ -16,13 +16,16 @@ import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError, SubprocessLostError
-from torchft_like.process_group.baby import cuda_memory
+from torchft_like.process_group.baby import cuda_sharing as cuda_memory
 from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
-from torchft_like.process_group.baby.cuda_exporter import CudaExporter, RemoteCudaOperation
-from torchft_like.process_group.baby.cuda_importer import CudaImporter
-from torchft_like.process_group.baby.cuda_memory import Arena
+from torchft_like.process_group.baby.cuda_sharing import (
+    Arena,
+    CudaExporter,
+    CudaImporter,
+    RemoteCudaOperation,
+)
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.protocol import Outcome, ToChild
 from torchft_like.process_group.baby.requests import Request
@@ -79,12 +82,10 @@ class Pair:
         self.preambles: list[tuple[Any, ...]] = []
 
     def deliver_preambles(self) -> None:
-        while (preamble := self.exporter.next_preamble()) is not None:
-            (kind, _, *details), descriptors = preamble
-            self.exporter.preamble_sent()
+        for (kind, _, number, *details), descriptors in self.exporter.preambles():
             assert kind == ToChild.MAP
-            self.preambles.append((kind, *details))
-            self.importer.map(tuple(details), list(descriptors))
+            self.preambles.append((kind, number, *details))
+            self.importer.map(number, tuple(details), list(descriptors))
 
     def run(self, tensor: torch.Tensor) -> tuple[Any, Request]:
         """One allreduce, as far as the answer."""
@@ -280,14 +281,12 @@ def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
 
 def handle(request: Request, call_tensors: Any) -> OperationWork:
     """Of a request that is settled, so that the subprocess is not asked."""
-    return OperationWork(RemoteCudaOperation(None, request, [], Gone(), call_tensors))  # type: ignore[arg-type]
+    return OperationWork(RemoteCudaOperation(None, request, [], killed, call_tensors))  # type: ignore[arg-type]
 
 
-class Gone:
-    """What tells why a subprocess carried nothing out."""
-
-    def describe(self, _: Request) -> SubprocessLostError:
-        return SubprocessLostError("it was killed")
+def killed(_: Request) -> SubprocessLostError:
+    """Return why a subprocess carried nothing out."""
+    return SubprocessLostError("it was killed")
 
 
 def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pair) -> None:

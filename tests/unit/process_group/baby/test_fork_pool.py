@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -18,18 +18,6 @@ from torchft_like.process_group.configuration import AbortSignal
 LIMIT_S = 300.0
 SHORT_S = 0.1
 FOREVER_S = 10 * 3600.0
-
-
-class Never:
-    """No abort comes."""
-
-    reason: str | None = None
-
-    def add(self, hook: Callable[[], object]) -> None: ...
-
-    def remove(self, hook: Callable[[], object]) -> None: ...
-
-    def check(self) -> None: ...
 
 
 @pytest.fixture
@@ -63,7 +51,7 @@ def no_descriptors_for(pid: int) -> Iterator[None]:
 
 def test_loading_torch_does_not_count_against_the_timeout(fork_pool: ForkPool) -> None:
     with loading(fork_pool) as server, ThreadPoolExecutor(1) as aside:
-        taken = aside.submit(fork_pool.take, Never(), SHORT_S)
+        taken = aside.submit(fork_pool.take, AbortSignal(), SHORT_S)
         with pytest.raises(TimeoutError):
             taken.result(5 * SHORT_S)
         server.resume()
@@ -90,22 +78,22 @@ def test_a_server_that_never_loads_torch_is_given_up(
     monkeypatch.setattr("torchft_like.process_group.baby.fork_pool.LOAD_S_MAX", SHORT_S)
     with loading(fork_pool) as server:
         with pytest.raises(SubprocessLostError, match=f"has not loaded torch in {SHORT_S:g} s"):
-            fork_pool.take(Never(), LIMIT_S)
+            fork_pool.take(AbortSignal(), LIMIT_S)
         monkeypatch.undo()
-        child = fork_pool.take(Never(), LIMIT_S)
+        child = fork_pool.take(AbortSignal(), LIMIT_S)
         assert fork_pool.pids()["server"] != server.pid
         child.kill()
         child.close()
 
 
 def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(fork_pool: ForkPool) -> None:
-    fork_pool.take(Never(), LIMIT_S).close()
+    fork_pool.take(AbortSignal(), LIMIT_S).close()
     server = psutil.Process(fork_pool.pids()["server"])
     server.suspend()
     try:
         with pytest.raises(SubprocessLostError, match="in time; it runs"):
-            fork_pool.take(Never(), SHORT_S)
-        fork_pool.take(Never(), LIMIT_S).close()
+            fork_pool.take(AbortSignal(), SHORT_S)
+        fork_pool.take(AbortSignal(), LIMIT_S).close()
         assert fork_pool.pids()["server"] != server.pid
     finally:
         server.resume()
@@ -115,15 +103,15 @@ def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(
 def test_a_server_that_cannot_give_a_fork_for_want_of_descriptors_gives_the_next_one(
     fork_pool: ForkPool, whose: str
 ) -> None:
-    fork_pool.take(Never(), LIMIT_S).close()  # the server has torch loaded
+    fork_pool.take(AbortSignal(), LIMIT_S).close()  # the server has torch loaded
     server = fork_pool.pids()["server"]
     with no_descriptors_for(os.getpid() if whose == "trainer" else server):
         for _ in range(2):
             with pytest.raises(SubprocessLostError, match="Too many open files"):
-                fork_pool.take(Never(), LIMIT_S)
+                fork_pool.take(AbortSignal(), LIMIT_S)
         assert not fork_pool.wait_for_spare(FOREVER_S)
         fork_pool.prepare_spare()
-    child = fork_pool.take(Never(), LIMIT_S)
+    child = fork_pool.take(AbortSignal(), LIMIT_S)
     assert not child.has_ended()
     child.kill()
     assert child.wait_ended(LIMIT_S)

@@ -12,7 +12,7 @@ import pytest
 
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.fork_server import _ForkServer
-from torchft_like.process_group.baby.protocol import FromServer, ToServer
+from torchft_like.process_group.baby.protocol import FromServer
 
 LIMIT_S = 60.0
 
@@ -52,7 +52,7 @@ def fork() -> Iterator[Idle]:
     process.close()  # the server closes its watch
 
 
-def test_who_asks_for_an_end_at_the_moment_of_the_end_does_not_hide_that_of_the_trainer(
+def test_the_trainer_is_told_of_an_end_and_the_server_ends_with_the_trainer(
     trainer: Idle, fork: Idle
 ) -> None:
     near, far = Channel.pair()
@@ -61,10 +61,9 @@ def test_who_asks_for_an_end_at_the_moment_of_the_end_does_not_hide_that_of_the_
     server._forks[fork.watch] = fork.pid
     server._events.register(fork.watch, select.POLLIN)
     fork.kill()
-    control.send((ToServer.HOW_ENDED.value, fork.pid))
     with ThreadPoolExecutor(1) as pool:
         try:
-            served = pool.submit(server.run)  # finds the question and the end at one look
+            served = pool.submit(server.run)
             answer, _ = control.receive()
             assert answer == (FromServer.ENDED, fork.pid, "it was ended by SIGKILL")
             trainer.kill()

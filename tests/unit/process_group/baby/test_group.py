@@ -31,10 +31,11 @@ from torchft_like.process_group import (
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
 )
-from torchft_like.process_group.baby import backend, requests
-from torchft_like.process_group.baby.backend import RemoteBackend
+from torchft_like.process_group.baby import group as backend
+from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.fork_pool import fork_pool
+from torchft_like.process_group.baby.group import RemoteBackend
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 

@@ -1,5 +1,9 @@
 """CUDA tensors that a subprocess sees: staged in the group's own memory, and ordered by CUDA events.
 
+Exporting, mapping and unmapping a tensor of the caller's takes longer than copying it, and torch waits for
+the device once a thousand are exported. So the group has memory of its own, which each subprocess maps once.
+No subprocess ever touches the caller's tensors.
+
 A request comes after the caller's stream has copied the inputs, and carries an event that this stream has
 recorded. The subprocess runs the operation on a stream of its own that waits for it, and answers, as soon as
 the operation is queued, with an event that stands for its end. `wait` makes the caller's stream wait for that
@@ -9,46 +13,57 @@ INVARIANTS
 * The outputs are copied once: by the first stream that waits for the operation, or, where it is found to be
   over before a stream has waited, by a stream of the exporter's. So after a subprocess was killed, only a
   stream that its caller made wait writes to a tensor.
-* A block is given back when its operation is over and its outputs are copied. What a failed one still writes
-  is unknown: its blocks are kept until the subprocess is dead.
+* A block is given back when its operation is over, its outputs are copied, and the device has passed all that
+  both processes do with it. What a failed operation still writes is unknown: its blocks are kept until the
+  subprocess is dead.
+* An arena lives for as long as its memory may be touched: by its group, by exporters until their subprocess
+  is dead, by copies that the device has not passed. If a subprocess does not die, the arena lives for ever.
 * An event's number is given back once, when nothing on this side can touch the event any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.devices import beside_captures, keeping
-from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.baby.blocks import Block
+from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.process_group.baby.arguments import TensorSpec
 from torchft_like.process_group.baby.cuda_ipc import (
     EventMessage,
     Export,
     IsPast,
+    MirroredStreams,
     OwnEvents,
     PeerEvents,
     TorchCuda,
     stream_message,
 )
-from torchft_like.process_group.baby.cuda_memory import Arena
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild
-from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_sharing import Preamble
-from torchft_like.process_group.baby.tensor_spec import TensorSpec, tensor_at
-from torchft_like.process_group.baby.work import Failures, RemoteOperation
+from torchft_like.process_group.baby.protocol import UNASKED, Outcome
+from torchft_like.process_group.baby.requests import RemoteOperation, Request
+from torchft_like.process_group.baby.tensor_sharing import (
+    SLAB_BYTES_MAX,
+    Block,
+    Blocks,
+    CallTensors,
+    Exporter,
+    Importer,
+    copy_all,
+)
 from torchft_like.process_group.collectives import Call
 from torchft_like.process_group.work import FOREVER
-from torchft_like.writing import writing_to
 
+LARGE_BYTES = 2 * 1024 * 1024
 EVENTS_PREPARED = 16
 ASK_S_MAX = 0.01
 TORCH_CUDA = TorchCuda()
@@ -71,38 +86,160 @@ def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
     return (number, device, note[_NOTE.size + 8 * count :] or None), numbers
 
 
-class CudaExporter:
-    """A `tensor_sharing.Exporter` of CUDA tensors.
+class Arena(Blocks[Export]):
+    """A pool of blocks on one device.
+
+    Args:
+        device: the device of the group.
+    """
+
+    BLOCK_BYTES_MIN = 512  # the alignment of torch's own allocator
+
+    def __init__(self, device: torch.device, cuda: TorchCuda) -> None:
+        super().__init__()
+        self.device = device
+        self._cuda = cuda
+        self._exports: list[Export] = []
+        self._late: list[tuple[IsPast, list[Block[Export]]]] = []
+        weakref.finalize(self, _release, self._exports).atexit = False
+
+    def give_back_when(self, is_past: IsPast, blocks: Iterable[Block[Export]]) -> None:
+        """Take blocks back as soon as the device has passed the point that `is_past` asks about."""
+        with _settling:
+            self._late.append((is_past, list(blocks)))
+            _with_late_blocks.add(self)
+
+    def lose(self) -> None:
+        """Keep the arena for ever, because a subprocess that cannot be killed maps it."""
+        _lost.append(self)
+
+    def _take(self, nbytes: int) -> Block[Export]:
+        with _settling:
+            for arena in tuple(_with_late_blocks):
+                arena._collect()
+        return super()._take(nbytes)
+
+    def _size(self, nbytes: int) -> int:
+        if nbytes <= SLAB_BYTES_MAX:
+            return super()._size(nbytes)
+        return -(-nbytes // LARGE_BYTES) * LARGE_BYTES
+
+    def _make_segment(self, nbytes: int) -> tuple[Export, torch.UntypedStorage]:
+        # The current stream may still use memory that is free only by the order of its work.
+        stream = self._cuda.new_stream(self.device.index, 0)
+        try:
+            with self._cuda.on(stream):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        except torch.OutOfMemoryError as error:
+            raise ProcessGroupError(
+                f"no memory left on {self.device} to stage {nbytes} bytes for the subprocess: use smaller "
+                "tensors, or fewer at a time, or ProcessGroupNCCL, which stages nothing"
+            ) from error
+        stream.synchronize()
+        export = Export(memory, self._cuda)
+        self._exports.append(export)
+        return export, memory
+
+    def _collect(self) -> None:
+        late, self._late = self._late, []
+        for is_past, blocks in late:
+            if is_past():
+                self.give_back(blocks)
+            else:
+                self._late.append((is_past, blocks))
+        if not self._late:
+            _with_late_blocks.discard(self)
+
+
+_settling = threading.Lock()
+_with_late_blocks: set[Arena] = set()
+_lost: list[Arena] = []
+
+
+def _release(exports: list[Export]) -> None:
+    for export in exports:
+        export.release()
+
+
+class RemoteCudaOperation(RemoteOperation):
+    """An operation that a subprocess has queued on the device.
+
+    `wait` makes the current stream wait, and the thread only until the subprocess has queued the
+    operation. For the thread to wait as well, synchronize the stream after it.
+    """
+
+    _call_tensors: _CudaCallTensors
+
+    @property
+    def _devices(self) -> list[torch.device]:  # type: ignore[override] # no caller sets it
+        return [self._call_tensors.device]
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        super().wait(deadline)
+        if not self._call_tensors.order_current_stream():
+            raise self._lost_error().with_traceback(None)
+
+    def is_over(self) -> bool:
+        if not super().is_over():
+            return False
+        return self._request.outcome is not Outcome.DONE or self._call_tensors.is_over()
+
+    def error(self) -> Exception | None:
+        """Return why the operation failed, or that the subprocess died before the device reached its end."""
+        if (error := self._error_of_request()) is not None:
+            return error
+        return self._lost_error() if self._request.is_settled and self._call_tensors.is_lost else None
+
+    def source_rank(self) -> int:
+        """Return -1: NCCL has no receive from any source."""
+        return -1
+
+    def _complete(self, future: Future[Any]) -> None:
+        if (error := self._error_of_request()) is not None:
+            future.set_exception(error)
+            return
+        with beside_captures(self._call_tensors.device):
+            # The future records this stream's position, and a stream that waits for the future waits for
+            # that.
+            stream = torch.cuda.Stream(self._call_tensors.device)  # type: ignore[no-untyped-call]
+            if not self._call_tensors.order(stream, is_callers=False):
+                future.set_exception(self._lost_error())
+                return
+            with torch.cuda.stream(stream):
+                future.set_result(self._result)
+
+    def _lost_error(self) -> Exception:
+        error = self._describe(Request(UNASKED))
+        return self.explain(error) or error
+
+
+class CudaExporter(Exporter[Export]):
+    """The trainer's side.
 
     Args:
         device: the device of the group.
         arena: the memory of the group.
     """
 
+    OPERATION = RemoteCudaOperation
+
     def __init__(self, device: torch.device, arena: Arena, cuda: TorchCuda = TORCH_CUDA) -> None:
+        super().__init__()
         self.cuda = cuda
         self.device = device
         self._lock = threading.Lock()
         self._arena = arena
-        self._told: set[int] = set()
         self._events = OwnEvents(cuda)
         self._peers = PeerEvents(cuda)
         self._private: list[torch.cuda.Event] = []
-        self._preambles: deque[Preamble] = deque()
-        self._running: deque[_CudaCallTensors] = deque()
-        self._failed: list[_CudaCallTensors] = []
-        self._is_dead = False
+        self.running: deque[_CudaCallTensors] = deque()  # until their operations are over
+        self.failed: list[_CudaCallTensors] = []  # until the subprocess is dead
+        self.is_dead = False  # or cannot be killed
         self._is_abandoned = False
 
     def export(self, call: Call) -> _CudaCallTensors:
         self._forget_what_is_over()
         return _CudaCallTensors(call, self)
-
-    def next_preamble(self) -> Preamble | None:
-        return self._preambles[0] if self._preambles else None
-
-    def preamble_sent(self) -> None:
-        self._preambles.popleft()
 
     def greeting(self) -> Any:
         """Return the device's index, and events that the subprocess opens now, while nothing runs."""
@@ -118,11 +255,11 @@ class CudaExporter:
     def cut_off(self) -> int:
         """Return how many operations were cut off; one whose state cannot be asked counts as cut off."""
         with beside_captures(self.device):
-            return sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self._running))
+            return sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self.running))
 
     def is_busy(self) -> bool:
         self._forget_what_is_over()
-        return bool(self._running)
+        return bool(self.running)
 
     def abandon(self) -> None:
         """Keep the arena for ever. The caller's tensors are safe: the subprocess sees only the arena."""
@@ -132,36 +269,25 @@ class CudaExporter:
     def close(self) -> None:
         with beside_captures(self.device):
             with self._lock:
-                self._is_dead = True
+                self.is_dead = True
                 self._peers = PeerEvents(self.cuda)  # the events of a dead process must not be touched
-            while self._running:
-                self._running.popleft().let_go()
-            while self._failed:
-                self._failed.pop().let_go()
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the subprocess is dead, or cannot be killed."""
-        return self._is_dead
+            while self.running:
+                self.running.popleft().let_go()
+            while self.failed:
+                self.failed.pop().let_go()
 
     def stage(self, tensor: Tensor) -> tuple[Block[Export], TensorSpec]:
-        """Make room for a tensor, and tell the subprocess of its memory."""
         if tensor.device != self.device or tensor.layout is not torch.strided:
             raise NotSupportedError(
                 f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a "
                 f"group on {self.device}: only dense tensors of that device can"
             )
         block, spec = self._arena.stage(tensor)
-        export = block.segment
-        if export.number not in self._told:
-            self._told.add(export.number)
-            self._preambles.append(((ToChild.MAP.value, UNASKED, *export.message), ()))
+        self._map(*block.segment.message)
         return block, spec
 
     def give_back(self, blocks: list[Block[Export]], is_past: IsPast | None = None) -> None:
-        """Take back blocks that are used no more, once the device has passed a point of this process's, if
-        given.
-        """
+        """Take back unused blocks, once the device has passed a point of this process's, if one is given."""
         if self._is_abandoned:
             return
         if is_past is None:
@@ -170,39 +296,25 @@ class CudaExporter:
             self._arena.give_back_when(is_past, blocks)
 
     def context(self, stream: torch.cuda.Stream) -> bytes:
-        """Pack the event that the operation comes after, the stream, and the events that may be used
-        again.
-        """
+        """Pack the event that the operation comes after, the stream, and the events to be used again."""
         with self._lock:
             event, passed = self._events.record(stream), self._peers.take_passed()
         return note_of(event, (*stream_message(stream), *passed))
 
     def started(self, answer: tuple[Any, ...]) -> int:
-        """Note that the subprocess has queued the operation; return the number of the event that marks its
-        end.
-        """
+        """Note that the operation is queued; return the number of the event that marks its end."""
         end, passed = read_note(*answer)
         with self._lock:
             self._peers.open(end)
             self._events.free(passed)
         return end[0]
 
-    def keep(self, call_tensors: _CudaCallTensors) -> None:
-        """Keep the call's tensors until the operation is over."""
-        self._running.append(call_tensors)
-
-    def keep_failed(self, call_tensors: _CudaCallTensors) -> None:
-        """Keep the call's tensors until the subprocess is dead."""
-        self._failed.append(call_tensors)
-
     def order_after(self, end: int, stream: torch.cuda.Stream) -> bool:
-        """Make the stream wait for the end of an operation; return False if that end cannot be told any
-        more.
-        """
+        """Make the stream wait for the end of an operation; return False if that end is lost."""
         with self._lock:
-            if not self._is_dead:
+            if not self.is_dead:
                 self._peers.order(end, stream)
-            return not self._is_dead
+            return not self.is_dead
 
     def is_over(self, end: int, patience_s: float = -1) -> bool:
         """Return whether the device has reached the end of an operation, as far as can be told in
@@ -211,7 +323,7 @@ class CudaExporter:
         if not self._lock.acquire(timeout=patience_s):
             return False
         try:
-            return not self._is_dead and self._peers.is_over(end)
+            return not self.is_dead and self._peers.is_over(end)
         finally:
             self._lock.release()
 
@@ -228,71 +340,46 @@ class CudaExporter:
         self._private.append(event)
 
     def _forget_what_is_over(self) -> None:
-        """Retire the calls that are over, up to the first that is not: operations end nearly in their
-        order.
-        """
-        while self._running and self._running[0].is_over():
-            number = self._running.popleft().retire()
+        """Retire the first calls that are over: operations end nearly in their order."""
+        while self.running and self.running[0].is_over():
+            number = self.running.popleft().retire()
             with self._lock:
                 self._peers.skip(number)
 
 
-class _CudaCallTensors:
-    """A `tensor_sharing.CallTensors` of CUDA tensors.
+class _CudaCallTensors(CallTensors[Export]):
+    """The tensors of a call on a device.
 
     It goes through three states: a stream has to wait for the end of the operation (`_end`), the results have
     to be copied, and `_done` has been recorded behind the copies.
     """
 
+    _exporter: CudaExporter
+
     def __init__(self, call: Call, exporter: CudaExporter) -> None:
-        self._exporter = exporter
+        super().__init__(call, exporter)
         self._lock = threading.Lock()
-        self._call: Call | None = call  # keeps the tensors alive
-        self._input_ids = set(map(id, tensors_of(call.inputs)))
-        self._output_ids = set(map(id, tensors_of(call.outputs)))
-        self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
-        self._blocks: list[Block[Export]] = []
-        self._inputs: list[tuple[Tensor, Tensor]] = []
-        self._outputs: list[tuple[Tensor, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None  # the caller's stream, once it copies the inputs
         self._number = -1  # the number of the event that marks the end
         self._end: int | None = None  # the same number, as long as a stream has to wait for it
         self._has_ended = False  # an end that was seen; otherwise `_done` tells
         self._done: torch.cuda.Event | None = None
 
-    def locate(self, tensor: Tensor) -> TensorSpec:
-        if (spec := self._located.get(id(tensor))) is None:
-            block, spec = self._exporter.stage(tensor)
-            self._located[id(tensor)] = spec
-            self._blocks.append(block)
-            staged = tensor_at(block.storage, spec)
-            if id(tensor) in self._input_ids:
-                self._inputs.append((staged, tensor))
-            if id(tensor) in self._output_ids:
-                self._outputs.append((tensor, staged))
-        return spec
-
     def context(self) -> bytes:
         self._stream = self._exporter.cuda.current_stream(self.device)
-        _copy(self._inputs)
-        self._inputs.clear()
+        copy_all(self._inputs)
         return self._exporter.context(self._stream)
 
     def settle(self, request: Request) -> None:
         if request.outcome is Outcome.DONE:
             with self._lock, beside_captures(self.device):  # the answer may be read on any thread
                 self._number = self._end = self._exporter.started(request.answer)
-            self._exporter.keep(self)
+            self._exporter.running.append(self)
         elif request.outcome is Outcome.FAILED:
-            self._exporter.keep_failed(self)
+            self._exporter.failed.append(self)
         else:  # the operation was not begun, or the subprocess is dead
             with beside_captures(self.device):
                 self.let_go()
-
-    def operation(
-        self, requests: Requests, request: Request, result: list[Any], failures: Failures
-    ) -> RemoteOperation:
-        return RemoteCudaOperation(requests, request, result, failures, self)
 
     @property
     def device(self) -> torch.device:
@@ -301,9 +388,7 @@ class _CudaCallTensors:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the subprocess is dead before the operation's end was seen, so that its results are
-        unknown.
-        """
+        """Whether the subprocess died before the operation's end was seen: the results are unknown."""
         return self._end is not None and self._exporter.is_dead
 
     def order_current_stream(self) -> bool:
@@ -355,9 +440,7 @@ class _CudaCallTensors:
             self._lock.release()
 
     def retire(self) -> int:
-        """Release what an operation that is over holds; return the number of its event, which is needed no
-        more.
-        """
+        """Release what an operation that is over holds; return the number of its event."""
         with self._lock:
             done, self._done, blocks, self._blocks = self._done, None, self._blocks, _GONE
             self._call = None
@@ -367,9 +450,7 @@ class _CudaCallTensors:
         return self._number
 
     def let_go(self) -> None:
-        """Release the blocks: no subprocess touches them any more, or ever will, but streams of this process
-        may.
-        """
+        """Release the blocks, which streams of this process may still touch, and no subprocess any more."""
         with self._lock:
             if self._end is None and self._number >= 0 and self._done is None:
                 self._bring_back(self._exporter.new_stream())
@@ -386,11 +467,10 @@ class _CudaCallTensors:
 
     def _bring_back(self, stream: torch.cuda.Stream) -> None:
         """Make a stream that comes after the operation copy its outputs, once."""
-        outputs, self._outputs = self._outputs, []
         self._done = self._exporter.take_event()
         try:
             with self._exporter.cuda.on(stream):
-                _copy(outputs)
+                copy_all(self._outputs)
         finally:
             self._done.record(stream)
 
@@ -399,74 +479,46 @@ class _CudaCallTensors:
 _GONE: list[Block[Export]] = []
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first."""
-    if not pairs:
-        return
-    targets, sources = map(list, zip(*pairs, strict=True))
-    with writing_to(*targets):
-        if len(pairs) == 1:
-            targets[0].copy_(sources[0])
-        else:
-            torch._foreach_copy_(targets, sources)
+class CudaImporter(Importer):
+    """The subprocess's side. What it maps it maps as long as it lives.
 
-
-class RemoteCudaOperation(RemoteOperation):
-    """An operation that a subprocess has queued on the device.
-
-    `wait` makes the current stream wait, and the thread only until the subprocess has queued the
-    operation. For the thread to wait as well, synchronize the stream after it.
+    Args:
+        greeting: the greeting of the exporter.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        request: Request,
-        result: list[Any],
-        failures: Failures,
-        call_tensors: _CudaCallTensors,
-    ) -> None:
-        super().__init__(requests, request, result, failures)
-        self._call_tensors = call_tensors
+    def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
+        super().__init__()
+        device, events = greeting
+        self._cuda = cuda
+        self._events = OwnEvents(cuda)
+        self._peers = PeerEvents(cuda)
+        self._streams = MirroredStreams(cuda)
+        cuda.use_device(device)
+        for event in events:
+            self._peers.open(event)
 
-    def wait(self, deadline: float = FOREVER) -> None:
-        """Make the current stream wait; the errors are those of RemoteOperation.wait."""
-        super().wait(deadline)
-        if not self._call_tensors.order_current_stream():
-            raise self._lost_error().with_traceback(None)
+    def greeting(self) -> list[EventMessage]:
+        """Return events that the trainer opens now, while nothing runs."""
+        return self._events.prepare(self._cuda.current_stream(), EVENTS_PREPARED)
 
-    def is_over(self) -> bool:
-        """Return whether the device has come to the operation's end, or it has failed."""
-        if not super().is_over():
-            return False
-        return self._request.outcome is not Outcome.DONE or self._call_tensors.is_over()
+    @contextlib.contextmanager
+    def entered(self, context: bytes | None) -> Iterator[None]:
+        """Enter the counterpart of the caller's stream, after the work that the caller has queued there."""
+        event, (device, stream_id, priority, *freed) = read_note(context or b"")
+        stream = self._streams.get((device, stream_id, priority))
+        self._events.free(freed)
+        with self._cuda.on(stream):
+            self._peers.open(event)
+            self._peers.wait(event[0], stream)
+            yield
 
-    def error(self) -> Exception | None:
-        """Return why the operation failed, or that the subprocess is gone before the device reached its
-        end.
-        """
-        if (error := self._error_of_request()) is not None:
-            return error
-        return self._lost_error() if self._request.is_settled and self._call_tensors.is_lost else None
+    def answer_when_started(self, work: Work | None) -> tuple[bytes]:
+        """Return the event that marks the operation's end, and the trainer's events that are free again."""
+        if work is not None:
+            work.wait()
+        stream = self._cuda.current_stream()
+        return (note_of(self._events.record(stream), self._peers.take_passed()),)
 
-    def source_rank(self) -> int:
-        """Return -1: NCCL has no receive from any source."""
-        return -1
-
-    def _new_future(self) -> Future[Any]:
-        return Future(devices=[self._call_tensors.device])
-
-    def _set_result(self, future: Future[Any]) -> None:
-        with beside_captures(self._call_tensors.device):
-            # The future records this stream's position, and a stream that waits for the future waits for
-            # that.
-            stream = torch.cuda.Stream(self._call_tensors.device)  # type: ignore[no-untyped-call]
-            if not self._call_tensors.order(stream, is_callers=False):
-                future.set_exception(self._lost_error())
-                return
-            with torch.cuda.stream(stream):
-                future.set_result(self._result)
-
-    def _lost_error(self) -> Exception:
-        error = self._failures.describe(Request(UNASKED))
-        return self.explain(error) or error
+    def _open(self, details: tuple[Any, ...], descriptors: list[int]) -> torch.UntypedStorage:
+        device, handle, nbytes, offset = details
+        return self._cuda.open(device, handle, nbytes, offset)
