@@ -17,9 +17,8 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 # The files that take longest come first, in this order, or a processor has nothing to do at the end. Tests of jobs
 # run two at a time: with three on two busy processors a PING goes unanswered for a second now and then.
 LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
-	integration/test_hsdp_example.py $(addprefix integration/test_,$(addsuffix .py,demo leaving loader_workers \
-	baby_processes grpc_in_forks baby_training hsdp registration)) \
-	conformance/test_functions.py conformance/test_methods.py)
+	$(addprefix integration/test_,$(addsuffix .py,demo leaving hsdp loader_workers group_coordinator hsdp_example \
+	registration)) conformance/test_functions.py conformance/test_methods.py)
 FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
 
 test: style  ## everything that CI checks: lint, format, types, tests

@@ -46,23 +46,6 @@ def group(party: Party) -> Iterator[ProcessGroupNCCL]:
     torch.cuda.synchronize()
 
 
-def test_collectives_of_one_member(group: ProcessGroupNCCL) -> None:
-    tensor = torch.arange(4.0, device="cuda")
-    dist.all_reduce(tensor, group=group)
-    dist.broadcast(tensor, 0, group=group)
-    gathered = [torch.zeros(4, device="cuda")]
-    dist.all_gather(gathered, tensor, group=group)
-    scattered = torch.zeros(4, device="cuda")
-    dist.reduce_scatter(scattered, [tensor], group=group)
-    flat = torch.zeros(4, device="cuda")
-    dist.all_gather_into_tensor(flat, tensor, group=group)
-    exchanged = torch.zeros(4, device="cuda")
-    dist.all_to_all_single(exchanged, tensor, group=group)
-    for result in (tensor, *gathered, scattered, flat, exchanged):
-        assert result.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert group.errored() is None
-
-
 def test_coalesced_collectives(group: ProcessGroupNCCL) -> None:
     tensors = [torch.full((3,), float(value), device="cuda") for value in range(3)]
     with _coalescing_manager(group, async_ops=True) as manager:
@@ -133,23 +116,6 @@ def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
     assert_usable_again(group, party)
 
 
-def test_abort_from_another_thread_ends_a_blocked_wait(group: ProcessGroupNCCL, party: Party) -> None:
-    device = torch.cuda.current_device()
-
-    def wait() -> bool:
-        torch.cuda.set_device(device)
-        return work.wait(timedelta(seconds=LIMIT_S))
-
-    busy()
-    work = group.allreduce([torch.ones(4, device="cuda")])
-    waiting = party.aside(wait)
-    group.abort("a member was lost")
-    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
-        waiting.result(LIMIT_S)
-    assert not isinstance(group.errored(), ProcessGroupAbortedError | None)
-    assert_usable_again(group, party)
-
-
 def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL) -> None:
     tensor = torch.ones(4, device="cuda")
     work = group.allreduce([tensor])
@@ -204,18 +170,6 @@ def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL) -> None:
 
     with pytest.raises(NotSupportedError, match="cannot be captured in a CUDA graph"):
         capture()
-
-
-def test_abort_reaches_a_configure_whose_peer_never_comes(party: Party) -> None:
-    group = ProcessGroupNCCL(LIMIT_S)
-    party.own(group)
-    configuring = party.aside(group.configure, party.prefix(), 0, 2)
-    with pytest.raises(TimeoutError):
-        configuring.result(0.3)
-    group.abort("a member was lost")
-    with pytest.raises(ProcessGroupAbortedError, match="a member was lost"):
-        configuring.result(LIMIT_S)
-    assert_usable_again(group, party)
 
 
 def test_peer_that_never_comes_is_named(party: Party) -> None:

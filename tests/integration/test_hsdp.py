@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
-from tests.integration.sharded import GROUP_SIZE, WAYS, replay
+from tests.integration.sharded import GROUP_SIZE, WAYS, Replayed, replay
 from torchft_like.testing.cluster import Rank
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
@@ -32,17 +32,19 @@ def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_trai
         cluster.wait_for_quorum_of(a, again)
         assert all(rank.events("heal") for rank in again.ranks)
         assert any(len(c.members) > c.participants for c in a.ranks[0].commits()), "b did not heal beside a"
+        survivor = a.ranks[0]
+        commits = tuple(survivor.commits())
         for way in WAYS:
+            replayed = list(replay(commits, "ab", way, written_by(survivor, way)))
             for rank in (*a.ranks, *b.ranks, *again.ranks):
-                assert steps_that_match_the_replay(rank, a.ranks[0], way) > 0
+                assert steps_that_match(rank, replayed, way) > 0
 
 
-def steps_that_match_the_replay(rank: Rank, survivor: Rank, way: str) -> int:
+def steps_that_match(rank: Rank, plain: list[Replayed], way: str) -> int:
     """How many of the steps that `rank` wrote down were compared with plain training on the same data."""
     written = written_by(rank, way)
     matching = 0
-    commits = tuple(survivor.commits())
-    for replayed in replay(commits, "ab", way, written_by(survivor, way)):
+    for replayed in plain:
         if (step := replayed.step) in written:
             torch.testing.assert_close(
                 written[step],
