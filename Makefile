@@ -15,17 +15,22 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 	$(BIN)/python examples/demo.py
 
 # The files that take longest come first, in this order, or a processor has nothing to do at the end. Tests of jobs
-# run two at a time: with three on two busy processors a PING goes unanswered for a second now and then.
+# run two at a time: with three on two busy processors a PING goes unanswered for a second now and then. What they
+# leave of the processors while they wait is for the types, and for tests that start no process.
 LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
 	$(addprefix integration/test_,$(addsuffix .py,demo leaving hsdp loader_workers group_coordinator hsdp_example \
 	registration)) conformance/test_functions.py conformance/test_methods.py)
 FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
+BESIDE := $(filter tests/simulation/% tests/stress/test_fuzz_% $(addprefix tests/unit/,agreement/% checkpointing/% \
+	communicator/% divergence/% gang/% lighthouse/% message_queue/%),$(sort $(FILES)))
+PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: style  ## everything that CI checks: lint, format, types, tests
-	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-		-m "not slow and not gpu" $(LONG) $(filter-out $(LONG),$(sort $(FILES))); \
-	tests=$$?; wait $$types && exit $$tests
+	{ $(BIN)/mypy; types=$$?; nice -n 10 $(PYTEST) --timeout 600 $(BESIDE) && exit $$types; } >$(VENV)/beside.log 2>&1 & \
+	beside=$$!; \
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		$(LONG) $(filter-out $(LONG) $(BESIDE),$(sort $(FILES))); \
+	tests=$$?; wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((tests + beside))
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu
