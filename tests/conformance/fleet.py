@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.integration.gloo_member import serve_store
+from tests.stores import serve_store
 from torchft_like import LighthouseServer
 from torchft_like.testing.ranks import Act, Rank, end_all
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.gloo_member import serve_store
+from tests.stores import serve_store
 from torchft_like.gang import ProcessGroupGang, all_sum
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import (

@@ -1,13 +1,7 @@
-"""A process that offers a state over HTTPTransport; run by test_http_transport.
-
-    python -m tests.integration.checkpoint_source STEP MEGABYTES STOP_AFTER_PIECES
-
-It writes its address, and `stopped in the middle` when a transfer has got as far as it is allowed.
-"""
+"""The object that a rank of test_http_transport has: a source that offers a state over HTTPTransport."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +11,8 @@ import torch
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.state_stream import EncodedState
 
+LIMIT = timedelta(seconds=60)
+
 
 def make_state(megabytes: int) -> dict[str, object]:
     """Return a state that is the same in every process."""
@@ -24,29 +20,31 @@ def make_state(megabytes: int) -> dict[str, object]:
     return {"model": {"w": torch.rand(megabytes * 250_000, generator=generator)}, "step": 5}
 
 
-def stop_transfers_after(pieces: int) -> None:
-    """Let each transfer hang after that many pieces from now on, as on a source that has stopped."""
-    whole = EncodedState.part
+class Source:
+    """A source, whose transfers hang in the middle where a test wants them to."""
 
-    def part(self: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-        for number, piece in enumerate(whole(self, index, count)):
-            if number == pieces:
-                sys.stdout.write("stopped in the middle\n")
-                threading.Event().wait()
-            yield piece
+    def __init__(self) -> None:
+        self._hangs = threading.Event()
 
-    EncodedState.part = part  # type: ignore[method-assign]
+    def offer(self, step: int, megabytes: int, pieces: int | None) -> str:
+        """Offer a state, and return the address; each transfer hangs after that many pieces."""
+        if pieces is not None:
+            self._hang_after(pieces)
+        self._transport: HTTPTransport[dict[str, object]] = HTTPTransport(LIMIT, hostname="127.0.0.1")
+        self._transport.send_checkpoint([1], step, make_state(megabytes), LIMIT)
+        return self._transport.metadata()
 
+    def wait_until_it_hangs(self) -> bool:
+        return self._hangs.wait(LIMIT.total_seconds())
 
-def main() -> None:
-    step, megabytes, pieces = map(int, sys.argv[1:])
-    transport: HTTPTransport[dict[str, object]] = HTTPTransport(timedelta(seconds=60), hostname="127.0.0.1")
-    if pieces:
-        stop_transfers_after(pieces)
-    transport.send_checkpoint([1], step, make_state(megabytes), timedelta(seconds=60))
-    sys.stdout.write(f"offering at {transport.metadata()}\n")
-    threading.Event().wait()
+    def _hang_after(self, pieces: int) -> None:
+        whole, hangs = EncodedState.part, self._hangs
 
+        def part(state: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
+            for number, piece in enumerate(whole(state, index, count)):
+                if number == pieces:
+                    hangs.set()
+                    threading.Event().wait()
+                yield piece
 
-if __name__ == "__main__":
-    main()
+        EncodedState.part = part  # type: ignore[method-assign]

@@ -6,25 +6,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
+from tests.stores import serve_store
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
 
 LIMIT_S = 60.0
-
-
-def serve_store() -> TCPStore:
-    """Return a store that sees IPv4 addresses: about others it would ask the name server, and wait for it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 class StoreHost:

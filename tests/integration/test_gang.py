@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.integration import gang_job
-from tests.integration.gloo_member import serve_store
+from tests.stores import serve_store
 from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Ranks, running
 

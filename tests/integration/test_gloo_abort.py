@@ -15,12 +15,13 @@ from typing import TypeVar
 import pytest
 import torch
 
+from tests.stores import serve_store
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.gloo import group as gloo
 from torchft_like.testing.ranks import Rank, end_all
 
-from .gloo_member import LIMIT_S, Member, StoreHost, serve_store
+from .gloo_member import LIMIT_S, Member, StoreHost
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.integration import coordinator_job as job
 from tests.integration.coordinator_mistakes import CASES
-from tests.integration.gloo_member import serve_store
+from tests.stores import serve_store
 from torchft_like.testing.ranks import Rank, Ranks, running
 
 pytestmark = pytest.mark.integration

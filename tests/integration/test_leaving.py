@@ -110,7 +110,7 @@ def test_an_interrupt_ends_a_replica_that_has_just_registered(tmp_path: Path) ->
 def test_an_interrupt_ends_a_replica_that_waits_for_a_quorum(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")
-        cluster.wait_until(a.ranks[0].attempts, "a begins a step")
+        cluster.wait_until(lambda: a.ranks[0].records("attempt"), "a begins a step")
         interrupt(cluster, a.ranks[0])
         assert not a.ranks[0].commits()
 

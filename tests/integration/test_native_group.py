@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.stores import serve_store
 from torchft_like.errors import ConfigError
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.native import adopted
 
 from .cluster import CHECKED, Cluster
-from .gloo_member import serve_store
 from .options import WorkerOptions
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), *CHECKED]

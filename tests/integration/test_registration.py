@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.stores import serve_store
 from torchft_like.testing.cluster import Cluster
 from torchft_like.testing.ranks import LIMIT_S, Ranks, running
 
 from . import torch_job as job
-from .gloo_member import serve_store
 
 pytestmark = pytest.mark.integration
 

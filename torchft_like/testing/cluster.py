@@ -145,16 +145,12 @@ class Rank(Daemon):
         self._commits += map(commit_of, new)
         return self._commits
 
-    def attempts(self) -> list[Record]:
-        """Return the steps that the rank has begun."""
-        return self._journal.records("attempt")
-
     def faults(self) -> list[Record]:
         """Return the planned faults that have struck."""
         return self._journal.records("fault")
 
     def records(self, kind: str) -> list[Record]:
-        """Return the records of its journal."""
+        """Return the records of its journal: "attempt" for the steps that it has begun, and so on."""
         return self._journal.records(kind)
 
     def events(self, kind: str | None = None) -> list[Record]:

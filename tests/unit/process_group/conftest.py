@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from tests.stores import serve_store
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
 T = TypeVar("T")
@@ -70,16 +70,7 @@ class Party:
 
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
-    """Return a TCPStore server on loopback.
-
-    With a listener of ours it sees IPv4 addresses; of its own IPv6-mapped ones it asks the name
-    server about every client, and stands still until that answers.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return serve_store()
 
 
 @pytest.fixture
