@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -88,12 +87,6 @@ def test_a_group_may_have_another_backend_than_its_parent(ranks: Ranks, store: T
     ranks.ask(job.init, "cpu:torchft-gloo", WORLD, agents(store))
     torchs = ranks.ask(job.sub_group, "gloo", [0, 1])
     assert torchs[:2] == [("gloo", [0, 1], rank, 3.0) for rank in (0, 1)]
-
-
-def test_split_group_is_refused_by_torch_with_a_reason(ranks: Ranks, store: TCPStore) -> None:
-    ranks.ask(job.init, "torchft-gloo", WORLD, agents(store))
-    reasons = ranks.ask(job.split)
-    assert all(re.match("RuntimeError: No (device|backend)", reason) for reason in reasons), reasons
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,6 @@ def objects(here: Here, rank: int) -> list[Any]:
     return gathered
 
 
-def split(here: Here, rank: int) -> str:
-    try:
-        dist.split_group(split_ranks=[[0, 1]])
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return f"{type(error).__name__}: {error}"
-    return "it split"
-
-
 def destroy(here: Here, rank: int) -> str:
     dist.destroy_process_group()
     return "destroyed"

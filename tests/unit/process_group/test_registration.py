@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
@@ -165,21 +164,6 @@ def test_torch_keeps_a_registered_group_alive_and_nothing_keeps_an_unregistered_
     del again
     gc.collect()
     assert alive() is None
-
-
-def test_functional_collectives_find_the_group_by_its_name_until_it_is_unregistered(party: Party) -> None:
-    def act(rank: int, group: Any) -> float:
-        return float(functional.all_reduce(torch.tensor([rank + 1.0]), "sum", group.group_name))
-
-    groups = party.meet(2)
-    for group in groups:
-        group.register(fresh_name())
-    assert party.together(groups, act) == [3.0, 3.0]
-    names: list[Any] = [group.group_name for group in groups]
-    for group in groups:
-        group.unregister()
-    with pytest.raises(RuntimeError, match="resolve"):
-        functional.all_reduce(torch.ones(1), "sum", names[0])
 
 
 def test_what_is_under_way_survives_unregistering(party: Party) -> None:
