@@ -40,8 +40,8 @@ class Source:
     def _hang_after(self, pieces: int) -> None:
         whole, hangs = EncodedState.part, self._hangs
 
-        def part(state: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-            for number, piece in enumerate(whole(state, index, count)):
+        def part(self: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
+            for number, piece in enumerate(whole(self, index, count)):
                 if number == pieces:
                     hangs.set()
                     threading.Event().wait()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
-from tests.integration.gloo_member import serve_store
+from tests.stores import serve_store
 from torchft_like.testing.cluster import host_of_its_own
 from torchft_like.testing.ranks import Ranks, running
 
