@@ -92,11 +92,14 @@ def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: Quoru
     unknown: Any = UnknownFieldSet(member)
     if any(field.wire_type == _GROUP_BEGINS for field in unknown):
         return "a member with a protobuf group: in a quorum it may be nested too deep to be read"
-    if member.step < 0:
-        return f"step {member.step} is below 0"
-    return _about_number("step", member.step, STEP_MAX) or _about_number(
+    return about_step(member.step) or _about_number(
         "commit_quorum_id", member.commit_quorum_id, limit.quorum_id
     )
+
+
+def about_step(step: int) -> str | None:
+    """Check the number of a step."""
+    return f"step {step} is below 0" if step < 0 else _about_number("step", step, STEP_MAX)
 
 
 def _about_number(name: str, number: int, highest: int) -> str | None:

@@ -8,7 +8,16 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.quorum import LeftOut, Member, MemberLost, Quorum, QuorumBroken, QuorumOver
+from lighthouse.core.quorum import (
+    HoldQuorum,
+    LeftOut,
+    Member,
+    MemberLost,
+    Quorum,
+    QuorumBroken,
+    QuorumOver,
+    QuorumReleased,
+)
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")
@@ -53,12 +62,13 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.commit_quorum_id,
         message.broken_quorum_id,
         message.SerializeToString(),
+        message.may_stand,
     )
 
 
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
     """Serialize the quorum with every member as it joined; `created` is in seconds since the Unix epoch."""
-    message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round)
+    message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round, stands=quorum.stands)
     message.created.FromNanoseconds(int(created * 1e9))
     for member in quorum.participants:
         message.participants.add().MergeFromString(cast(bytes, member.message))
@@ -113,3 +123,15 @@ def left_out(left: LeftOut, replica_id: str) -> bytes:
     unreachable = [one if other == replica_id else other for one, other in own]
     message = pb.LeftOut(quorum_id=left.quorum_id, replica_id=replica_id, unreachable_replica_ids=unreachable)
     return pb.SessionResponse(left_out=message).SerializeToString()
+
+
+def hold(hold: HoldQuorum) -> bytes:
+    """Serialize the request to begin no further step in a quorum that stands."""
+    message = pb.HoldQuorum(quorum_id=hold.quorum_id, round=hold.round)
+    return pb.SessionResponse(hold=message).SerializeToString()
+
+
+def released(released: QuorumReleased) -> bytes:
+    """Serialize the step at which all members of a quorum that stood ask for the next one."""
+    message = pb.ReleaseQuorum(quorum_id=released.quorum_id, round=released.round, ask_at=released.ask_at)
+    return pb.SessionResponse(release=message).SerializeToString()

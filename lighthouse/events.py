@@ -27,6 +27,8 @@ Field = str | int | float | bool | None | list[str]
 LEVELS: Mapping[str, int] = {
     "settings": logging.INFO,  # a Manager starts: settings, each with its value and where it came from
     "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
+    "stands": logging.INFO,  # its members go on in the quorum without asking for another one
+    "hold": logging.INFO,  # they were asked to hold, for a replica that wants a quorum or has left: member
     "register": logging.INFO,  # a replica group opened its session: member
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
@@ -136,6 +138,8 @@ def _divergence_sentence(fields: Fields) -> str:
 _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "settings": lambda f: f"settings: {', '.join(f['settings'] if isinstance(f['settings'], list) else [])}",
     "quorum": _quorum_sentence,
+    "stands": lambda _: "the quorum stands: its members ask for no other until something happens",
+    "hold": lambda f: f"the quorum stands no more, because of {short_name(str(f['member']))}",
     "register": lambda f: f"{short_name(str(f['member']))} registered",
     "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
@@ -153,6 +157,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
 
 
 Subscriber = Callable[[Event], None]
+Wants = Callable[[str], bool]
 
 
 class EventLog:
@@ -170,13 +175,16 @@ class EventLog:
         """
         self._source = source
         self._logger = logger
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: list[tuple[Subscriber, Wants]] = []
         if path := os.environ.get(EVENT_FILE_ENV):
-            self._subscribers.append(_file_of_environment(path))
+            self.subscribe(_file_of_environment(path))
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` with every record from now on."""
-        self._subscribers.append(subscriber)
+    def subscribe(self, subscriber: Subscriber, wants: Wants = lambda _: True) -> None:
+        """Call `subscriber` with every record from now on whose kind it `wants`.
+
+        Each step writes a record, which takes longer to make than the rest of a quiet step.
+        """
+        self._subscribers.append((subscriber, wants))
 
     def emit(
         self,
@@ -190,11 +198,14 @@ class EventLog:
     ) -> None:
         """Write one record; `kind` is a key of `LEVELS`."""
         level = LEVELS[kind]
-        if not self._subscribers and not self._logger.isEnabledFor(level):
+        is_logged = self._logger.isEnabledFor(level)
+        subscribers = [subscriber for subscriber, wants in self._subscribers if wants(kind)]
+        if not subscribers and not is_logged:
             return
         event = Event(kind, self._source, time.time(), replica_id, group_rank, step, quorum_id, fields)
-        self._logger.log(level, "%s", event.to_text(), extra={"event": event.to_dict()})
-        for subscriber in self._subscribers:
+        if is_logged:
+            self._logger.log(level, "%s", event.to_text(), extra={"event": event.to_dict()})
+        for subscriber in subscribers:
             try:
                 subscriber(event)
             except Exception:

@@ -26,12 +26,14 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
+    HoldQuorum,
     LeftOut,
     MemberLost,
     QuorumBroken,
     QuorumCore,
     QuorumFormed,
     QuorumOver,
+    QuorumReleased,
 )
 from lighthouse.events import EventLog
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server
@@ -199,6 +201,7 @@ class Lighthouse:
             QuorumNumber(register.last_quorum_id, register.last_quorum_round),
             register.last_quorum_replica_ids,
             self._loop.time(),
+            register.last_quorum_stands,
         )
         self._apply(decisions)
         return session
@@ -211,7 +214,7 @@ class Lighthouse:
                 return "its connection ended, or it hung up without a leave"
             kind = request.WhichOneof("request") if request is not None else "bytes"
             if kind == "leave":
-                self._leave(session, request.leave.reason[: admission.TEXT_MAX])
+                self._leave(session, request.leave)
                 return "left"
             complaint = self._about_request(session, kind, request)
             if complaint is not None:
@@ -224,6 +227,9 @@ class Lighthouse:
         now = self._loop.time()
         if request.WhichOneof("request") == "join":
             return self._core.join(number, codec.member_from_wire(request.join), now)
+        if request.WhichOneof("request") == "holds":
+            holds = request.holds
+            return self._core.hold(number, QuorumNumber(holds.quorum_id, holds.round), holds.step, now)
         return self._core.report_links(number, request.broken_links.unreachable_replica_ids, now)
 
     def _about_request(
@@ -233,6 +239,8 @@ class Lighthouse:
             return admission.about_member(request.join, self.config, self._believable())
         if kind == "broken_links":
             return admission.about_links(request.broken_links)
+        if kind == "holds":
+            return admission.about_step(request.holds.step)
         if kind is None and codec.unknown_fields(
             request
         ):  # a newer replica says more than this version knows
@@ -245,11 +253,12 @@ class Lighthouse:
         if self._server is not None:
             self._apply(self._core.lost(session.number, reason, self._loop.time()))
 
-    def _leave(self, session: ReplicaSession, reason: str) -> None:
+    def _leave(self, session: ReplicaSession, leave: pb.Leave) -> None:
         if self._core.replica_of(session.number) is None:
             return
+        reason = leave.reason[: admission.TEXT_MAX]
         self.events.emit("leave", member=session.replica_id, reason=reason)
-        self._apply(self._core.leave(session.number, self._loop.time()))
+        self._apply(self._core.leave(session.number, self._loop.time(), leave.step))
         self._answer(session.replica_id, _REPLICA_GONE)
 
     def _admit(self, replica_id: str, complaint: str | None) -> None:
@@ -287,6 +296,11 @@ class Lighthouse:
                 self._warn(decision)
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
+            elif isinstance(decision, HoldQuorum):
+                self._send_all(decision.sessions, codec.hold(decision))
+                self.events.emit("hold", quorum_id=decision.quorum_id, member=decision.replica_id)
+            elif isinstance(decision, QuorumReleased):
+                self._send_all(decision.sessions, codec.released(decision))
             else:
                 self._end(decision.session, _SUPERSEDED)
         self._arm()
@@ -294,9 +308,7 @@ class Lighthouse:
     def _announce(self, formed: QuorumFormed) -> None:
         quorum = codec.quorum_to_wire(formed.quorum, time.time())
         if formed.sessions:
-            message = codec.quorum_for_sessions(quorum)
-            for number in formed.sessions:
-                self._send(number, message)
+            self._send_all(formed.sessions, codec.quorum_for_sessions(quorum))
         if formed.callers:
             answer = codec.quorum_for_callers(quorum)
             for replica_id in formed.callers:
@@ -309,19 +321,17 @@ class Lighthouse:
                 joined=list(formed.joined),
                 left=list(formed.left),
             )
+        if formed.quorum.stands:
+            self.events.emit("stands", quorum_id=formed.quorum.quorum_id)
 
     def _alarm(self, lost: MemberLost) -> None:
-        message = codec.member_lost(lost)
-        for number in lost.sessions:
-            self._send(number, message)
+        self._send_all(lost.sessions, codec.member_lost(lost))
         self.events.emit("loss", quorum_id=lost.quorum_id, member=lost.replica_id, reason=lost.reason)
         if lost.replica_id not in self._core:
             self._answer(lost.replica_id, _REPLICA_GONE)
 
     def _warn(self, broken: QuorumBroken) -> None:
-        message = codec.quorum_broken(broken)
-        for number in broken.sessions:
-            self._send(number, message)
+        self._send_all(broken.sessions, codec.quorum_broken(broken))
 
     def _leave_out(self, left: LeftOut) -> None:
         for number, replica_id in left.sessions:
@@ -329,6 +339,10 @@ class Lighthouse:
         links = [f"{one} - {other}" for one, other in left.links[:_LINKS_TOLD_MAX]]
         members = list(left.replica_ids)
         self.events.emit("left_out", quorum_id=left.quorum_id, members=members, links=links)
+
+    def _send_all(self, numbers: Iterable[int], message: bytes) -> None:
+        for number in numbers:
+            self._send(number, message)
 
     def _send(self, number: int, message: bytes) -> None:
         session = self._sessions.get(number)

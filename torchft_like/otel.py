@@ -67,14 +67,16 @@ def followed(events: EventLog) -> EventLog:
     """
     for name in _LOGGERS.values():
         setup_logger(name)
-    events.subscribe(_tell)
+    events.subscribe(_tell, _is_wanted)
     return events
 
 
+def _is_wanted(kind: str) -> bool:
+    name = _LOGGERS.get(kind)
+    return name is not None and logging.getLogger(name).isEnabledFor(logging.INFO)
+
+
 def _tell(event: Event) -> None:
-    name = _LOGGERS.get(event.kind)
-    if name is None or not (logger := logging.getLogger(name)).isEnabledFor(logging.INFO):
-        return
     extra: dict[str, object] = {
         "job_id": os.environ.get("JOB_ID", "unknown"),
         "replica_id": event.replica_id,
@@ -86,7 +88,7 @@ def _tell(event: Event) -> None:
         extra["commit_result"] = event.fields["committed"]
     elif event.kind == "abort":
         extra |= {"error": "process_group_abort", "reason": event.fields["reason"]}
-    logger.info("%s", event.to_text(), extra=extra)
+    logging.getLogger(_LOGGERS[event.kind]).info("%s", event.to_text(), extra=extra)
 
 
 class _Handler(logging.Handler):

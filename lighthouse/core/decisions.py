@@ -36,8 +36,8 @@ class QuorumState(enum.Enum):
 class Member(NamedTuple):
     """A replica group as it joined: the fields of its `QuorumMember` (torchft.proto) that the rules look at.
 
-    `message` is the whole of it, which the other members of the quorum receive. The core does not look into
-    it.
+    `may_stand` says that this replica could go on in the quorum without asking for the next one. `message` is
+    the whole of it, which the other members of the quorum receive. The core does not look into it.
     """
 
     replica_id: str
@@ -47,14 +47,18 @@ class Member(NamedTuple):
     commit_quorum_id: int = 0
     broken_quorum_id: int = 0
     message: object = None
+    may_stand: bool = False
 
 
 class Quorum(NamedTuple):
-    """The replica groups that train together; participants are sorted by replica id."""
+    """The replica groups that train together; participants are sorted by replica id. They go on in a quorum
+    that `stands` without asking for the next one (`standing.py`).
+    """
 
     quorum_id: int
     round: int
     participants: tuple[Member, ...]
+    stands: bool = False
 
 
 class QuorumFormed(NamedTuple):
@@ -126,4 +130,34 @@ class LeftOut(NamedTuple):
     sessions: tuple[tuple[int, str], ...]  # each with its replica
 
 
-Decision = QuorumFormed | MemberLost | SessionSuperseded | QuorumOver | QuorumBroken | LeftOut
+class HoldQuorum(NamedTuple):
+    """Ask these sessions, which are in the quorum, to begin no further step until they are told more.
+
+    `replica_id` is the replica for which they hold: one that wants a quorum, or has left.
+    """
+
+    quorum_id: int
+    round: int
+    replica_id: str
+    sessions: tuple[int, ...]
+
+
+class QuorumReleased(NamedTuple):
+    """Tell these sessions at which step all members of the quorum ask for the next one."""
+
+    quorum_id: int
+    round: int
+    ask_at: int
+    sessions: tuple[int, ...]
+
+
+Decision = (
+    QuorumFormed
+    | MemberLost
+    | SessionSuperseded
+    | QuorumOver
+    | QuorumBroken
+    | LeftOut
+    | HoldQuorum
+    | QuorumReleased
+)

@@ -23,6 +23,7 @@ class Facts:
     expected: Collection[str]
     left_out: Collection[str]
     links: Collection[Link]
+    standing: str
     state: QuorumState
     candidates: int
     min_replicas: int
@@ -41,6 +42,7 @@ def describe(facts: Facts) -> str:
     lines = [
         f"last quorum {facts.last_id}: {_names(facts.last)}" if facts.last else "no quorum so far",
         f"gone since: {_names(facts.departed)}" if facts.departed else "",
+        facts.standing,
         f"joined: {_names(joined)}",
         f"awaited: {_names(awaited)}",
         f"expected back after a restart: {_names(expected)}" if expected else "",

@@ -43,18 +43,21 @@ do, so the members that have the quorum are told that the others came back witho
 A member may also find that it cannot use the process group of the last quorum, perhaps before it has
 met the others in it. Its join says so, and the others are told not to wait for it.
 Only sessions report. Nothing is concluded about unary callers, which report nothing.
+
+A quorum may stand: then its members ask for no other one until they are told to (`standing.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
+    HoldQuorum,
     LeftOut,
     Link,
     Member,
@@ -63,17 +66,20 @@ from lighthouse.core.decisions import (
     QuorumBroken,
     QuorumFormed,
     QuorumOver,
+    QuorumReleased,
     QuorumState,
     SessionSuperseded,
 )
 from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.links import Links, leave_out
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
+from lighthouse.core.standing import StandingQuorum
 
 __all__ = [
     "ALARMS_PER_QUORUM_MAX",
     "NO_QUORUM",
     "Decision",
+    "HoldQuorum",
     "LeftOut",
     "Member",
     "MemberLost",
@@ -82,6 +88,7 @@ __all__ = [
     "QuorumCore",
     "QuorumFormed",
     "QuorumOver",
+    "QuorumReleased",
     "SessionSuperseded",
 ]
 
@@ -127,6 +134,7 @@ class QuorumCore:
         self._departed: set[str] = set()
         self._alarms = 0
         self._has_formed = False
+        self._standing: StandingQuorum | None = None  # the last quorum, while it stands
 
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._missing = 0  # members of the last quorum that have not joined
@@ -138,10 +146,16 @@ class QuorumCore:
     # -- sessions
 
     def register(
-        self, session: int, replica_id: str, last: QuorumNumber, last_ids: Iterable[str], now: float
+        self,
+        session: int,
+        replica_id: str,
+        last: QuorumNumber,
+        last_ids: Iterable[str],
+        now: float,
+        stands: bool = False,
     ) -> list[Decision]:
         """Handle a replica that opened a session (a number never used before) and says which quorum it saw
-        last.
+        last, and whether that stood.
 
         For a replica that has seen none, the id of `last` is 0 or less and `last_ids` is empty. For a replica
         that does not know of rounds, its round is 0.
@@ -152,9 +166,11 @@ class QuorumCore:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
         self._links.forget(replica_id)
-        self._learn(last, last_ids, now, decisions)
+        self._learn(last, last_ids, now, decisions, stands)
         if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
+        else:
+            self._remind(session, replica_id, decisions)
         if self._is_over(last):
             decisions.append(QuorumOver(session, replica_id, last.quorum_id))
         self._form(now, decisions)
@@ -169,6 +185,7 @@ class QuorumCore:
             self._enter(member, now).in_session = True
             if 0 < member.broken_quorum_id == self._number.quorum_id:
                 self._break(member.replica_id, decisions)
+            self._stand_no_more(member.replica_id, member.step, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -182,14 +199,28 @@ class QuorumCore:
             self._links.report(replica_id, unreachable)
         return decisions
 
-    def leave(self, session: int, now: float) -> list[Decision]:
-        """Handle the orderly end of a replica, which alarms no other."""
+    def hold(self, session: int, number: QuorumNumber, step: int, now: float) -> list[Decision]:
+        """Handle a member that begins no step from this one on until it is told more: it was asked to hold,
+        or a rank of it asks for a quorum, and the other members have to hold, too.
+        """
+        decisions = self.advance(now)
+        replica_id, standing = self._healthy.owner_of(session), self._standing
+        if standing is not None and number == self._number and replica_id in standing.members:
+            standing.holds(replica_id, step)
+            self._hold(replica_id, decisions)
+        return decisions
+
+    def leave(self, session: int, now: float, step: int = 0) -> list[Decision]:
+        """Handle the orderly end of a replica before this step, which alarms no other that has not begun
+        it.
+        """
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
             self._forget(replica_id)
             if replica_id in self._last:
                 self._departed.add(replica_id)
+                self._stand_no_more(replica_id, step, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -209,6 +240,7 @@ class QuorumCore:
         decisions = self.advance(now)
         self._healthy.open_call(member.replica_id)
         self._enter(member, now).in_call = True
+        self._stand_no_more(member.replica_id, member.step, decisions)
         self._form(now, decisions)
         return decisions
 
@@ -282,6 +314,7 @@ class QuorumCore:
             expected=self._healthy.expected_ids(),
             left_out=[i for i, join in self._joined.items() if join.left_out],
             links=self._links.among(set(self._healthy.ids())),
+            standing=self._standing.describe(now) if self._standing is not None else "",
             state=self._state(now),
             candidates=self._candidates(),
             min_replicas=self._min_replicas,
@@ -380,12 +413,14 @@ class QuorumCore:
         self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
         self._has_formed = True
         self._begin_round(chosen, now)
+        stands = not self._joined and _can_stand(chosen.values())
+        self._standing = StandingQuorum(self._last, now) if stands else None
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
         for replica_id in callers:
             self._healthy.close_call(replica_id, now)
         return QuorumFormed(
-            Quorum(*number, tuple(chosen[i].member for i in ids)),
+            Quorum(*number, tuple(chosen[i].member for i in ids), stands),
             sessions=self._sessions(i for i in ids if chosen[i].in_session),
             callers=callers,
             new_id=number.quorum_id != last_id,
@@ -464,6 +499,7 @@ class QuorumCore:
             return False
         self._departed.add(replica_id)
         self._alarms += 1
+        self._standing = None
         # Survivors that have given the quorum up are told, too: their operators want to know which replica
         # was lost.
         survivors = sorted(self._last - {replica_id}) if self._alarms <= ALARMS_PER_QUORUM_MAX else []
@@ -476,8 +512,43 @@ class QuorumCore:
             return
         self._departed.add(replica_id)
         self._alarms += 1
+        self._standing = None
         survivors = sorted(self._last - self._departed)
         decisions.append(QuorumBroken(self._number.quorum_id, replica_id, self._sessions(survivors)))
+
+    # -- the quorum that stands
+
+    def _stand_no_more(self, replica_id: str, step: int, decisions: list[Decision]) -> None:
+        """Handle a replica that wants a quorum, or has left, while one stands."""
+        if (standing := self._standing) is not None:
+            if replica_id in standing.members:
+                standing.ends_at(replica_id, step)
+            self._hold(replica_id, decisions)
+
+    def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
+        """Ask the members to hold for a replica, and name the step once all have answered."""
+        standing = self._standing
+        if standing is None:
+            return
+        if sessions := self._sessions(standing.hold(replica_id)):
+            decisions.append(HoldQuorum(*self._number, replica_id, sessions))
+        if standing.ask_at is not None or not standing.is_settled:
+            return
+        if (culprit := standing.settle()) is not None:
+            self._break(culprit, decisions)
+        elif standing.ask_at is not None and (sessions := self._sessions(standing.holding)):
+            decisions.append(QuorumReleased(*self._number, standing.ask_at, sessions))
+
+    def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:
+        """Tell a member that has a new session what it may have missed in the last one."""
+        standing = self._standing
+        if standing is None or standing.has_ended_for(replica_id):
+            return
+        if standing.ask_at is not None:
+            decisions.append(QuorumReleased(*self._number, standing.ask_at, (session,)))
+        elif standing.held_for is not None:
+            standing.came_back(replica_id)
+            decisions.append(HoldQuorum(*self._number, standing.held_for, (session,)))
 
     def _is_over(self, number: QuorumNumber) -> bool:
         """Return whether members of that quorum were told to give it up, or have gone on without it."""
@@ -491,7 +562,14 @@ class QuorumCore:
         sessions = (self._healthy.session_of(i) for i in replica_ids)
         return tuple(session.number for session in sessions if session is not None)
 
-    def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
+    def _learn(
+        self,
+        number: QuorumNumber,
+        ids: Iterable[str],
+        now: float,
+        decisions: list[Decision],
+        stands: bool,
+    ) -> None:
         """Learn from the last quorum that a replica knows of, which is news only after this lighthouse was
         restarted.
         """
@@ -501,6 +579,7 @@ class QuorumCore:
         if number.quorum_id <= 0 or number <= self._number or not ids or self._has_formed:
             return
         self._adopt(number, ids)
+        self._standing = StandingQuorum(ids, now) if stands else None
         decisions += [
             QuorumOver(session.number, replica_id, session.last.quorum_id)
             for replica_id, session in self._healthy.sessions()
@@ -512,6 +591,8 @@ class QuorumCore:
             session = self._healthy.session_of(replica_id)
             if session is not None and session.last != number:
                 self._depart(replica_id, "came back without the quorum", decisions)
+        for replica_id in sorted(self._joined):  # before this lighthouse knew that a quorum stands
+            self._stand_no_more(replica_id, self._joined[replica_id].member.step, decisions)
 
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
@@ -521,3 +602,16 @@ class QuorumCore:
     def _use_up(self, quorum_id: int) -> None:
         if quorum_id > self._highest_id:
             self._highest_id = quorum_id + self._leap
+
+
+def _can_stand(joins: Collection[_Join]) -> bool:
+    """Return whether these replicas can go on in their quorum by themselves.
+
+    One alone cannot: it would complete its collectives also where the lighthouse has gone on without it.
+    """
+    members = [join.member for join in joins]
+    return (
+        len({(member.step, member.commit_quorum_id) for member in members}) == 1 < len(members)
+        and all(join.in_session for join in joins)
+        and all(member.may_stand and not member.commit_failures for member in members)
+    )

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class QuorumMember(_message.Message):
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MAY_STAND_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -35,19 +36,22 @@ class QuorumMember(_message.Message):
     commit_quorum_id: int
     fingerprint: bytes
     broken_quorum_id: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ...) -> None: ...
+    may_stand: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "participants", "created", "round")
+    __slots__ = ("quorum_id", "participants", "created", "round", "stands")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
     created: _timestamp_pb2.Timestamp
     round: int
-    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ...) -> None: ...
+    stands: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ..., stands: bool = ...) -> None: ...
 
 class LighthouseQuorumRequest(_message.Message):
     __slots__ = ("requester",)
@@ -72,16 +76,28 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("register", "join", "leave", "broken_links")
+    __slots__ = ("register", "join", "leave", "broken_links", "holds")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     BROKEN_LINKS_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     join: QuorumMember
     leave: Leave
     broken_links: BrokenLinks
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ...) -> None: ...
+    holds: Holds
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ...) -> None: ...
+
+class Holds(_message.Message):
+    __slots__ = ("quorum_id", "round", "step")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    round: int
+    step: int
+    def __init__(self, quorum_id: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class BrokenLinks(_message.Message):
     __slots__ = ("unreachable_replica_ids",)
@@ -90,7 +106,7 @@ class BrokenLinks(_message.Message):
     def __init__(self, unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round")
+    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round", "last_quorum_stands")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +114,7 @@ class Register(_message.Message):
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ROUND_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_STANDS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -105,27 +122,52 @@ class Register(_message.Message):
     last_quorum_id: int
     last_quorum_replica_ids: _containers.RepeatedScalarFieldContainer[str]
     last_quorum_round: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ...) -> None: ...
+    last_quorum_stands: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "step")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    step: int
+    def __init__(self, reason: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "config_changed", "left_out")
+    __slots__ = ("registered", "quorum", "member_lost", "config_changed", "left_out", "hold", "release")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
     CONFIG_CHANGED_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     registered: JobConfig
     quorum: Quorum
     member_lost: MemberLost
     config_changed: JobConfig
     left_out: LeftOut
-    def __init__(self, registered: _Optional[_Union[JobConfig, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., config_changed: _Optional[_Union[JobConfig, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ...) -> None: ...
+    hold: HoldQuorum
+    release: ReleaseQuorum
+    def __init__(self, registered: _Optional[_Union[JobConfig, _Mapping]] = ..., quorum: _Optional[_Union[Quorum, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., config_changed: _Optional[_Union[JobConfig, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ...) -> None: ...
+
+class HoldQuorum(_message.Message):
+    __slots__ = ("quorum_id", "round")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    round: int
+    def __init__(self, quorum_id: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class ReleaseQuorum(_message.Message):
+    __slots__ = ("quorum_id", "round", "ask_at")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ASK_AT_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    round: int
+    ask_at: int
+    def __init__(self, quorum_id: _Optional[int] = ..., round: _Optional[int] = ..., ask_at: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "unreachable_replica_ids")
@@ -158,7 +200,7 @@ class MemberLost(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +211,7 @@ class ManagerQuorumRequest(_message.Message):
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MAY_STAND_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -179,10 +222,11 @@ class ManagerQuorumRequest(_message.Message):
     commit_quorum_id: int
     fingerprint: bytes
     broken_quorum_id: int
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ...) -> None: ...
+    may_stand: bool
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +243,7 @@ class ManagerQuorumResponse(_message.Message):
     RECONFIGURE_HANDLES_FIELD_NUMBER: _ClassVar[int]
     HEALING_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
     DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     recover_src_replica_rank: int
@@ -215,7 +260,8 @@ class ManagerQuorumResponse(_message.Message):
     reconfigure_handles: _containers.RepeatedScalarFieldContainer[str]
     healing_replica_ids: _containers.RepeatedScalarFieldContainer[str]
     divergence: Divergence
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ...) -> None: ...
+    stands: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ...) -> None: ...
 
 class Divergence(_message.Message):
     __slots__ = ("replica_ids", "group_ranks", "kept", "tied", "comparable", "heals")
@@ -278,16 +324,18 @@ class KillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RankSessionRequest(_message.Message):
-    __slots__ = ("register", "join", "vote", "leave")
+    __slots__ = ("register", "join", "vote", "leave", "holds")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     register: RankRegister
     join: ManagerQuorumRequest
     vote: ShouldCommitRequest
     leave: Leave
-    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    holds: Holds
+    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ...) -> None: ...
 
 class RankRegister(_message.Message):
     __slots__ = ("group_rank",)
@@ -296,7 +344,7 @@ class RankRegister(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
 
 class RankSessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out")
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out", "hold", "release")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +352,8 @@ class RankSessionResponse(_message.Message):
     GROUP_LOST_FIELD_NUMBER: _ClassVar[int]
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     registered: RankRegistered
     quorum: ManagerQuorumResponse
     member_lost: MemberLost
@@ -311,7 +361,9 @@ class RankSessionResponse(_message.Message):
     group_lost: GroupLost
     step_lost: StepLost
     left_out: LeftOut
-    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ...) -> None: ...
+    hold: HoldQuorum
+    release: ReleaseQuorum
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ...) -> None: ...
 
 class RankRegistered(_message.Message):
     __slots__ = ("replica_id",)

@@ -12,6 +12,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
+    HoldQuorum,
     LeftOut,
     Member,
     MemberLost,
@@ -19,6 +20,7 @@ from lighthouse.core.quorum import (
     QuorumCore,
     QuorumFormed,
     QuorumOver,
+    QuorumReleased,
 )
 from tests.simulation.world import DEAD, RUNNING, Process, Session
 
@@ -84,7 +86,9 @@ class SimLighthouse(Process):
         """Accept a connection: the system does so even for a process that is stopped."""
         self._opening[session] = None
 
-    def hear_register(self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...]) -> None:
+    def hear_register(
+        self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...], stands: bool
+    ) -> None:
         """Handle the first message of a session."""
         if session.lost_up or not session.server_open:
             return
@@ -98,7 +102,7 @@ class SimLighthouse(Process):
         world.checker.connected(replica.replica_id)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
-        self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now))
+        self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now, stands))
 
     def hear_join(self, session: Session, member: Member) -> None:
         """Handle a replica group's request for a quorum."""
@@ -111,6 +115,14 @@ class SimLighthouse(Process):
             world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
         self._apply(self._core.join(session.number, member, world.now))
 
+    def hear_holds(self, session: Session, number: QuorumNumber, step: int) -> None:
+        """Handle a replica group that holds before a step of the quorum that stands."""
+        if session.lost_up or not session.server_open:
+            return
+        world = self._world
+        world.tell("lighthouse", "hears that", session.replica.replica_id, "holds before attempt", step)
+        self._apply(self._core.hold(session.number, number, step, world.now))
+
     def hear_links(self, session: Session, unreachable: tuple[str, ...]) -> None:
         """Handle a replica group's report of peers that it cannot reach."""
         if session.lost_up or not session.server_open:
@@ -119,7 +131,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "hears that", session.replica.replica_id, "cannot reach", *unreachable)
         self._apply(self._core.report_links(session.number, unreachable, world.now))
 
-    def hear_leave(self, session: Session) -> None:
+    def hear_leave(self, session: Session, step: int) -> None:
         """Handle a replica group's goodbye."""
         if session.lost_up or not session.server_open:
             return
@@ -127,7 +139,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "hears the leave of", session.replica.replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(session.replica.replica_id)
-        self._apply(self._core.leave(session.number, world.now))
+        self._apply(self._core.leave(session.number, world.now, step))
         self._end(session)
 
     def line_ended(self, session: Session) -> None:
@@ -164,6 +176,8 @@ class SimLighthouse(Process):
                 self._alarm(decision, decision.sessions)
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
+            elif isinstance(decision, HoldQuorum | QuorumReleased):
+                self._hold_or_release(decision)
             elif isinstance(decision, QuorumOver):
                 if decision.session in sessions:
                     world.tell("lighthouse", "says that it is over to", decision.replica_id)
@@ -187,11 +201,25 @@ class SimLighthouse(Process):
             if (session := self.sessions.get(number)) is not None:
                 self._world.send_down(session, session.replica.hear_left_out, session, left.quorum_id)
 
+    def _hold_or_release(self, decision: HoldQuorum | QuorumReleased) -> None:
+        world, number = self._world, QuorumNumber(decision.quorum_id, decision.round)
+        for each in decision.sessions:
+            if (session := self.sessions.get(each)) is None:
+                continue
+            replica = session.replica
+            if isinstance(decision, HoldQuorum):
+                world.tell("lighthouse", "asks", replica.replica_id, "to hold")
+                world.send_down(session, replica.hear_hold, session, number)
+            else:
+                world.tell("lighthouse", "tells", replica.replica_id, "to ask at attempt", decision.ask_at)
+                world.send_down(session, replica.hear_released, session, number, decision.ask_at)
+
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
         ids = tuple([member.replica_id for member in quorum.participants])
         if world.story is not None:
-            world.tell("lighthouse", "forms", f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
+            verb = "forms, to stand," if quorum.stands else "forms"
+            world.tell("lighthouse", verb, f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
         world.checker.announced(quorum.quorum_id, ids)
         for number in formed.sessions:
             session = self.sessions.get(number)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lighthouse.core.decisions import Decision, Link, QuorumState
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
+from lighthouse.core.standing import StandingQuorum
 from tests.simulation.cores import Cores
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
@@ -93,12 +94,17 @@ class _KeepsIdAfterFailure(QuorumCore):
 
 class _ForgetsRounds(QuorumCore):
     def register(
-        self, session: int, replica_id: str, last: QuorumNumber, last_ids: Iterable[str], now: float
+        self,
+        session: int,
+        replica_id: str,
+        last: QuorumNumber,
+        last_ids: Iterable[str],
+        now: float,
+        stands: bool = False,
     ) -> list[Decision]:
         round_number = self._number.round if last.quorum_id == self._number.quorum_id else last.round
-        return super().register(
-            session, replica_id, QuorumNumber(last.quorum_id, round_number), last_ids, now
-        )
+        number = QuorumNumber(last.quorum_id, round_number)
+        return super().register(session, replica_id, number, last_ids, now, stands)
 
 
 class _TellsNobodyThatItIsOver(QuorumCore):
@@ -112,9 +118,16 @@ class _NoAlarmForBroken(QuorumCore):
 
 
 class _LearnsTooLate(QuorumCore):
-    def _learn(self, number: QuorumNumber, ids: Iterable[str], now: float, decisions: list[Decision]) -> None:
+    def _learn(
+        self,
+        number: QuorumNumber,
+        ids: Iterable[str],
+        now: float,
+        decisions: list[Decision],
+        stands: bool,
+    ) -> None:
         self._has_formed = False
-        super()._learn(number, ids, now, decisions)
+        super()._learn(number, ids, now, decisions, stands)
 
 
 class _KeepsTheDead(QuorumCore):
@@ -194,10 +207,14 @@ class _JoinsOnceOnly(ReplicaGroup):
 
 class _ComparesStepsOnly(ReplicaGroup):
     def quorum_formed(
-        self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
     ) -> list[Effect]:
         same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
-        return super().quorum_formed(quorum_id, same, round_number)
+        return super().quorum_formed(quorum_id, same, round_number, stands)
 
 
 class _SpeaksForItsFirstRank(ReplicaGroup):
@@ -242,6 +259,101 @@ class _ProbesNobody(ReplicaGroup):
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         self._links.quorum_formed(())
         return super().rank_joined(join)
+
+
+# -- a quorum that stands
+
+
+class _HoldsNobody(QuorumCore):
+    def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
+        pass
+
+
+class _AsksNobodyAgain(QuorumCore):
+    def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:
+        pass
+
+
+class _ForgetsThatItStands(QuorumCore):
+    def _learn(
+        self,
+        number: QuorumNumber,
+        ids: Iterable[str],
+        now: float,
+        decisions: list[Decision],
+        stands: bool,
+    ) -> None:
+        super()._learn(number, ids, now, decisions, False)
+
+
+class _NamesTheFirstStep(QuorumCore):
+    def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
+        if (standing := self._standing) is not None and standing.ask_at is None:
+            standing._not_begun = dict.fromkeys(
+                standing._not_begun, min(standing._not_begun.values(), default=0)
+            )
+        super()._hold(replica_id, decisions)
+
+
+class _WaitsForOneAnswer(QuorumCore):
+    def hold(self, session: int, number: QuorumNumber, step: int, now: float) -> list[Decision]:
+        for member in self._standing.members if self._standing is not None else ():
+            if self._standing is not None and member not in self._standing._not_done:
+                self._standing._not_begun.setdefault(member, step)
+        return super().hold(session, number, step, now)
+
+
+class _StandsAlone(QuorumCore):
+    def _next_quorum(self, chosen: Any, now: float) -> Any:
+        formed = super()._next_quorum(chosen, now)
+        self._standing = StandingQuorum(self._last, now) if not self._joined else None
+        return formed._replace(quorum=formed.quorum._replace(stands=self._standing is not None))
+
+
+class _AnswersForOneRank(ReplicaGroup):
+    def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> list[Effect]:
+        if self._held is not None:
+            self._held.update(dict.fromkeys(range(self.world_size), step))
+        return super().rank_holds(group_rank, quorum_id, step)
+
+
+class _HoldsWithoutALighthouse(ReplicaGroup):
+    def lighthouse_disconnected(self) -> list[Effect]:
+        return []
+
+
+class _TellsOneRankOnly(ReplicaGroup):
+    def released(self, quorum_id: int, round_number: int, ask_at: int) -> list[Effect]:
+        effects = super().released(quorum_id, round_number, ask_at)
+        return [
+            effect._replace(group_ranks=effect.group_ranks[:1])
+            if isinstance(effect, group_module.ReleaseRanks)
+            else effect
+            for effect in effects
+        ]
+
+
+class _DoesNotHold(StepProtocol):
+    def hold(self, quorum_id: int) -> int:
+        step = super().hold(quorum_id)
+        self.resume()
+        return step
+
+
+class _ForgetsWhatItBegan(StepProtocol):
+    def hold(self, quorum_id: int) -> int:
+        return min(super().hold(quorum_id), self.step)
+
+
+class _AsksAtOnce(StepProtocol):
+    def released(self, quorum_id: int, step: int) -> bool:
+        return super().released(quorum_id, super().hold(quorum_id))
+
+
+class _GoesOnAfterFailures(StepProtocol):
+    def decide(self, committed: bool) -> None:
+        super().decide(committed)
+        self._was_bound = True
 
 
 # -- the step protocol
@@ -368,6 +480,21 @@ MUTANTS = (
     _step("leaves quietly", _LeavesQuietly, "who leaves after a failed step alarms the others"),
     _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
     _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
+    _lighthouse("holds nobody", _HoldsNobody, "a newcomer ends a quorum that stands"),
+    _lighthouse("asks nobody again", _AsksNobodyAgain, "a new session is told what the last one missed"),
+    _lighthouse("forgets that it stands", _ForgetsThatItStands, "a restart, while a quorum stands"),
+    _lighthouse("names the first step", _NamesTheFirstStep, "no member has begun the step that is named"),
+    _lighthouse("waits for one answer", _WaitsForOneAnswer, "every member answers before a step is named"),
+    _lighthouse("lets all quorums stand", _StandsAlone, "a quorum in which somebody heals does not stand"),
+    _group("answers for one rank", _AnswersForOneRank, "the steps of all ranks in the answer"),
+    _group(
+        "holds without a lighthouse", _HoldsWithoutALighthouse, "who holds goes on when nobody tells when"
+    ),
+    _group("tells one rank only", _TellsOneRankOnly, "all ranks ask at the same step"),
+    _step("does not hold", _DoesNotHold, "who was asked to hold begins no step"),
+    _step("forgets what it began", _ForgetsWhatItBegan, "the answer counts the step that was begun"),
+    _step("asks at once", _AsksAtOnce, "all members ask at the step that was named"),
+    _step("goes on after failures", _GoesOnAfterFailures, "after a failed step a quorum is asked for"),
 )
 
 # The first seed, counted from 0, that catches each mutant.
@@ -377,7 +504,7 @@ CAUGHT_BY = {
     "forgets the majority": Caught(6, "one_quorum_per_step"),
     "ignores min_replicas": Caught(1, "one_quorum_per_step"),
     "keeps the id after a failure": Caught(5, "progress"),
-    "forgets rounds": Caught(2391, "progress"),
+    "forgets rounds": Caught(4383, "progress"),
     "does not say it is over": Caught(72, "progress"),
     "does not warn of broken groups": Caught(13, "progress"),
     "learns too late": Caught(8, "one_quorum_per_step"),
@@ -395,7 +522,7 @@ CAUGHT_BY = {
     "compares steps only": Caught(39, "heal_is_clean"),
     "speaks for its first rank": Caught(0, "heal_is_clean"),
     "survives its ranks": Caught(1, "progress"),
-    "probes nobody": Caught(26, "progress"),
+    "probes nobody": Caught(41, "progress"),
     "probes once": Caught(2, "progress"),
     "never tries again": Caught(16, "progress"),
     "gives nothing up": Caught(16, "progress"),
@@ -411,4 +538,17 @@ CAUGHT_BY = {
     "leaves quietly": Caught(29, "progress"),
     "hides broken groups": Caught(5, "progress"),
     "forgets the healed version": Caught(7, "progress"),
+    "holds nobody": Caught(14, "progress"),
+    "asks nobody again": Caught(72, "progress"),
+    "forgets that it stands": Caught(72, "progress"),
+    "names the first step": Caught(131, "agreement"),
+    "waits for one answer": Caught(303, "agreement"),
+    "lets all quorums stand": Caught(5, "progress"),
+    "answers for one rank": Caught(424, "progress"),
+    "tells one rank only": Caught(76, "progress"),
+    "does not hold": Caught(106, "agreement"),
+    "forgets what it began": Caught(131, "agreement"),
+    "asks at once": Caught(14, "progress"),
+    "goes on after failures": Caught(26, "no_zombie"),
+    "holds without a lighthouse": Caught(3231, "progress"),
 }

@@ -17,7 +17,7 @@ from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
-from torchft_like.core.step import Plan, StepRules
+from torchft_like.core.step import Join, Plan, StepRules
 
 if TYPE_CHECKING:
     from tests.simulation.replica import Replica
@@ -31,6 +31,7 @@ LOST = ConnectionError("a member was lost")
 VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
 REPORTED = ValueError("the training script reported an error")
+TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
 
 Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
 Sum = tuple[int, int | None, int]  # a sum of gradients, the parameters they were made from, their number
@@ -54,8 +55,10 @@ class Rank(Process):
         "_hurt",
         "_is_agreed",
         "_is_leaving",
+        "_is_waiting",
         "_lost",
         "_operation",
+        "_own",
         "_plan",
         "_replica_rank",
         "_result",
@@ -100,6 +103,8 @@ class Rank(Process):
         self._result: QuorumResult | None = None
         self._replica_rank = 0
         self._plan: Plan | None = None
+        self._own: Join
+        self._is_waiting = False
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
         self._source: Rank | None = None
         self._heal_until = 0.0
@@ -118,14 +123,28 @@ class Rank(Process):
 
     def begin(self) -> None:
         """Begin a step, as start_quorum does."""
-        replica, world = self.replica, self.replica.world
-        scenario = world.scenario
-        own = self.protocol.begin()
+        scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
+        self._own = self.protocol.begin()
         self._attempt += 1
-        self._is_agreed = self._configured = self._has_computed = False
+        self._has_computed = False
         self._plan = None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
+        self._is_agreed = self._configured = goes_on
+        if goes_on:
+            self.protocol.stand()
+        else:
+            self._ask()
+        if scenario.async_quorum:
+            self._compute()
+
+    def _enter(self) -> bool:
+        """Take part in the attempt, if this rank need not hold."""
+        self._is_waiting = not self.protocol.enter()
+        return not self._is_waiting
+
+    def _ask(self) -> None:
+        replica, scenario, own = self.replica, self.replica.world.scenario, self._own
         join = RankJoin(
             self.number,
             own.step,
@@ -136,10 +155,9 @@ class Rank(Process):
             own.commit_quorum_id,
             b"",
             own.broken_quorum_id,
+            may_stand=own.may_stand and scenario.stands,
         )
         replica.say(self.number, replica.join, join)
-        if scenario.async_quorum:
-            self._compute()
 
     def _compute(self) -> None:
         world = self.replica.world
@@ -155,6 +173,9 @@ class Rank(Process):
     def _reduce(self) -> None:
         """Begin the allreduce of the next bucket, or end the step."""
         protocol, world = self.protocol, self.replica.world
+        if not self._enter():
+            return
+        protocol.bind()
         mesh = self.group_mesh
         if self._bucket == world.scenario.buckets or not protocol.can_communicate or mesh is None:
             if self._bucket < world.scenario.buckets:
@@ -237,7 +258,7 @@ class Rank(Process):
             if not protocol.leaves_in_order:
                 self.die("left after a step that was not committed")
                 return
-            replica.say(self.number, replica.leave, self.number)
+            replica.say(self.number, replica.leave, self.number, protocol.step)
             if self.number > 0:
                 world.after(world.scenario.compute_s * 5, self, self.die, "left")
         else:
@@ -260,6 +281,31 @@ class Rank(Process):
             self._configure(result)
         else:
             self._open()
+
+    def hear_hold(self, quorum_id: int) -> None:
+        """Begin no further step in this quorum, until told more."""
+        step = self.protocol.hold(quorum_id)
+        self.replica.world.tell(self.name, "holds before attempt", step)
+        self.replica.say(self.number, self.replica.holds, self.number, quorum_id, step)
+
+    def hear_released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Go on, and ask for a quorum at this step."""
+        protocol = self.protocol
+        if ask_at is None:
+            protocol.resume()
+        elif not protocol.released(quorum_id, ask_at):
+            self._fail(quorum_id, TOO_LATE)
+        if protocol.is_due and protocol.ask_instead():
+            self.replica.world.tell(self.name, "asks at attempt", protocol.step)
+            self._is_agreed = self._configured = self._is_waiting = False
+            self._ask()
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Enter the attempt that waits as this rank holds, if it need not any longer."""
+        if self._is_waiting:
+            self._reduce()
 
     def hear_lost(self, notice: LossNotice) -> None:
         """Abort what waits for a member that is gone."""

@@ -19,13 +19,16 @@ from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
+    GroupHolds,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
+    HoldRanks,
     LossNotice,
     RankJoin,
     RankQuorum,
     RankVerdict,
+    ReleaseRanks,
     StepLostNotice,
     Verdict,
 )
@@ -112,7 +115,8 @@ class Replica:
         lighthouse.accept(session)
         core = self.core
         number = QuorumNumber(core.last_quorum_id, core.last_quorum_round)
-        world.send_up(session, lighthouse.hear_register, session, number, core.last_quorum_replica_ids)
+        report = number, core.last_quorum_replica_ids, core.last_quorum_stands
+        world.send_up(session, lighthouse.hear_register, session, *report)
         if lighthouse.state == PAUSED:
             world.probe(session)
 
@@ -132,7 +136,17 @@ class Replica:
         """Handle the lighthouse's announcement of a quorum."""
         if session is self.session and not session.lost_down:
             members = [cast(JoinMessage, member.message) for member in quorum.participants]
-            self.perform(self.core.quorum_formed(quorum.quorum_id, members, quorum.round))
+            self.perform(self.core.quorum_formed(quorum.quorum_id, members, quorum.round, quorum.stands))
+
+    def hear_hold(self, session: Session, number: QuorumNumber) -> None:
+        """Handle the request to begin no further step in the quorum that stands."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.hold(*number))
+
+    def hear_released(self, session: Session, number: QuorumNumber, ask_at: int) -> None:
+        """Handle the step at which all members ask for the next quorum."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.released(*number, ask_at))
 
     def hear_lost(self, session: Session, quorum_id: int, replica_id: str, is_alive: bool) -> None:
         """Handle the loss of a quorum's member, or that the member gave the quorum up."""
@@ -157,6 +171,7 @@ class Replica:
             self.world.tell(self.replica_id, "sees the end of its session")
             self.session = None
             self._connected = False
+            self.perform(self.core.lighthouse_disconnected())
             self._retry()
 
     def _hang_up(self) -> None:
@@ -186,6 +201,10 @@ class Replica:
         """Handle a rank's request for a quorum."""
         self.perform(self.core.rank_joined(join))
 
+    def holds(self, number: int, quorum_id: int, step: int) -> None:
+        """Handle a rank that begins no step from this one on until it is told more."""
+        self.perform(self.core.rank_holds(number, quorum_id, step))
+
     def vote(self, number: int, vote: Verdict) -> None:
         """Handle a rank's vote."""
         self.perform(self.core.rank_voted(number, vote))
@@ -206,12 +225,12 @@ class Replica:
         if self.ranks[0].phase == VERDICT:
             self.stalled(0, quorum_id, for_long)
 
-    def leave(self, number: int) -> None:
+    def leave(self, number: int, step: int) -> None:
         """Let a rank leave in good order; the server leaves when its own rank does."""
         self.perform(self.core.rank_left(number, "shutdown"))
         world = self.world
         if self.session is not None and self._connected:
-            world.send_up(self.session, world.lighthouse.hear_leave, self.session)
+            world.send_up(self.session, world.lighthouse.hear_leave, self.session, step)
         self._leaving = True
         if number == 0:
             world.after(world.scenario.compute_s * 20, self.server, self.die, "left")
@@ -228,6 +247,14 @@ class Replica:
                 self._tell(effect.group_rank, Rank.hear_quorum, effect.result)  # type: ignore[union-attr]
             elif kind is RankVerdict:
                 self._tell(effect.group_rank, Rank.hear_verdict, effect.verdict)  # type: ignore[union-attr]
+            elif isinstance(effect, HoldRanks):
+                for number in effect.group_ranks:
+                    self._tell(number, Rank.hear_hold, effect.quorum_id)
+            elif isinstance(effect, ReleaseRanks):
+                for number in effect.group_ranks:
+                    self._tell(number, Rank.hear_released, effect.quorum_id, effect.ask_at)
+            elif isinstance(effect, GroupHolds):
+                self._hold(effect)
             elif isinstance(effect, LossNotice):
                 for number in range(len(self.ranks)):
                     self._tell(number, Rank.hear_lost, effect)
@@ -272,6 +299,11 @@ class Replica:
             self.world.tell(self.replica_id, "cannot reach", *(links.unreachable or ("nobody",)))
             self.world.send_up(session, self.world.lighthouse.hear_links, session, links.unreachable)
 
+    def _hold(self, holds: GroupHolds) -> None:
+        if (session := self.session) is not None and self._connected:
+            number = QuorumNumber(holds.quorum_id, holds.round)
+            self.world.send_up(session, self.world.lighthouse.hear_holds, session, number, holds.step)
+
     def _ask(self, join: GroupJoin) -> None:
         session = self.session
         if session is None or not self._connected:
@@ -279,7 +311,14 @@ class Replica:
         step, failures, quorum_id = join.step, join.commit_failures, join.commit_quorum_id
         message = JoinMessage(self.replica_id, self.address, self.address, step, failures, quorum_id)
         member = Member(
-            self.replica_id, step, join.shrink_only, failures, quorum_id, join.broken_quorum_id, message
+            self.replica_id,
+            step,
+            join.shrink_only,
+            failures,
+            quorum_id,
+            join.broken_quorum_id,
+            message,
+            join.may_stand,
         )
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 

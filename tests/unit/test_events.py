@@ -24,6 +24,8 @@ EXAMPLES: dict[str, dict[str, Field]] = {
     },
     "register": {"member": "b:89abcde"},
     "leave": {"member": "b:89abcde", "reason": "shutdown"},
+    "stands": {},
+    "hold": {"member": "b:89abcde"},
     "loss": {"member": "b:89abcde", "reason": "its connection ended"},
     "abort": {"reason": "lost b"},
     "error": {"reason": "RuntimeError: x"},

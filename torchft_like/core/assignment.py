@@ -63,6 +63,7 @@ class QuorumResult(NamedTuple):
         divergence: members whose state differs from that of others after the same step, if any.
         reconfigure_handles: for each member in the order of ranks, the handle of the process group of this
           group rank, "" if it gave none; empty if no member gave one.
+        stands: whether the members go on in this quorum without asking for the next one.
     """
 
     quorum_id: int
@@ -81,6 +82,7 @@ class QuorumResult(NamedTuple):
     healing_replica_ids: tuple[str, ...] = ()
     divergence: Divergence | None = None
     reconfigure_handles: tuple[str, ...] = ()
+    stands: bool = False
 
     @property
     def healing_ranks(self) -> frozenset[int]:

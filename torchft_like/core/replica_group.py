@@ -8,7 +8,8 @@ Invariants:
 
 * A join is open from the moment the last rank has joined until a quorum with this group answers
   it; it is told to the lighthouse again after every reconnect.
-* A verdict is given once every rank has voted on the same step, and it is the same for all.
+* A verdict is given once every rank has voted on the same step, and it is the same for all. A step that a
+  rank has given up is committed by none.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
 * The state of a group is that of all its ranks. Where some have healed and others have not, it has
   none: it joins as one that has yet to begin, and is lost if no other group can give it a state.
@@ -18,6 +19,9 @@ Invariants:
   was known when the quorum was formed, or there are only two groups: then no group could be left out for it,
   and another try is no better until others have come.
 * Ranks leave together: the verdict tells all ranks that one was asked to stop, so none begins a step alone.
+* All ranks ask for a quorum at the same step, or all go on in a quorum that stands
+  (`lighthouse/core/standing.py`): where one rank asks by itself, the others are told to hold, and the
+  lighthouse names the step.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class RankJoin(NamedTuple):
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
     reconfigure_handle: str = ""
+    may_stand: bool = False
 
 
 class GroupJoin(NamedTuple):
@@ -56,6 +61,15 @@ class GroupJoin(NamedTuple):
     fingerprint: bytes = b""
     broken_quorum_id: int = 0
     reconfigure_handles: tuple[str, ...] = ()  # by group rank; empty if no rank gave one
+    may_stand: bool = False
+
+
+class GroupHolds(NamedTuple):
+    """Effect: tell the lighthouse the first step that no rank has begun; none does until it is told more."""
+
+    quorum_id: int
+    round: int
+    step: int
 
 
 class BrokenLinks(NamedTuple):
@@ -81,6 +95,25 @@ class Verdict(NamedTuple):
     step: int
     committed: bool
     stop: bool = False
+
+
+class HoldRanks(NamedTuple):
+    """Effect: tell these ranks to begin no further step in this quorum, and to say which they have not
+    begun.
+    """
+
+    group_ranks: tuple[int, ...]
+    quorum_id: int
+
+
+class ReleaseRanks(NamedTuple):
+    """Effect: tell these ranks to go on, and to ask for a quorum at this step; with None, until they hear
+    more.
+    """
+
+    group_ranks: tuple[int, ...]
+    quorum_id: int
+    ask_at: int | None
 
 
 class RankVerdict(NamedTuple):
@@ -144,6 +177,9 @@ class GroupLostNotice(NamedTuple):
 
 Effect = (
     GroupJoin
+    | GroupHolds
+    | HoldRanks
+    | ReleaseRanks
     | BrokenLinks
     | Probe
     | RankQuorum
@@ -166,6 +202,10 @@ class ReplicaGroup:
     last_quorum_id: int = 0
     last_quorum_round: int = 0
     last_quorum_replica_ids: tuple[str, ...] = ()
+    last_quorum_stands: bool = False
+    _held: dict[int, int] | None = None  # by rank: the first step that it has not begun, while all hold
+    _is_released: bool = False  # the ranks know the step at which they ask
+    _is_over: bool = False  # a member is gone, or gave the last quorum up
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
     _is_torn: bool = False
@@ -183,7 +223,8 @@ class ReplicaGroup:
         self._joins[join.group_rank] = join
         self._metadata[join.group_rank] = join.checkpoint_metadata
         if len(self._joins) < self.world_size:
-            return []
+            return [*self._refuse_votes(), *self._hold_others()]
+        self._held = None
         joins = [join for _, join in sorted(self._joins.items())]
         versions = {(j.step, j.commit_quorum_id) for j in joins}
         self._is_torn = len(versions) > 1
@@ -196,6 +237,7 @@ class ReplicaGroup:
             fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
             reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
+            may_stand=all(j.may_stand for j in joins),
         )
         if self._open_join.commit_failures == 0:
             self._links.step_succeeded()
@@ -214,10 +256,81 @@ class ReplicaGroup:
     def lighthouse_connected(self) -> list[Effect]:
         """Handle a new session with the lighthouse, which knows nothing of what was sent before."""
         unreachable = tuple(self._links.unreachable)
-        return [*([BrokenLinks(unreachable)] if unreachable else []), *self._say_join()]
+        report = [BrokenLinks(unreachable)] if unreachable else []
+        return [*report, *self._say_join(), *(self._hold_others() if self._joins else [])]
+
+    def lighthouse_disconnected(self) -> list[Effect]:
+        """Handle the end of the session: nobody says any more when ranks that hold may go on."""
+        if self._held is None:
+            return []
+        self._held = None
+        return [ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
+
+    # -- a quorum that stands
+
+    def hold(self, quorum_id: int, round_number: int) -> list[Effect]:
+        """Handle the lighthouse's request to begin no further step in the quorum that stands."""
+        if not self._is_standing(quorum_id, round_number) or self._open_join is not None:
+            return []  # it has asked already: that is its answer
+        if self._held is not None or self._is_released:
+            return []
+        self._held = {rank: join.step for rank, join in self._joins.items()}
+        return [HoldRanks(self._not_joined(), quorum_id)]
+
+    def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> list[Effect]:
+        """Handle a rank that has not begun this step, and does not until it is told more."""
+        if self._held is None or quorum_id != self.last_quorum_id:
+            return []
+        self._held[group_rank] = step
+        return self._all_hold()
+
+    def released(self, quorum_id: int, round_number: int, ask_at: int) -> list[Effect]:
+        """Handle the step at which all members of the quorum ask for the next one."""
+        is_late = self._is_released or self._open_join is not None
+        if is_late or not self._is_standing(quorum_id, round_number):
+            return []
+        self._held, self._is_released = None, True
+        return self._told_to_ask_at(ask_at) or [ReleaseRanks(self._not_joined(), quorum_id, ask_at)]
+
+    def _all_hold(self) -> list[Effect]:
+        """Go on once all ranks hold: the lighthouse names the step or, if the quorum is over, the group."""
+        if self._held is None or len(self._held) < self.world_size:
+            return []
+        number, step = (self.last_quorum_id, self.last_quorum_round), max(self._held.values())
+        if self._is_over:
+            return self.released(*number, step)
+        return self._told_to_ask_at(step) or [GroupHolds(*number, step)]
+
+    def _is_standing(self, quorum_id: int, round_number: int) -> bool:
+        is_last = (quorum_id, round_number) == (self.last_quorum_id, self.last_quorum_round)
+        return is_last and self.last_quorum_stands and self.lost_reason is None
+
+    def _hold_others(self) -> list[Effect]:
+        """Tell the other ranks to hold: one asks for a quorum by itself, and not after a failed step, as all
+        would.
+        """
+        has_failed = any(join.commit_failures for join in self._joins.values())
+        if has_failed or not self.last_quorum_stands or self._is_released or self.lost_reason is not None:
+            return []
+        if self._held is not None:
+            self._held.update({rank: join.step for rank, join in self._joins.items()})
+            return self._all_hold()
+        return self.hold(self.last_quorum_id, self.last_quorum_round)
+
+    def _told_to_ask_at(self, step: int) -> list[Effect]:
+        """Give the quorum up if a rank has asked for an earlier step, which others have begun."""
+        early = [rank for rank, join in self._joins.items() if join.step < step]
+        return [self._give_up_for(f"rank {early[0]} asks for a quorum, and others go on")] if early else []
+
+    def _not_joined(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank not in self._joins)
 
     def quorum_formed(
-        self, quorum_id: int, participants: Sequence[QuorumMemberLike], round_number: int
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
     ) -> list[Effect]:
         """Handle a quorum of the lighthouse; the round is 0 for torchft's lighthouse, which does not count
         rounds.
@@ -228,12 +341,14 @@ class ReplicaGroup:
         joins, self._joins, self._open_join = self._joins, {}, None
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
-        self.last_quorum_round = round_number
+        self.last_quorum_round, self.last_quorum_stands = round_number, stands
+        self._held, self._is_released, self._is_over = None, False, False
         self._links.quorum_formed(participants)
-        answers = [
-            RankQuorum(rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
+        parts = [
+            (rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
         ]
+        answers = [RankQuorum(rank, part._replace(stands=stands)) for rank, part in parts]
         if self._is_torn and not all(answer.result.heal for answer in answers):
             return [
                 *self._lose(
@@ -255,9 +370,12 @@ class ReplicaGroup:
             return []
         is_own = replica_id == self.replica_id
         notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown)
+        # All ranks ask for the next quorum at the same step, which those that have begun none need not lose.
+        self._is_over = True
+        hold = self.hold(quorum_id, self.last_quorum_round) or self._all_hold()
         if is_alive:  # it may have given the quorum up for a broken link
-            return [notice]
-        return [notice, *self._settle(lambda: self._links.member_lost(replica_id))]
+            return [notice, *hold]
+        return [notice, *hold, *self._settle(lambda: self._links.member_lost(replica_id))]
 
     def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
         """Handle a step in a quorum that waits for other replica groups, and has for longer than earlier
@@ -273,6 +391,15 @@ class ReplicaGroup:
             return [self._give_up(out_of_reach)]
         return [*self._links.step_stalled()]
 
+    def step_overdue(self, quorum_id: int, join_timeout_s: float) -> list[Effect]:
+        """Handle a step in the quorum that stands which has waited for other replica groups for the time that
+        the lighthouse waits for one to join: one has perhaps not begun it.
+        """
+        if not self._is_standing(quorum_id, self.last_quorum_round) or self._open_join is not None:
+            return []
+        reason = f"it waits for longer than join_timeout, {join_timeout_s:g} s, for a member in this step"
+        return [self._give_up_for(reason)]
+
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
         """Handle the end of a probe: all replica groups but the `silent` ones have answered."""
         effects = self._settle(lambda: self._links.probed(probe, silent))
@@ -284,7 +411,10 @@ class ReplicaGroup:
 
     def _give_up(self, out_of_reach: Sequence[str]) -> LossNotice:
         """Give the quorum up; the join that follows tells the other replica groups."""
-        reason = f"it waits, and cannot reach {', '.join(out_of_reach)}; check the network between them"
+        names = ", ".join(out_of_reach)
+        return self._give_up_for(f"it waits, and cannot reach {names}; check the network between them")
+
+    def _give_up_for(self, reason: str) -> LossNotice:
         return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)
 
     def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
@@ -311,6 +441,8 @@ class ReplicaGroup:
             return [GroupLeftNotice((group_rank,), self.lost_reason)]
         was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
+        if self._joins:
+            return self._refuse_votes()
         if len(self._votes) < self.world_size:
             is_news = not (vote.committed or was_lost)
             return [StepLostNotice(self._not_voted(), self.last_quorum_id)] if is_news else []
@@ -321,6 +453,11 @@ class ReplicaGroup:
         return [
             RankVerdict(rank, Verdict(vote.step, committed, stop)) for rank, vote in sorted(votes.items())
         ]
+
+    def _refuse_votes(self) -> list[Effect]:
+        """Answer the votes on a step that another rank has given up: it asks for a quorum instead."""
+        votes, self._votes = self._votes, {}
+        return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
 
     def _not_voted(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank not in self._votes)

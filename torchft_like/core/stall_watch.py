@@ -26,10 +26,12 @@ class Wait(NamedTuple):
     Attributes:
         kind: the kind of wait; waits of a kind take about the same time.
         which: a value that tells this wait from others of its kind.
+        is_unasked: whether it is part of a step for which no member has asked, so one may not have begun it.
     """
 
     kind: str
     which: Hashable
+    is_unasked: bool = False
 
 
 @dataclass
@@ -63,6 +65,10 @@ class StallWatch:
         waited_s = now - self._since
         self._remarkable_at = now + min(waited_s, most_s)
         return waited_s
+
+    def waited_s(self, now: float) -> float:
+        """Return how many seconds the wait of the last look has lasted."""
+        return 0.0 if self._wait is None else now - self._since
 
     def _learn(self, now: float) -> None:
         """Learn from the wait that is over."""

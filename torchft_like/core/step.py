@@ -5,13 +5,19 @@ One attempt at a step runs through
 
     begin -> agreed -> (configured) -> (healed) -> vote -> decide
 
-and anything may go wrong in between. Invariants:
+and anything may go wrong in between. In a quorum that stands the next attempt needs no new one (`goes_on`):
+
+    begin -> stand -> enter -> vote -> decide
+
+Between `stand` and `enter` it may still be told to ask. Invariants:
 
 * An error belongs to the quorum in which it happened. It makes every later step of that quorum
   fail, and no step of any other (`no_zombie`).
 * A broken process group is not yet a failed step: when every collective of the step has already
   succeeded, its result is the same on all members, and it may be committed although one died since.
 * A quorum is recorded as configured only after the process group was.
+* An attempt is not entered, and so takes part in no collective and no vote, while this rank holds, nor at a
+  step at which the members ask for a quorum.
 * The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
   id and with it a fresh store prefix, and that peers that wait for it in the old one are released.
@@ -57,6 +63,7 @@ class Join(NamedTuple):
     commit_failures: int
     commit_quorum_id: int
     broken_quorum_id: int = 0
+    may_stand: bool = False
 
 
 class Plan(NamedTuple):
@@ -91,6 +98,13 @@ class StepProtocol:
         self._broken: set[int] = set()
         self._agreed = False
         self._lacks_state = False
+        self._stands = False  # the quorum, until this rank is told the step at which it asks for another one
+        self._ask_at: int | None = None
+        self._is_held = False
+        self._is_entered = False
+        self._has_gone_on = False  # this attempt is made in a quorum of an earlier one
+        self._is_bound = False  # this attempt has a collective that needs all members
+        self._was_bound = False  # so had the last one, and it was committed
 
     def begin(self) -> Join:
         """Start a new attempt; return what to send with the join.
@@ -98,20 +112,25 @@ class StepProtocol:
         An attempt that was given up without a verdict has left collectives behind, which must not meet those
         of this attempt: its process group is used no more.
         """
-        if self.in_step and self._agreed:
+        if self.in_step and self._agreed and self._is_entered:
             self._broken.add(self.quorum_id)
         self.steps_given_up += self.in_step
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = self._lacks_state = False
-        self._agreed = False
+        self._agreed = self._is_entered = self._has_gone_on = self._is_bound = False
         self._failure_before_quorum = None
-        return Join(self.step, max(self.commit_failures, int(broken > 0)), self.commit_quorum_id, broken)
+        failures = max(self.commit_failures, int(broken > 0))
+        # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
+        may_stand = self._was_bound and self._rules.use_async_quorum
+        return Join(self.step, failures, self.commit_quorum_id, broken, may_stand)
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
         self.quorum_id = result.quorum_id
-        self._agreed = True
+        self._agreed = self._is_entered = True
+        self._has_gone_on = False
+        self._stands, self._is_held, self._ask_at = result.stands, False, None
         self._failures = {q: reason for q, reason in self._failures.items() if q >= result.quorum_id}
         self._broken = {q for q in self._broken if q >= result.quorum_id}
         if self._failure_before_quorum is not None:
@@ -124,12 +143,79 @@ class StepProtocol:
             heal=self.healing,
         )
 
+    # -- a quorum that stands
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next attempt is made in the present quorum, without asking for another one.
+
+        This is the same on all ranks of a replica group, so it does not look at what each learns at another
+        time, such as that the process group broke.
+        """
+        return self._stands and self._was_bound and not self.in_step and self.step != self._ask_at
+
+    def stand(self) -> None:
+        """Make the attempt that has just begun in the present quorum."""
+        self._agreed = self._has_gone_on = True
+
+    def enter(self) -> bool:
+        """Take part in the attempt from now on; return False while this rank holds, or has to ask."""
+        if self._agreed and not self._is_held:
+            self._is_entered = True
+        return self._is_entered
+
+    def bind(self) -> None:
+        """Record that the attempt has a collective that cannot complete without all members."""
+        self._is_bound = True
+
+    @property
+    def needs_asking(self) -> bool:
+        """Whether the attempt could be committed, but without all members, in a quorum that may be over."""
+        is_lost = self.failure is not None or self.quorum_id in self._broken
+        return self._has_gone_on and not self._is_bound and not is_lost
+
+    def hold(self, quorum_id: int) -> int:
+        """Enter no attempt in this quorum until told more; return the first step that was not entered."""
+        if quorum_id == self.quorum_id:
+            self._is_held = self._stands
+        return self.step + int(self.in_step and self._is_entered)
+
+    def released(self, quorum_id: int, step: int) -> bool:
+        """Ask for a quorum at this step, and go on until then; return False if that step was entered."""
+        if quorum_id != self.quorum_id or not self._stands:
+            return True
+        self._is_held = False
+        self._ask_at = step
+        return self.step + int(self.in_step and self._is_entered) <= step
+
+    def resume(self) -> None:
+        """Go on: there is no lighthouse any more that could tell when."""
+        self._is_held = False
+
+    def ask_instead(self) -> bool:
+        """Turn the attempt into one that asks for a quorum; return False if it has asked, or has a collective
+        with all members. A failure of the attempt stays one.
+        """
+        if not self._has_gone_on or self._is_bound:
+            return False
+        self._failure_before_quorum = self._failures.get(self.quorum_id)
+        self._stands = self._agreed = self._has_gone_on = self._is_entered = False
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the attempt has begun at the step at which the members ask for a quorum."""
+        return self._has_gone_on and not self._is_entered and self.step == self._ask_at
+
+    # -- the process group and the state
+
     def configured(self, quorum_id: int) -> None:
         """Record that the process group is ready for this quorum."""
         self._configured_quorum_id = quorum_id
 
     def restore(self, counters: Mapping[str, object]) -> None:
         """Take over counters of a periodic checkpoint, which `counters` returned."""
+        self._stands = False
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
@@ -149,6 +235,7 @@ class StepProtocol:
         rank.
         """
         self.commit_quorum_id = 0
+        self._stands = False
 
     def counters(self) -> dict[str, int]:
         """Return the state version and the number of batches so far, for peers and periodic checkpoints."""
@@ -225,11 +312,14 @@ class StepProtocol:
         """Return whether this rank may commit."""
         if self.failure is not None or self._lacks_state:
             return False
+        if self._has_gone_on and not self._is_bound:
+            return False
         return self.num_participants >= self._rules.min_replica_size
 
     def decide(self, committed: bool) -> None:
         """Record the decision of the whole replica group."""
         self.in_step = False
+        self._was_bound = committed and self._is_bound
         if committed:
             self.step += 1
             self.commit_quorum_id = self.quorum_id

@@ -7,6 +7,9 @@ thread waits at two gates in this order:
     configured  collectives may be issued (or the attempt has failed)
 
 An attempt that cannot go on opens all gates at once, with an error for the threads that wait.
+
+One in a quorum that stands knows its quorum from the beginning, and opens the second gate when the training
+thread comes to it. Until then it may be turned into one that asks.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ class Attempt:
         self.allow_heal = allow_heal
         self.began = time.monotonic()
         self.result: QuorumResult | None = None
+        self.is_standing = False  # it is made in a quorum that stands, and collectives were not issued yet
+        self.is_unasked = False  # its quorum is that of an earlier attempt
+        self.ask: Callable[[], None] = _ask_nothing  # asks for a quorum
         self.pending_collectives: Pending = {}
         self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
@@ -63,6 +69,19 @@ class Attempt:
         is_late = time.monotonic() > self.began + self._quorum_timeout_s
         return is_late and not self.is_agreed and not self.is_left_out
 
+    def stand(self, result: QuorumResult) -> None:
+        """Make the attempt in a quorum that stands."""
+        self.is_standing = self.is_unasked = True
+        self.agree(result)
+
+    def unstand(self) -> None:
+        """Wait for another quorum, which is asked for now."""
+        self.is_standing = self.is_unasked = self._is_configured = False
+        self.result, self.report = None, None
+        self._agreed.clear()
+        self._configured.clear()
+        self.began = time.monotonic()
+
     def agree(self, result: QuorumResult, plan: Plan | None = None) -> None:
         """Record the quorum, and what has to be done before it can be used."""
         self.result, self._plan = result, plan
@@ -85,6 +104,7 @@ class Attempt:
 
     def open_configured(self) -> None:
         """Let collectives be issued: nothing more happens in the background."""
+        self.is_standing = False
         self._is_configured = True
         self._configured.set()
 
@@ -143,3 +163,7 @@ class Attempt:
         """Raise the error that ended the attempt, if there is one."""
         if self.error is not None:
             raise self.error
+
+
+def _ask_nothing() -> None:
+    """Do nothing: nobody has said yet how to ask."""

@@ -32,6 +32,7 @@ class ManagedGroup:
     def __init__(self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
         self.pg = adopted(pg)
         self.lock = threading.RLock()
+        self._told = threading.Condition(self.lock)  # whoever holds may have to look again
         self._protocol = protocol
         self._emit = emit
         self._ending = AbortSignal()  # the signal of the last configuration
@@ -43,6 +44,28 @@ class ManagedGroup:
             if self._protocol.is_broken(result.quorum_id):  # an error came before the quorum was known
                 self._abort(result.quorum_id, f"the step is lost: {self._protocol.failure!r}")
             return plan
+
+    def enter(self, is_over: Callable[[], bool]) -> None:
+        """Take part in the current attempt, once this rank need not hold any longer; return at once if the
+        attempt `is_over`.
+        """
+        with self._told:
+            while not (is_over() or self._protocol.enter()):
+                self._told.wait()
+
+    def hold(self, quorum_id: int) -> int:
+        """Enter no further attempt in this quorum; return the first step that was not entered."""
+        with self.lock:
+            return self._protocol.hold(quorum_id)
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Enter attempts again, and ask for a quorum at this step; with None, when told to."""
+        with self._told:
+            if ask_at is None:
+                self._protocol.resume()
+            elif not self._protocol.released(quorum_id, ask_at):
+                self.fail(quorum_id, MemberLostError(f"the others ask for a quorum at step {ask_at} already"))
+            self._told.notify_all()
 
     def configure(
         self, result: QuorumResult, store_prefix: str, replica_id: str, group: tuple[int, int]
@@ -131,6 +154,8 @@ class ManagedGroup:
         """End whatever the process group does, in any quorum, because this replica stops."""
         self.pg.abort("this replica stops")
         self._ending.set("this replica stops")
+        with self._told:
+            self._told.notify_all()
 
     def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:

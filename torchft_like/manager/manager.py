@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -29,7 +30,7 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin
-from torchft_like.core.step import StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.step import Join, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     MaxRetriesError,
@@ -230,14 +231,23 @@ class Manager:
         """
         self._driver.raise_if_over()
         last = self._driver.attempt
-        if last is not None and last.error is None and not last.is_overdue:
+        if last is not None and last.error is None and not (last.is_overdue or last.is_standing):
             # This waits also for a step that was given up: a second join could miss the quorum that answers
             # the first, and be taken for a join of the step after.
             last.wait_configured(self._driver.why_no_quorum)
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
         attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
-        own = self._driver.begin(attempt)
+        is_watched = self._driver.divergence.fingerprint is not None
+        own = self._driver.begin(attempt, may_go_on=not (shrink_only or is_watched))
+        attempt.ask = partial(self._ask, attempt, own, shrink_only, is_watched)
+        if not attempt.is_standing:
+            attempt.ask()
+        if not self._rules.use_async_quorum:
+            self._driver.wait_configured(attempt)
+            self._exchange.exchange(attempt)
+
+    def _ask(self, attempt: Attempt, own: Join, shrink_only: bool, is_watched: bool) -> None:
         join = RankJoin(
             group_rank=self._config.group_rank,
             step=own.step,
@@ -247,11 +257,9 @@ class Manager:
             commit_failures=own.commit_failures,
             commit_quorum_id=own.commit_quorum_id,
             broken_quorum_id=own.broken_quorum_id,
+            may_stand=own.may_stand and not is_watched,
         )
         self._driver.ask(attempt, join, self._link)
-        if not self._rules.use_async_quorum:
-            attempt.wait_configured(self._driver.why_no_quorum)
-            self._exchange.exchange(attempt)
 
     def wait_quorum(self) -> None:
         """Wait until collectives can be issued, or are known to be pointless in this step.
@@ -260,7 +268,7 @@ class Manager:
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
             GroupLostError: another rank of this replica group is gone.
         """
-        self._driver.current().wait_configured(self._driver.why_no_quorum)
+        self._driver.wait_configured(self._driver.current())
 
     def allreduce(
         self,
@@ -351,7 +359,9 @@ class Manager:
         attempt = self._driver.current()
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
-        attempt.wait_configured(self._driver.why_no_quorum)
+        if self._protocol.needs_asking:
+            self._driver.ask_instead(attempt)
+        self._driver.wait_configured(attempt)
         for reduction in list(attempt.pending_collectives):
             reduction.wait()
         attempt.synchronize()
@@ -464,7 +474,7 @@ class Manager:
         self._emit("shutdown", reason="between steps" if between_steps else "in the middle of a step")
         if between_steps:
             self._exchange.linger()
-            self._link.leave("shutdown")
+            self._link.leave("shutdown", self._protocol.step)
         else:
             self._link.close()
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)

@@ -70,15 +70,25 @@ class QuorumDriver:
         # The members to which links are broken, if this quorum leaves this group out for them.
         self._left_out_by: tuple[str, ...] = ()
 
-    def begin(self, attempt: Attempt) -> Join:
-        """Make `attempt` the current one, and return what its join says of this rank."""
+    def begin(self, attempt: Attempt, *, may_go_on: bool = False) -> Join:
+        """Make `attempt` the current one, and return what its join says of this rank.
+
+        Args:
+            may_go_on: whether it may be made in the present quorum, if that stands, without a join.
+        """
         with self._group.lock:
-            self.attempt = attempt
+            last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
             self._left_out_by = ()
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
-            return self._protocol.begin()
+            result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
+            goes_on = may_go_on and self._protocol.goes_on
+            own = self._protocol.begin()
+            if goes_on and result is not None and self.fatal is None:
+                self._protocol.stand()
+                attempt.stand(result._replace(max_step=own.step))
+            return own
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
         """Join, with the fingerprint of the state once the device has computed it, for which no thread
@@ -91,6 +101,29 @@ class QuorumDriver:
             link.join(join._replace(fingerprint=pending.result()))
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending), attempt.fail)
+
+    def wait_configured(self, attempt: Attempt) -> None:
+        """Wait until collectives of the attempt may be issued, or are known to be pointless.
+
+        Raises:
+            FaultToleranceError: as `Attempt.wait_configured`.
+        """
+        if attempt.is_standing:
+            self._group.enter(lambda: attempt.error is not None or not attempt.is_standing)
+            with self._group.lock:
+                if attempt.is_standing:
+                    attempt.open_configured()
+        attempt.wait_configured(self.why_no_quorum)
+
+    def ask_instead(self, attempt: Attempt) -> None:
+        """Ask for a quorum in an attempt that goes on in the present one, but has no collective with all
+        members: it would be committed also where the others have gone on without this replica.
+        """
+        with self._group.lock:
+            if attempt.error is not None or not self._protocol.ask_instead():
+                return
+            attempt.unstand()
+        attempt.ask()
 
     def current(self) -> Attempt:
         """Return the attempt that has begun.
@@ -177,6 +210,20 @@ class QuorumDriver:
         self._group.member_lost(notice)
         self._exchange.member_lost(notice.quorum_id, notice.replica_id)
 
+    def hold(self, quorum_id: int) -> int:
+        return self._group.hold(quorum_id)
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Go on, and ask for a quorum at this step, which may be that of the current attempt."""
+        with self._group.lock:
+            self._group.released(quorum_id, ask_at)
+            attempt = self.attempt
+            if attempt is None or attempt.error is not None or not self._protocol.is_due:
+                return
+            self._protocol.ask_instead()
+            attempt.unstand()
+        attempt.ask()
+
     def left_out(self, notice: LeftOutNotice) -> None:
         """Wait until a later quorum takes this replica in, however long that takes; the others go on."""
         self._left_out_by = notice.unreachable
@@ -207,7 +254,7 @@ class QuorumDriver:
         followed up yet.
         """
         attempt = self.attempt
-        if attempt is None or not attempt.is_agreed or attempt.error is not None:
+        if attempt is None or not attempt.is_agreed or attempt.error is not None or attempt.is_standing:
             return None
         if not attempt.is_configured:
             return Wait("preparation", attempt.began)
@@ -218,7 +265,7 @@ class QuorumDriver:
         if attempt.is_deciding:
             return Wait("votes", attempt.began)
         issued = list(attempt.pending_collectives.values())
-        return Wait("allreduce", issued[0]) if issued else None
+        return Wait("allreduce", issued[0], attempt.is_unasked) if issued else None
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble = reason

@@ -64,6 +64,7 @@ class Reducer:
             return OperationWork(kind(tensors, None, lambda _: None))
         if (report := attempt.report) is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
+            protocol.bind()
         divide_by = protocol.num_participants if averages else None
         if divide_by is not None:
             if group.pg.divides and _divides_alike(divide_by, attempt, tensors):
@@ -84,7 +85,7 @@ class Reducer:
     def _can_communicate(self, attempt: Attempt) -> bool:
         """Wait for the quorum; keep an error in getting it for `should_commit`, which raises it."""
         try:
-            attempt.wait_configured(self._driver.why_no_quorum)
+            self._driver.wait_configured(attempt)
         except FaultToleranceError as error:
             attempt.fail(error)
             return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -55,6 +56,12 @@ class LighthouseListener(Protocol):
     def left_out(self, left: pb.LeftOut) -> None:
         """Handle a quorum that was formed without this replica group."""
 
+    def hold(self, hold: pb.HoldQuorum) -> None:
+        """Handle the request to begin no further step in the quorum that stands."""
+
+    def released(self, release: pb.ReleaseQuorum) -> None:
+        """Handle the step at which all members of the quorum ask for the next one."""
+
 
 class LighthouseLink:
     """A connection to the lighthouse, which is kept open until `close`."""
@@ -66,6 +73,7 @@ class LighthouseLink:
         self._say: Callable[[pb.SessionRequest], None] | None = None
         self._leaving = False
         self.last_error = "no answer"
+        self.join_timeout_s = math.inf  # of the lighthouse, once it has told
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._serve = self._serve_session
@@ -93,11 +101,18 @@ class LighthouseLink:
             links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
             self._say(pb.SessionRequest(broken_links=links))
 
-    async def leave(self, reason: str) -> None:
-        """Send a leave, so that the lighthouse alarms no replica, and close."""
+    def holds(self, holds: pb.Holds) -> None:
+        """Say which step was not begun, and is not before the listener hears more."""
+        if self._say is not None:
+            self._say(pb.SessionRequest(holds=holds))
+
+    async def leave(self, reason: str, step: int) -> None:
+        """Send a leave before this step, so that the lighthouse alarms no replica that has not begun it, and
+        close.
+        """
         self._leaving = True
         if self._say is not None:
-            self._say(pb.SessionRequest(leave=pb.Leave(reason=reason)))
+            self._say(pb.SessionRequest(leave=pb.Leave(reason=reason, step=step)))
             await asyncio.wait([self._task], timeout=LEAVE_ANSWER_S)
         await self.close()
 
@@ -163,6 +178,7 @@ class LighthouseLink:
                 response = await call.read()
             while response is not None:
                 if response.WhichOneof("response") == "registered":
+                    self.join_timeout_s = response.registered.join_timeout_ms / 1000
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)
@@ -178,6 +194,10 @@ class LighthouseLink:
                 self._listener.member_lost(response.member_lost)
             case "left_out":
                 self._listener.left_out(response.left_out)
+            case "hold":
+                self._listener.hold(response.hold)
+            case "release":
+                self._listener.released(response.release)
             case _:  # a newer lighthouse may send messages that this client does not know
                 pass
 

@@ -24,13 +24,15 @@ RESOLVE_S = 0.5
 LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
 REPEAT_S = 1.0
 PEERS_AT_ONCE = 32
+LATE_S = 0.2  # this process was starved if its event loop was ever later than that
+LOOK_EVERY_S = 0.05
 
 
 async def silent_peers(probe: Probe) -> frozenset[str]:
     """Return the probed groups that gave no answer within a second, apart from the time for names.
 
     A repeated probe waits first. A group that could not be asked, for lack of an address, a name server or
-    time, is not among them.
+    time, is not among them. None is if this process was starved: it may not have heard the answers.
     """
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
@@ -42,10 +44,24 @@ async def silent_peers(probe: Probe) -> frozenset[str]:
             if not await _answers(address):
                 silent.add(replica_id)
 
+    lateness = asyncio.create_task(_lateness())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*[ask(*peer) for peer in probe.peers])
-    return frozenset(silent)
+    await asyncio.sleep(LOOK_EVERY_S)  # as an answer that came too late may be the end of all
+    lateness.cancel()
+    return frozenset() if await lateness > LATE_S else frozenset(silent)
+
+
+async def _lateness() -> float:
+    """Return by how many seconds the event loop was late at the most, until this task is cancelled."""
+    loop, latest = asyncio.get_running_loop(), 0.0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            due = loop.time() + LOOK_EVERY_S
+            await asyncio.sleep(LOOK_EVERY_S)
+            latest = max(latest, loop.time() - due)
+    return latest
 
 
 async def _answers(text: str) -> bool:

@@ -53,6 +53,14 @@ class RankListener(Protocol):
     def left_out(self, notice: LeftOutNotice) -> None:
         """Handle a quorum without this replica group, which waits for a later one."""
 
+    def hold(self, quorum_id: int) -> int | None:
+        """Begin no further step in this quorum until told more; return the first one that was not begun, or
+        None if the answer comes later.
+        """
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Go on, and ask for a quorum at this step; with None, go on until told more."""
+
     def group_lost(self, reason: str) -> None:
         """Handle the loss of a rank of this replica group, which cannot go on."""
 
@@ -83,8 +91,8 @@ class RankLink(Protocol):
     def vote(self, group_rank: int, vote: Verdict) -> None:
         """Vote on a step: the verdict that this rank wants."""
 
-    def leave(self, reason: str) -> None:
-        """Leave in good order, and close."""
+    def leave(self, reason: str, step: int = 0) -> None:
+        """Leave in good order before this step, and close."""
 
     def close(self) -> None:
         """Close without a leave: the others take that for this rank's death."""
@@ -124,9 +132,9 @@ class SessionLink:
         )
         self._send(pb.RankSessionRequest(vote=request))
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, step: int = 0) -> None:
         self._closing = True
-        self._send(pb.RankSessionRequest(leave=pb.Leave(reason=reason)))
+        self._send(pb.RankSessionRequest(leave=pb.Leave(reason=reason, step=step)))
         self._loop.run(self._end(LEAVE_ANSWER_S))
 
     def close(self) -> None:
@@ -200,6 +208,14 @@ class SessionLink:
                 left = response.left_out
                 unreachable = tuple(left.unreachable_replica_ids)
                 self._listener.left_out(LeftOutNotice(left.quorum_id, left.replica_id, unreachable))
+            case "hold":
+                quorum_id = response.hold.quorum_id
+                if (step := self._listener.hold(quorum_id)) is not None:
+                    self._send(pb.RankSessionRequest(holds=pb.Holds(quorum_id=quorum_id, step=step)))
+            case "release":
+                release = response.release
+                ask_at = release.ask_at if release.HasField("ask_at") else None
+                self._listener.released(release.quorum_id, ask_at)
             case "group_lost":
                 self._closing = True
                 self._listener.group_lost(response.group_lost.reason)
@@ -239,6 +255,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         healing_replica_ids=tuple(response.healing_replica_ids),
         divergence=_divergence(response.divergence) if response.HasField("divergence") else None,
         reconfigure_handles=tuple(response.reconfigure_handles),
+        stands=response.stands,
     )
 
 

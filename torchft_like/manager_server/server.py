@@ -26,14 +26,17 @@ from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
+    GroupHolds,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
+    HoldRanks,
     LeftOutNotice,
     LossNotice,
     RankJoin,
     RankQuorum,
     RankVerdict,
+    ReleaseRanks,
     ReplicaGroup,
     StepLostNotice,
     Verdict,
@@ -109,9 +112,9 @@ class ManagerServer:
         """Leave the lighthouse in good order and stop serving. Safe to call again."""
         self.leave("shutdown")
 
-    def leave(self, reason: str) -> None:
-        """Leave in good order, without disturbing a step of other groups."""
-        self._stop_once(reason)
+    def leave(self, reason: str, step: int = 0) -> None:
+        """Leave in good order before this step, without disturbing other groups that have not begun it."""
+        self._stop_once(reason, step)
 
     def close(self) -> None:
         """Close without a leave: all others take that for this replica group's death."""
@@ -152,13 +155,17 @@ class ManagerServer:
         """Handle a rank's vote on a step."""
         self._perform(self._group.rank_voted(group_rank, vote))
 
-    def rank_left(self, group_rank: int, reason: str) -> None:
-        """Handle a rank that left in good order; without it the group cannot go on, so it leaves as a
-        whole.
+    def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> None:
+        """Handle a rank that has not begun this step, and does not until it is told more."""
+        self._perform(self._group.rank_holds(group_rank, quorum_id, step))
+
+    def rank_left(self, group_rank: int, reason: str, step: int) -> None:
+        """Handle a rank that left in good order before this step; without it the group cannot go on, so it
+        leaves as a whole.
         """
         self._forget(group_rank)
         self._perform(self._group.rank_left(group_rank, reason))
-        asyncio.ensure_future(self._link.leave(reason))  # noqa: RUF006 - it ends with the link
+        asyncio.ensure_future(self._link.leave(reason, step))  # noqa: RUF006 - it ends with the link
 
     def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
         """Handle a rank's session that ended without a leave; ignored for a listener that was replaced."""
@@ -203,6 +210,7 @@ class ManagerServer:
             last_quorum_id=self._group.last_quorum_id,
             last_quorum_replica_ids=self._group.last_quorum_replica_ids,
             last_quorum_round=self._group.last_quorum_round,
+            last_quorum_stands=self._group.last_quorum_stands,
         )
 
     def lighthouse_connected(self) -> None:
@@ -211,11 +219,20 @@ class ManagerServer:
             rank.lighthouse_connected()
 
     def lighthouse_disconnected(self, reason: str) -> None:
+        self._perform(self._group.lighthouse_disconnected())
         for rank in self._ranks.values():
             rank.lighthouse_disconnected(reason)
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
-        self._perform(self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round))
+        self._perform(
+            self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round, quorum.stands)
+        )
+
+    def hold(self, hold: pb.HoldQuorum) -> None:
+        self._perform(self._group.hold(hold.quorum_id, hold.round))
+
+    def released(self, release: pb.ReleaseQuorum) -> None:
+        self._perform(self._group.released(release.quorum_id, release.round, release.ask_at))
 
     def member_lost(self, lost: pb.MemberLost) -> None:
         unknown = codec.unknown_fields(lost)
@@ -236,7 +253,7 @@ class ManagerServer:
 
     def _perform_one(self, effect: Effect) -> None:
         match effect:
-            case GroupJoin() | BrokenLinks():
+            case GroupJoin() | GroupHolds() | BrokenLinks():
                 self._tell_lighthouse(effect)
             case Probe():
                 self._run(self._probe(effect))
@@ -246,18 +263,31 @@ class ManagerServer:
                 self._ranks[group_rank].quorum(result)
             case RankVerdict(group_rank, verdict) if group_rank in self._ranks:
                 self._ranks[group_rank].verdict(verdict)
-            case StepLostNotice(group_ranks, quorum_id):
-                for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
-                    rank.step_lost(quorum_id)
-            case GroupLeftNotice(group_ranks, reason):
-                for rank in [self._ranks[r] for r in group_ranks if r in self._ranks]:
-                    rank.group_lost(reason)
+            case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
+                for number in effect.group_ranks:
+                    self._tell_rank(number, effect)
             case GroupLostNotice(reason):
                 asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
                 for rank in list(self._ranks.values()):
                     rank.group_lost(reason)
             case _:
                 logger.debug("nobody is there for %s", effect)
+
+    def _tell_rank(
+        self, group_rank: int, effect: StepLostNotice | HoldRanks | ReleaseRanks | GroupLeftNotice
+    ) -> None:
+        if (rank := self._ranks.get(group_rank)) is None:
+            return
+        match effect:
+            case StepLostNotice():
+                rank.step_lost(effect.quorum_id)
+            case HoldRanks():
+                if (step := rank.hold(effect.quorum_id)) is not None:
+                    self.rank_holds(group_rank, effect.quorum_id, step)
+            case ReleaseRanks():
+                rank.released(effect.quorum_id, effect.ask_at)
+            case GroupLeftNotice():
+                rank.group_lost(effect.reason)
 
     def _notify(self, notice: LossNotice | LeftOutNotice) -> None:
         for rank in list(self._ranks.values()):
@@ -266,9 +296,12 @@ class ManagerServer:
             else:
                 rank.left_out(notice)
 
-    def _tell_lighthouse(self, news: GroupJoin | BrokenLinks) -> None:
+    def _tell_lighthouse(self, news: GroupJoin | GroupHolds | BrokenLinks) -> None:
         if isinstance(news, GroupJoin):
             self._link.join(self._member(news))
+            return
+        if isinstance(news, GroupHolds):
+            self._link.holds(pb.Holds(quorum_id=news.quorum_id, round=news.round, step=news.step))
             return
         names = " ".join(map(short_name, news.unreachable)) or "nobody any more"
         logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))
@@ -295,7 +328,10 @@ class ManagerServer:
     def _look(self, watch: StallWatch, listener: LocalListener) -> None:
         group = self._group
         quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
-        waited_s = watch.look(quorum_id, members, listener.waits_for(), self._loop.loop.time())
+        now, wait = self._loop.loop.time(), listener.waits_for()
+        waited_s = watch.look(quorum_id, members, wait, now)
+        if wait is not None and wait.is_unasked and watch.waited_s(now) > self._link.join_timeout_s:
+            self._perform(group.step_overdue(quorum_id, self._link.join_timeout_s))
         if waited_s and self._link.hears_of_links:
             self._perform(group.step_stalled(quorum_id, for_long=waited_s > LONG_S))
 
@@ -323,6 +359,7 @@ class ManagerServer:
             fingerprint=join.fingerprint,
             broken_quorum_id=join.broken_quorum_id,
             reconfigure_handles=join.reconfigure_handles,
+            may_stand=join.may_stand,
         )
 
     # -------------------------------------------------------------- start and stop
@@ -346,12 +383,12 @@ class ManagerServer:
         self._ranks[group_rank] = self._lasting[group_rank] = listener
         self._run(self._watch(listener))
 
-    def _stop_once(self, reason: str | None) -> None:
+    def _stop_once(self, reason: str | None, step: int = 0) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._loop.run(self._stop(reason))
+            self._loop.run(self._stop(reason, step))
 
-    async def _stop(self, reason: str | None) -> None:
+    async def _stop(self, reason: str | None, step: int = 0) -> None:
         for task in list(self._tasks):
             task.cancel()
         if reason is None:
@@ -360,7 +397,7 @@ class ManagerServer:
             await self._link.close()
         else:
             self._perform(self._group.rank_left(LOCAL_RANK, reason))
-            await self._link.leave(reason)
+            await self._link.leave(reason, step)
             await self._wait_for_other_ranks()
         await self._server.stop(STOP_GRACE_S)
 
@@ -392,8 +429,8 @@ class LocalLink:
     def vote(self, group_rank: int, vote: Verdict) -> None:
         self._call(self._server.rank_voted, group_rank, vote)
 
-    def leave(self, reason: str) -> None:
-        self._server.leave(reason)
+    def leave(self, reason: str, step: int = 0) -> None:
+        self._server.leave(reason, step)
 
     def close(self) -> None:
         self._server.close()

@@ -102,8 +102,11 @@ class _Handlers:
                     case "vote":
                         vote = request.vote
                         self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
+                    case "holds":
+                        self._server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
                     case "leave":
-                        self._server.rank_left(group_rank, request.leave.reason[:TEXT_MAX])
+                        leave = request.leave
+                        self._server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step)
                         return  # the rank waits for this side to end the stream
         finally:
             line.end()
@@ -204,6 +207,7 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
         broken_quorum_id=request.broken_quorum_id,
         fingerprint=request.fingerprint,
         reconfigure_handle=request.reconfigure_handle,
+        may_stand=request.may_stand,
     )
 
 
@@ -248,6 +252,12 @@ class _SessionLine:
         )
         left.MergeFromString(notice.unknown)
         self._put(pb.RankSessionResponse(left_out=left))
+
+    def hold(self, quorum_id: int) -> None:
+        self._put(pb.RankSessionResponse(hold=pb.HoldQuorum(quorum_id=quorum_id)))
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        self._put(pb.RankSessionResponse(release=pb.ReleaseQuorum(quorum_id=quorum_id, ask_at=ask_at)))
 
     def group_lost(self, reason: str) -> None:
         self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
@@ -297,6 +307,12 @@ class _UnaryCall:
 
     def left_out(self, notice: LeftOutNotice) -> None:
         """Do nothing: a unary caller cannot be told."""
+
+    def hold(self, quorum_id: int) -> None:
+        """Do nothing: a quorum with a unary caller does not stand."""
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Do nothing: a quorum with a unary caller does not stand."""
 
     def group_lost(self, reason: str) -> None:
         for future in (self.result, self.verdict_given):

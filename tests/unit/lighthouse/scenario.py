@@ -5,10 +5,11 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
 
     new KEY=VALUE ...      a lighthouse (another `new` is its restart); keys of LighthouseConfig, or first_id
     wait MS                time passes, and what is due happens
-    register R [last=ID/ROUND:A,B]  what it saw last; without /ROUND, it does not know of rounds
+    register R [last=ID/ROUND:A,B] [stands=1]  what it saw last; without /ROUND, it does not know of rounds
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
     links R [S,...]                 R cannot reach these; the same
-    leave R, lost R                 the same
+    hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
+    leave R [STEP], lost R          the same
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
     deadline, describe
 """
@@ -21,6 +22,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
+    HoldQuorum,
     LeftOut,
     Member,
     MemberLost,
@@ -28,6 +30,7 @@ from lighthouse.core.quorum import (
     QuorumCore,
     QuorumFormed,
     QuorumOver,
+    QuorumReleased,
 )
 
 SEPARATOR = "----"
@@ -80,14 +83,14 @@ class _Player:
         self._now += int(milliseconds) / 1000
         return self._core.advance(self._now)
 
-    def _register(self, replica_id: str, last: str = "0:") -> list[Decision]:
+    def _register(self, replica_id: str, last: str = "0:", stands: str = "") -> list[Decision]:
         self._number += 1
         self._sessions[replica_id] = self._number
         quorum, ids = last.split(":")
         quorum_id, _, round_number = quorum.partition("/")
         number = QuorumNumber(int(quorum_id), int(round_number or 0))
         last_ids = [i for i in ids.split(",") if i]
-        return self._core.register(self._number, replica_id, number, last_ids, self._now)
+        return self._core.register(self._number, replica_id, number, last_ids, self._now, bool(stands))
 
     def _join(self, who: str, **named: str) -> list[Decision]:
         replica_id, session = self._session(who)
@@ -97,8 +100,13 @@ class _Player:
         ids = [i for i in unreachable.split(",") if i]
         return self._core.report_links(self._session(who)[1], ids, self._now)
 
-    def _leave(self, who: str) -> list[Decision]:
-        return self._core.leave(self._session(who)[1], self._now)
+    def _hold(self, who: str, number: str, step: str) -> list[Decision]:
+        quorum_id, _, round_number = number.partition("/")
+        last = QuorumNumber(int(quorum_id), int(round_number))
+        return self._core.hold(self._session(who)[1], last, int(step), self._now)
+
+    def _leave(self, who: str, step: str = "0") -> list[Decision]:
+        return self._core.leave(self._session(who)[1], self._now, int(step))
 
     def _lost(self, who: str) -> list[Decision]:
         return self._core.lost(self._session(who)[1], "connection closed", self._now)
@@ -125,6 +133,7 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, QuorumFormed):
         members = " ".join(m.replica_id for m in decision.quorum.participants)
         number = f"{decision.quorum.quorum_id}/{decision.quorum.round}"
+        number += ", which stands," if decision.quorum.stands else ""
         text = f"quorum {number} of {members}; answers {_sessions(decision.sessions)}"
         text += f" and calls of {' '.join(sorted(decision.callers))}" if decision.callers else ""
         if not decision.new_id:
@@ -141,6 +150,12 @@ def _show(decision: Decision) -> str:
         links = ", ".join(" - ".join(link) for link in decision.links)
         told = _sessions(tuple(number for number, _ in decision.sessions))
         return f"left out: {' '.join(decision.replica_ids) or 'nobody'}, for {links}; tells {told}"
+    if isinstance(decision, HoldQuorum):
+        number = f"{decision.quorum_id}/{decision.round}"
+        return f"asks {_sessions(decision.sessions)} to hold in quorum {number}, for {decision.replica_id}"
+    if isinstance(decision, QuorumReleased):
+        number = f"{decision.quorum_id}/{decision.round}"
+        return f"tells {_sessions(decision.sessions)} of quorum {number} to ask at step {decision.ask_at}"
     if isinstance(decision, QuorumOver):
         return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
     return f"superseded #{decision.session} of {decision.replica_id}"

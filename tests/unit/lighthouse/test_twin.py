@@ -12,7 +12,7 @@ import pytest
 
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed
+from lighthouse.core.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed, QuorumReleased
 from tests.unit.lighthouse.twin import Twin
 
 CASES = 10_000
@@ -20,7 +20,7 @@ EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
 
-_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
+_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold"})
 
 
 @pytest.mark.one_quorum_per_step
@@ -29,13 +29,16 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links"})
 @pytest.mark.progress
 @pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
-    counts = [_compare(seed) for seed in range(CASES)]
-    assert sum(quorums for quorums, _ in counts) > CASES  # the stories are about something
-    assert sum(left_out for _, left_out in counts) > CASES / 50
+    quorums, left_out, named = map(sum, zip(*map(_compare, range(CASES)), strict=True))
+    assert quorums > CASES  # the stories are about something
+    assert left_out > CASES / 50
+    assert named > CASES / 50
 
 
-def _compare(seed: int) -> tuple[int, int]:
-    """Tell one story to both; returns how many quorums there were in it, and how often some were left out."""
+def _compare(seed: int) -> tuple[int, int, int]:
+    """Tell one story to both; return how many quorums were in it, how often some were left out, and how
+    often a step was named at which a quorum ends that stood.
+    """
     chance = random.Random(seed)
     config = LighthouseConfig(
         min_replicas=chance.choice((1, 1, 2, 3)),
@@ -46,7 +49,7 @@ def _compare(seed: int) -> tuple[int, int]:
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, left_out, now = 0, 0, 0.0
+    quorums, left_out, named, now = 0, 0, 0, 0.0
     for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
@@ -56,13 +59,16 @@ def _compare(seed: int) -> tuple[int, int]:
         deadline = core.next_deadline()
         assert deadline is None or deadline > now or at_once, f"seed {seed}"
         quorums += sum(isinstance(decision, QuorumFormed) for decision in ours)
+        named += sum(isinstance(decision, QuorumReleased) for decision in ours)
+        story.hear(ours)
         left_out += sum(isinstance(decision, LeftOut) and bool(decision.replica_ids) for decision in ours)
-    return quorums, left_out
+    return quorums, left_out, named
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
     event: Callable[..., list[Decision]] = getattr(who, name)
-    return event(*arguments, now)
+    at = {"register": 4, "leave": 1}.get(name, len(arguments))  # the place of the time among the arguments
+    return event(*arguments[:at], now, *arguments[at:])
 
 
 class _Story:
@@ -72,15 +78,20 @@ class _Story:
         self._chance = chance
         self._sessions: list[tuple[int, str]] = []
         self._replicas = "abcd"
+        self._quorum, self._round = 0, 0  # the last one, to hold in
+        self._may_stand = chance.random() < 0.5
         self._joins = chance.choice((3, 8))
         self.plan = self._rounds() if chance.random() < 0.2 else []
+        if self._may_stand and chance.random() < 0.3:
+            self.plan = self._standing()
 
     def next(self) -> Event:
         chance = self._chance
         if self.plan and chance.random() < 0.9:
             return self._planned(*self.plan.pop(0))
         kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance"]
-        kind = chance.choice([*kinds, "register", "report_links", *["join"] * self._joins])
+        holds = ["hold"] * 4 * self._may_stand
+        kind = chance.choice([*kinds, "register", "report_links", *["join"] * self._joins, *holds])
         replica_id = chance.choice(self._replicas)
         if kind == "register" or (kind in _OF_SESSIONS and not self._sessions):
             return self._register(replica_id)
@@ -90,12 +101,19 @@ class _Story:
             return kind, (self._member(replica_id),)
         return kind, () if kind == "advance" else (replica_id,)
 
+    def hear(self, decisions: list[Decision]) -> None:
+        """Take up the quorum in which the members hold."""
+        for decision in decisions:
+            if isinstance(decision, QuorumFormed):
+                self._quorum, self._round = decision.quorum.quorum_id, decision.quorum.round
+
     def _of_session(self, kind: str, number: int, replica_id: str) -> Event:
         chance = self._chance
         arguments: dict[str, tuple[object, ...]] = {
             "join": (number, self._member(replica_id)),
             "lost": (number, "gone"),
-            "leave": (number,),
+            "leave": (number, chance.randint(0, 3)),
+            "hold": (number, QuorumNumber(self._quorum, self._round), chance.randint(0, 3)),
             "report_links": (number, tuple(chance.sample("abcde", chance.choice((0, 1, 1, 2))))),
         }
         return kind, arguments[kind]
@@ -107,6 +125,15 @@ class _Story:
             plan += [("report_links", self._chance.choice(self._replicas))]
             plan += [("join", i) for i in self._chance.sample(self._replicas, len(self._replicas))]
         return plan
+
+    def _standing(self) -> list[tuple[str, str]]:
+        """Some have a quorum, which perhaps stands; another one comes or one of them goes, and they hold."""
+        chance = self._chance
+        members = chance.sample(self._replicas, 3)
+        (other,) = set(self._replicas) - set(members)
+        plan = [(kind, replica_id) for kind in ("register", "join") for replica_id in members]
+        plan += chance.choice(([("register", other), ("join", other)], [("leave", members[0])]))
+        return plan + [(kind, i) for kind in ("hold", "join") for i in chance.sample(members, 3)]
 
     def _planned(self, kind: str, replica_id: str) -> Event:
         numbers = [number for number, owner in self._sessions if owner == replica_id]
@@ -120,15 +147,16 @@ class _Story:
         quorum_id = self._chance.choice((0, 0, 0, 100, 101, 102, 7, 8, 150))
         ids = self._chance.sample(self._replicas, self._chance.randint(0, 4)) if quorum_id else []
         last = QuorumNumber(quorum_id, self._chance.randint(0, 3) if quorum_id else 0)
-        return "register", (number, replica_id, last, ids)
+        return "register", (number, replica_id, last, ids, self._may_stand)
 
     def _member(self, replica_id: str) -> Member:
         chance = self._chance
         return Member(
             replica_id,
-            step=chance.randint(0, 3),
+            step=0 if self._may_stand and chance.random() < 0.8 else chance.randint(0, 3),
             shrink_only=chance.random() < 0.1,
             commit_failures=int(chance.random() < 0.1),
-            commit_quorum_id=chance.choice((0, 0, 0, 99, 104, 160)),
-            broken_quorum_id=chance.choice((0, 0, 100, 101, 102, 103)),
+            commit_quorum_id=0 if self._may_stand else chance.choice((0, 0, 0, 99, 104, 160)),
+            broken_quorum_id=0 if self._may_stand else chance.choice((0, 0, 100, 101, 102, 103)),
+            may_stand=self._may_stand and chance.random() < 0.9,
         )

@@ -5,7 +5,8 @@ It is slow, and short enough to be checked by reading. It keeps no counter, no o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
@@ -13,6 +14,7 @@ from lighthouse.core.quorum import (
     ALARMS_PER_QUORUM_MAX,
     NO_QUORUM,
     Decision,
+    HoldQuorum,
     LeftOut,
     Member,
     MemberLost,
@@ -20,6 +22,7 @@ from lighthouse.core.quorum import (
     QuorumBroken,
     QuorumFormed,
     QuorumOver,
+    QuorumReleased,
     SessionSuperseded,
 )
 
@@ -45,6 +48,18 @@ class Joined:
     told: bool = False
 
 
+@dataclass
+class Standing:
+    """What the members of a quorum that stands have said: the step before which they hold, or that they end
+    it at.
+    """
+
+    held_for: str | None = None
+    ask_at: int | None = None
+    holds: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+
+
 class Twin:
     """The rules as `QuorumCore` has them: events in, decisions out."""
 
@@ -65,6 +80,7 @@ class Twin:
         self.formed = False
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
+        self.standing: Standing | None = None
 
     # -- facts
 
@@ -77,7 +93,7 @@ class Twin:
     def owner(self, number: int) -> str | None:
         return next((s.replica_id for s in self.sessions if s.number == number), None)
 
-    def numbers(self, replica_ids: set[str]) -> tuple[int, ...]:
+    def numbers(self, replica_ids: AbstractSet[str]) -> tuple[int, ...]:
         return tuple(
             s.number for s in sorted(self.sessions, key=lambda s: s.replica_id) if s.replica_id in replica_ids
         )
@@ -94,7 +110,13 @@ class Twin:
     # -- events
 
     def register(
-        self, number: int, replica_id: str, last: QuorumNumber, ids: list[str], now: float
+        self,
+        number: int,
+        replica_id: str,
+        last: QuorumNumber,
+        ids: list[str],
+        now: float,
+        stands: bool = False,
     ) -> list[Decision]:
         out = self.advance(now)
         older = [s for s in self.sessions if s.replica_id == replica_id]
@@ -106,9 +128,15 @@ class Twin:
         self.use_up(last.quorum_id)
         self.highest_round = max(self.highest_round, last.round)
         if last.quorum_id > 0 and last > self.last[0] and ids and not self.formed:
-            self.learn(last, frozenset(ids), now, out)
+            self.learn(last, frozenset(ids), now, out, stands)
         if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
+        elif self.standing and self.standing.held_for and replica_id not in self.standing.ends:
+            if self.standing.ask_at is None:
+                self.standing.holds.pop(replica_id, None)
+                out.append(HoldQuorum(*last, self.standing.held_for, (number,)))
+            else:
+                out.append(QuorumReleased(*last, self.standing.ask_at, (number,)))
         out += self.over([s for s in self.sessions if s.number == number])
         return out + self.form(now)
 
@@ -125,32 +153,76 @@ class Twin:
             and (self.alarms if s.last == self.last[0] else s.last < self.last[0] or self.formed)
         ]
 
-    def learn(self, last: QuorumNumber, ids: frozenset[str], now: float, out: list[Decision]) -> None:
+    def learn(
+        self, last: QuorumNumber, ids: frozenset[str], now: float, out: list[Decision], stands: bool
+    ) -> None:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last, ids), [], 0
+        self.standing = Standing() if stands else None
         out += self.over(self.sessions)
         self.expected = []
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
             if session.last != last:
                 self.depart(session.replica_id, "came back without the quorum", out)
+        for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
+            self.end_standing(joined.member.replica_id, joined.member.step, out)
+
+    def end_standing(self, replica_id: str, step: int, out: list[Decision]) -> None:
+        """End the quorum that stands for a replica that asks at this step, or leaves before it."""
+        if self.standing:
+            if replica_id in self.last[1]:
+                self.standing.holds.pop(replica_id, None)
+                self.standing.ends[replica_id] = step
+            self.all_hold(replica_id, out)
+
+    def all_hold(self, replica_id: str, out: list[Decision]) -> None:
+        number, ids = self.last
+        if not (standing := self.standing):
+            return
+        if not standing.held_for:
+            standing.held_for = replica_id
+            if told := self.numbers(ids - {*standing.holds, *standing.ends}):
+                out.append(HoldQuorum(*number, replica_id, told))
+        steps = standing.holds | standing.ends
+        if standing.ask_at is None and ids <= steps.keys():
+            standing.ask_at = max(steps.values())
+            early = [i for i, step in standing.ends.items() if step < standing.ask_at]
+            if early:
+                self.break_quorum(min(early, key=standing.ends.__getitem__), out)
+            elif told := self.numbers(set(standing.holds)):
+                out.append(QuorumReleased(*number, standing.ask_at, told))
+
+    def hold(self, session: int, number: QuorumNumber, step: int, now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(session)
+        if replica_id in self.last[1] and self.standing and number == self.last[0]:
+            if replica_id not in self.standing.ends:
+                self.standing.holds[str(replica_id)] = step
+            self.all_hold(str(replica_id), out)
+        return out
 
     def join(self, number: int, member: Member, now: float) -> list[Decision]:
         out = self.advance(now)
         if self.owner(number) == member.replica_id:
             self.enter(member, now, session=True)
             self.give_up(member, out)
+            self.end_standing(member.replica_id, member.step, out)
         return out + self.form(now)
 
     def give_up(self, member: Member, out: list[Decision]) -> None:
+        if 0 < member.broken_quorum_id == self.last[0].quorum_id:
+            self.break_quorum(member.replica_id, out)
+
+    def break_quorum(self, replica_id: str, out: list[Decision]) -> None:
         (quorum_id, _), ids = self.last
-        broken = member.broken_quorum_id > 0 and member.broken_quorum_id == quorum_id
-        if broken and member.replica_id in ids and not self.alarms:
+        if replica_id in ids and not self.alarms:
             self.alarms = 1
-            self.departed.append(member.replica_id)
+            self.standing = None
+            self.departed.append(replica_id)
             told = self.numbers(set(ids) - set(self.departed))
-            out.append(QuorumBroken(quorum_id, member.replica_id, told))
+            out.append(QuorumBroken(quorum_id, replica_id, told))
 
     def report_links(self, number: int, unreachable: tuple[str, ...], now: float) -> list[Decision]:
         out = self.advance(now)
@@ -159,13 +231,14 @@ class Twin:
             self.unreachable[replica_id] = unreachable
         return out
 
-    def leave(self, number: int, now: float) -> list[Decision]:
+    def leave(self, number: int, now: float, step: int = 0) -> list[Decision]:
         out = self.advance(now)
         replica_id = self.owner(number)
         if replica_id is not None:
             self.clear(replica_id)
             if replica_id in self.last[1]:
                 self.departed.append(replica_id)
+                self.end_standing(replica_id, step, out)
         return out + self.form(now)
 
     def lost(self, number: int, reason: str, now: float) -> list[Decision]:
@@ -181,6 +254,7 @@ class Twin:
             self.clear(member.replica_id, joined=False)
             self.calling.append(member.replica_id)
         self.enter(member, now, session=False)
+        self.end_standing(member.replica_id, member.step, out)
         return out + self.form(now)
 
     def withdraw(self, replica_id: str, now: float) -> list[Decision]:
@@ -292,11 +366,16 @@ class Twin:
         self.departed, self.alarms = [], 0
         self.formed = True
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
+        versions = {(j.member.step, j.member.commit_quorum_id) for j in chosen}
+        stands = not self.joined and len(versions) == 1 < len(chosen)
+        for j in chosen:
+            stands = stands and j.in_session and j.member.may_stand and not j.member.commit_failures
+        self.standing = Standing() if stands else None
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
             self.end_call(replica_id, now)
         return QuorumFormed(
-            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen)),
+            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen), stands),
             self.numbers({j.member.replica_id for j in chosen if j.in_session}),
             tuple(callers),
             quorum_id != last_id,
@@ -347,6 +426,7 @@ class Twin:
             return False
         self.departed.append(replica_id)
         self.alarms += 1
+        self.standing = None
         survivors = set(ids) - {replica_id} if self.alarms <= ALARMS_PER_QUORUM_MAX else set()
         out.append(MemberLost(quorum_id, replica_id, reason, self.numbers(survivors)))
         return True

@@ -53,6 +53,12 @@ class Listener:
     def left_out(self, left: pb.LeftOut) -> None:
         """There is nobody else."""
 
+    def hold(self, hold: pb.HoldQuorum) -> None:
+        """There is nobody else."""
+
+    def released(self, release: pb.ReleaseQuorum) -> None:
+        """There is nobody else."""
+
 
 async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
     """Those before and after a failure that ends the first session."""
@@ -101,7 +107,7 @@ async def told_of_a_leave() -> list[str]:
     listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
     try:
         assert await link.wait_connected(LIMIT_S)
-        await link.leave("done")
+        await link.leave("done", 0)
         async with asyncio.timeout(LIMIT_S):
             while len(told) < 2:
                 await asyncio.sleep(0.01)

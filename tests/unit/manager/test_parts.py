@@ -165,8 +165,8 @@ class Spare:
         self.attempt.open_configured()
         self.reducer = Reducer(self.protocol, self.group, self)  # type: ignore[arg-type] # it has what is asked
 
-    def why_no_quorum(self) -> str:
-        return "there is one"
+    def wait_configured(self, attempt: Attempt) -> None:
+        attempt.wait_configured(lambda: "there is one")
 
 
 class TestReduction:

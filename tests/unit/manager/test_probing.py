@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_a_refusal_is_an_answer(listener: socket.socket) -> None:
 def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, silent: str) -> None:
     assert silent_of(address_of(listener), silent) == {1}
     assert silent_of(address_of(listener), silent, is_repeated=True) == {1}
+
+
+def test_a_starved_process_says_nothing(silent: str) -> None:
+    async def probe_starved() -> frozenset[str]:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 2 * probing.LATE_S)
+        return await probing.silent_peers(Probe((("0", silent),), False))
+
+    assert asyncio.run(probe_starved()) == frozenset()
 
 
 def test_nothing_is_said_of_whom_one_cannot_ask(silent: str) -> None:

@@ -577,3 +577,9 @@ class Member:
 
     def step_lost(self, quorum_id: int) -> None:
         """Do nothing: there is no other rank that could lose a step."""
+
+    def hold(self, quorum_id: int) -> None:
+        """Do nothing: it asks for every quorum."""
+
+    def released(self, quorum_id: int, ask_at: int | None) -> None:
+        """Do nothing: it asks for every quorum."""

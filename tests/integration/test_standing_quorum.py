@@ -1,0 +1,84 @@
+"""A quorum stands until something happens: quiet steps need no lighthouse, and changes cost nobody a step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import CHECKED, Cluster
+from torchft_like.testing.cluster import Group
+
+pytestmark = [pytest.mark.integration, *CHECKED]
+
+MORE_STEPS = 20
+
+
+def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
+    """Wait until each group has committed some more steps."""
+    steps = [group.step for group in groups]
+    cluster.wait_until(
+        lambda: all(group.step >= step + MORE_STEPS for group, step in zip(groups, steps, strict=True)),
+        f"{MORE_STEPS} more steps",
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+def test_training_goes_on_while_the_lighthouse_is_dead(tmp_path: Path, size: int) -> None:
+    with Cluster(tmp_path) as cluster:
+        groups = cluster.start_all("ab", size=size)
+        wait_for_steps(cluster, groups)
+        since, ids = time.time(), [group.last_commit.quorum_id for group in groups]
+        cluster.lighthouse.kill()
+        for group in groups:
+            cluster.wait_for_event(group, "disconnected", since)
+        wait_for_steps(cluster, groups)
+        cluster.start_lighthouse()
+        for group in groups:
+            cluster.wait_for_event(group, "connected", since)
+        wait_for_steps(cluster, groups)
+        assert [group.failures(since) for group in groups] == [[], []]
+        assert [group.last_commit.quorum_id for group in groups] == ids
+
+
+def test_training_goes_on_while_the_lighthouse_is_stopped(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        groups = cluster.start_all("ab")
+        wait_for_steps(cluster, groups)
+        since = time.time()
+        cluster.lighthouse.signal(signal.SIGSTOP)
+        for group in groups:
+            cluster.wait_for_event(group, "disconnected", since)
+        wait_for_steps(cluster, groups)
+        assert [group.failures(since) for group in groups] == [[], []]
+        cluster.lighthouse.signal(signal.SIGCONT)
+        cluster.wait_for_quorum_of(*groups)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+def test_a_replica_that_joins_costs_the_others_no_step(tmp_path: Path, size: int) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab", size=size)
+        wait_for_steps(cluster, [a, b])
+        since = time.time()
+        c = cluster.start("c", size=size)
+        cluster.wait_for_quorum_of(a, b, c)
+        wait_for_steps(cluster, [a, b, c])
+        assert [group.failures(since) for group in (a, b)] == [[], []]
+
+
+def test_a_replica_joins_after_the_lighthouse_was_restarted_under_a_quorum_that_stands(
+    tmp_path: Path,
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        a, b = cluster.start_all("ab")
+        wait_for_steps(cluster, [a, b])
+        cluster.lighthouse.kill()
+        wait_for_steps(cluster, [a, b])
+        since = time.time()
+        cluster.start_lighthouse()
+        c = cluster.start("c")
+        cluster.wait_for_quorum_of(a, b, c)
+        assert [group.failures(since) for group in (a, b)] == [[], []]

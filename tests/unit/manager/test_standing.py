@@ -1,0 +1,252 @@
+"""A quorum that stands, on the trainers' side: the step protocol of a rank, and the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.manager.test_group import join, members
+from tests.unit.manager.test_step import protocol, quorum
+from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.replica_group import (
+    GroupHolds,
+    GroupJoin,
+    HoldRanks,
+    LossNotice,
+    RankQuorum,
+    RankVerdict,
+    ReleaseRanks,
+    ReplicaGroup,
+    Verdict,
+)
+from torchft_like.core.step import StepProtocol
+
+ERROR = ValueError("the script says so")
+
+
+def standing(**rules: Any) -> StepProtocol:
+    """A rank at the end of its first step in quorum 1, which stands."""
+    p = protocol(**rules)
+    p.begin()
+    p.agreed(quorum(stands=True), allow_heal=True)
+    p.configured(1)
+    p.bind()
+    p.decide(committed=True)
+    return p
+
+
+def going_on(p: StepProtocol) -> StepProtocol:
+    """The same rank in an attempt for which it has not asked, and which it has not entered."""
+    assert p.goes_on
+    p.begin()
+    p.stand()
+    return p
+
+
+class TestRank:
+    def test_it_goes_on_in_a_quorum_that_stands_and_commits(self) -> None:
+        p = standing()
+        for step in (1, 2, 3):
+            going_on(p)
+            assert p.enter()
+            p.bind()
+            assert p.vote()
+            p.decide(committed=True)
+            assert (p.step, p.commit_quorum_id) == (step + 1, 1)
+
+    def test_it_says_that_it_may_after_a_step_with_a_collective_of_all(self) -> None:
+        p = protocol()
+        assert not p.begin().may_stand
+        p.agreed(quorum(), allow_heal=True)
+        p.bind()
+        p.decide(committed=True)
+        assert p.begin().may_stand
+        p.agreed(quorum(), allow_heal=True)
+        p.decide(committed=True)
+        assert not p.begin().may_stand
+
+    def test_it_never_may_with_a_synchronous_quorum(self) -> None:
+        assert not standing(use_async_quorum=False).begin().may_stand
+
+    def test_it_asks_where_the_quorum_does_not_stand_and_after_a_failure(self) -> None:
+        p = protocol()
+        p.begin()
+        p.agreed(quorum(stands=False), allow_heal=True)
+        p.bind()
+        p.decide(committed=True)
+        assert not p.goes_on
+        p = standing()
+        going_on(p)
+        p.decide(committed=False)
+        assert not p.goes_on
+
+    @pytest.mark.parametrize("change", ["restore", "disown"])
+    def test_it_asks_with_another_state(self, change: str) -> None:
+        p = standing()
+        if change == "restore":
+            p.restore(p.counters())
+        else:
+            p.disown_state()
+        assert not p.goes_on
+
+    def test_while_it_holds_it_enters_no_attempt(self) -> None:
+        p = standing()
+        assert p.hold(1) == 1
+        going_on(p)
+        assert not p.enter()
+        assert p.released(1, 2)
+        assert not p.is_due
+        assert p.enter()
+        p.bind()
+        p.decide(committed=True)
+        assert p.step == 2
+        assert not p.goes_on
+
+    def test_an_attempt_that_was_entered_counts(self) -> None:
+        p = going_on(standing())
+        p.enter()
+        assert p.hold(1) == 2
+        assert not p.released(1, 1)
+
+    def test_an_attempt_that_was_not_entered_becomes_one_that_asks(self) -> None:
+        p = going_on(standing())
+        assert p.hold(1) == 1
+        assert p.released(1, 1)
+        assert p.is_due
+        assert p.ask_instead()
+        assert not p.enter()
+        plan = p.agreed(quorum(2), allow_heal=True)
+        assert plan.configure
+        assert p.enter()
+
+    def test_an_error_is_not_forgotten_when_the_attempt_asks(self) -> None:
+        p = going_on(standing())
+        p.fail_current(ERROR)
+        p.hold(1)
+        p.released(1, 1)
+        assert p.ask_instead()
+        p.agreed(quorum(2), allow_heal=True)
+        p.bind()
+        assert p.failure is ERROR
+        assert not p.vote()
+
+    def test_without_a_lighthouse_it_goes_on(self) -> None:
+        p = going_on(standing())
+        p.hold(1)
+        p.resume()
+        assert p.enter()
+
+    def test_it_commits_nothing_alone(self) -> None:
+        p = going_on(standing())
+        assert p.needs_asking
+        assert not p.vote()
+        p.enter()
+        assert p.needs_asking
+        assert p.ask_instead()
+
+    def test_what_is_lost_need_not_be_asked_for(self) -> None:
+        p = going_on(standing())
+        p.enter()
+        p.group_broke(1)
+        assert not p.needs_asking
+        assert not p.vote()
+
+    def test_a_step_that_was_given_up_before_it_was_entered_breaks_nothing(self) -> None:
+        p = going_on(standing())
+        assert p.begin().broken_quorum_id == 0
+        p = going_on(standing())
+        p.enter()
+        assert p.begin().broken_quorum_id == 1
+
+    def test_other_quorums_do_not_concern_it(self) -> None:
+        p = going_on(standing())
+        p.hold(7)
+        assert p.released(7, 0)
+        assert p.enter()
+
+
+def formed(size: int) -> ReplicaGroup:
+    """A group of so many ranks in quorum 9, which stands."""
+    group = ReplicaGroup("a", size)
+    for rank in range(size):
+        group.rank_joined(join(rank, may_stand=True))
+    effects = group.quorum_formed(9, members("a", "b"), 1, stands=True)
+    assert all(isinstance(effect, RankQuorum) and effect.result.stands for effect in effects)
+    return group
+
+
+class TestGroup:
+    def test_it_may_stand_if_all_ranks_may(self) -> None:
+        group = ReplicaGroup("a", 2)
+        group.rank_joined(join(0, may_stand=True))
+        assert group.rank_joined(join(1)) == [GroupJoin(4, False, 0, 2)]
+        assert group.rank_joined(join(1, may_stand=True)) == [GroupJoin(4, False, 0, 2, may_stand=True)]
+
+    def test_it_answers_with_the_greatest_step_of_its_ranks(self) -> None:
+        group = formed(2)
+        assert group.hold(9, 1) == [HoldRanks((0, 1), 9)]
+        assert group.rank_holds(1, 9, 6) == []
+        assert group.rank_holds(0, 9, 7) == [GroupHolds(9, 1, 7)]
+        assert group.released(9, 1, 8) == [ReleaseRanks((0, 1), 9, 8)]
+
+    def test_requests_of_other_quorums_and_rounds_are_old(self) -> None:
+        group = formed(1)
+        assert group.hold(8, 1) == group.hold(9, 2) == group.released(9, 2, 5) == []
+
+    def test_its_join_is_an_answer(self) -> None:
+        group = formed(1)
+        assert group.rank_joined(join(0)) == [GroupJoin(4, False, 0, 2)]
+        assert group.hold(9, 1) == []
+
+    def test_where_a_rank_asks_the_others_hold(self) -> None:
+        group = formed(3)
+        assert group.rank_joined(join(1)) == [HoldRanks((0, 2), 9)]
+        assert group.rank_holds(0, 9, 4) == []
+        assert group.rank_holds(2, 9, 4) == [GroupHolds(9, 1, 4)]
+        assert group.released(9, 1, 4) == [ReleaseRanks((0, 2), 9, 4)]
+        assert group.rank_joined(join(0)) == []
+        assert group.rank_joined(join(2)) == [GroupJoin(4, False, 0, 2)]
+
+    def test_a_rank_that_asks_for_a_step_which_another_has_begun_breaks_the_quorum(self) -> None:
+        group = formed(2)
+        group.rank_joined(join(1))
+        (notice,) = group.rank_holds(0, 9, 5)
+        assert isinstance(notice, LossNotice)
+        assert notice.is_alive
+        assert group.rank_voted(0, Verdict(4, committed=True)) == [
+            RankVerdict(0, Verdict(4, committed=False))
+        ]
+
+    def test_a_loss_makes_all_ranks_ask_at_the_same_step(self) -> None:
+        group = formed(2)
+        notice, hold = group.member_lost(9, "b", "gone")[:2]
+        assert isinstance(notice, LossNotice)
+        assert hold == HoldRanks((0, 1), 9)
+        assert group.rank_holds(0, 9, 4) == []
+        assert group.rank_holds(1, 9, 5) == [ReleaseRanks((0, 1), 9, 5)]
+
+    def test_a_loss_releases_ranks_that_hold_already(self) -> None:
+        group = formed(1)
+        group.hold(9, 1)
+        group.rank_holds(0, 9, 6)
+        assert ReleaseRanks((0,), 9, 6) in group.member_lost(9, "b", "gone")
+
+    def test_without_a_lighthouse_ranks_that_hold_go_on(self) -> None:
+        group = formed(1)
+        assert group.lighthouse_disconnected() == []
+        group.hold(9, 1)
+        assert group.lighthouse_disconnected() == [ReleaseRanks((0,), 9, None)]
+        assert group.hold(9, 1) == [HoldRanks((0,), 9)]
+
+    def test_a_step_that_waits_for_too_long_is_given_up(self) -> None:
+        group = formed(1)
+        (notice,) = group.step_overdue(9, 60.0)
+        assert isinstance(notice, LossNotice)
+        assert notice.is_alive
+        assert group.step_overdue(8, 60.0) == []
+
+
+def test_a_result_without_the_field_does_not_stand() -> None:
+    result: QuorumResult = quorum()
+    assert not result.stands
