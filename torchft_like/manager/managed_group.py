@@ -36,6 +36,7 @@ class ManagedGroup:
         self._protocol = protocol
         self._emit = emit
         self._ending = AbortSignal()  # the signal of the last configuration
+        self._why = "it is not configured"  # of the last abort
 
     def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of the current attempt, and return what has to be done before it can be used."""
@@ -144,7 +145,7 @@ class ManagedGroup:
                 return False
             quorum_id = self._protocol.quorum_id
             lost = MemberLostError(
-                f"the process group of quorum {quorum_id} was aborted; the step is tried again"
+                f"the process group of quorum {quorum_id} was aborted ({self._why}); the step is tried again"
             )
             if self._protocol.failure is None:
                 self._protocol.fail(quorum_id, lost)
@@ -160,5 +161,6 @@ class ManagedGroup:
     def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:
             return
+        self._why = reason
         self.pg.abort(reason)  # a user's class may have overridden `abort`
         self._ending.set(reason)
