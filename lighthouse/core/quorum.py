@@ -534,10 +534,11 @@ class QuorumCore:
             decisions.append(HoldQuorum(*self._number, replica_id, sessions))
         if standing.ask_at is not None or not standing.is_settled:
             return
-        if (culprit := standing.settle()) is not None:
-            self._break(culprit, decisions)
-        elif standing.ask_at is not None and (sessions := self._sessions(standing.holding)):
-            decisions.append(QuorumReleased(*self._number, standing.ask_at, sessions))
+        step = standing.settle()
+        if (early := standing.ended_before(step)) is not None:
+            self._break(early, decisions)
+        elif sessions := self._sessions(standing.holding):
+            decisions.append(QuorumReleased(*self._number, step, sessions))
 
     def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:
         """Tell a member that has a new session what it may have missed in the last one."""

@@ -89,8 +89,12 @@ class StandingQuorum:
         """Whether every member has answered."""
         return len(self._not_begun) + len(self._not_done) == len(self.members)
 
-    def settle(self) -> str | None:
-        """Name the step at which all ask; return the member for which that is too late, if there is one."""
-        self.ask_at = max([*self._not_begun.values(), *self._not_done.values()])
-        member, step = min(self._not_done.items(), key=lambda item: item[1], default=("", self.ask_at))
-        return member if step < self.ask_at else None
+    def settle(self) -> int:
+        """Name the step at which all ask, and return it."""
+        self.ask_at = step = max([*self._not_begun.values(), *self._not_done.values()])
+        return step
+
+    def ended_before(self, step: int) -> str | None:
+        """Return the first member, if there is one, that has asked or left before a step which others do."""
+        ended = min(self._not_done.items(), key=lambda item: item[1], default=("", step))
+        return ended[0] if ended[1] < step else None
