@@ -286,6 +286,8 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "kill-half": _left_out,
         "kill-rank": _left_out,
         "stop": _left_out,
+        "leave": _left_out,
+        "lighthouse-stop": _disconnected,
         "lighthouse-kill": _disconnected,
         "baby-kill": _backend_lost,
         "truncate": _transfer_refused,

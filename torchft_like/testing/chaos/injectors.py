@@ -110,6 +110,23 @@ def _stop(target: Target, planned: Planned) -> Iterator[Injected]:
 
 
 @contextmanager
+def _leave(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    may_end(victim)
+    victim.signal(signal.SIGTERM)
+    yield Injected((victim.name,))
+
+
+@contextmanager
+def _stop_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
+    target.job.lighthouse.signal(signal.SIGSTOP)
+    try:
+        yield Injected(details={"away_s": planned.duration_s})
+    finally:
+        target.job.lighthouse.signal(signal.SIGCONT)
+
+
+@contextmanager
 def _kill_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
     target.job.kill_lighthouse()
     try:
@@ -241,6 +258,8 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "kill-half": _kill_half,
         "kill-rank": _kill_rank,
         "stop": _stop,
+        "leave": _leave,
+        "lighthouse-stop": _stop_lighthouse,
         "lighthouse-kill": _kill_lighthouse,
         "baby-kill": _kill_baby,
         "truncate": _spoil,

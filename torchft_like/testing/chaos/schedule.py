@@ -41,6 +41,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "kill-half": Kind("SIGKILL of half of the replica groups at once"),
         "kill-rank": Kind("SIGKILL of one rank of a replica group of several", needs=("ranks",)),
         "stop": Kind("SIGSTOP of a replica group, later SIGCONT", (2.0, 4.0)),
+        "leave": Kind("a replica group leaves in good order, and is started again"),
+        "lighthouse-stop": Kind("SIGSTOP of the lighthouse, later SIGCONT", (2.0, 5.0)),
         "lighthouse-kill": Kind("SIGKILL of the lighthouse, started again at its address", (0.2, 1.0)),
         "baby-kill": Kind("SIGKILL of the process that runs a Baby group's backend", needs=("baby",)),
         "truncate": Kind(
