@@ -24,20 +24,14 @@ from torchft_like.gang.gangs import Gangs
 from torchft_like.gang.group_gang import GroupGang
 from torchft_like.process_group import ManagedProcessGroup
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.managed import GroupManager
+from torchft_like.process_group.managed import GroupManager, QuorumManager
 
 
-class GangManager(GroupManager, Protocol):
+class GangManager(GroupManager, QuorumManager, Protocol):
     """The part of a Manager that a managed gang uses."""
 
     def current_step(self) -> int:
         """Return how many steps were committed."""
-
-    def replica_rank(self) -> int | None:
-        """Return this replica group's rank among all members of the quorum."""
-
-    def replica_world_size(self) -> int:
-        """Return how many members the quorum has."""
 
 
 @final

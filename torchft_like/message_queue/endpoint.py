@@ -24,6 +24,11 @@ LINGER_S = 5.0
 Limit = tuple[float, float]
 
 
+def nothing_written() -> tuple[str, Sequence[int]]:
+    """Describe what a reader waits for."""
+    return "the writer wrote nothing", ()
+
+
 class Endpoint(ABC):
     """The writer's end of a queue, or a reader's. A subclass calls `__init__` after everything that it
     acquires has been acquired.
@@ -114,7 +119,6 @@ class Endpoint(ABC):
         reached: Callable[[], bool],
         limit: Limit,
         describe: Callable[[], tuple[str, Sequence[int]]],
-        *,
         spins: bool = True,
         is_expected: bool = False,
     ) -> None:

@@ -45,7 +45,7 @@ from torchft_like.errors import (
     QueueTimeoutError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.endpoint import RECHECK_S, Endpoint, Limit
+from torchft_like.message_queue.endpoint import RECHECK_S, Endpoint, Limit, nothing_written
 from torchft_like.message_queue.fence import before_publishing, full_fence
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
 from torchft_like.message_queue.leaves import (
@@ -497,8 +497,9 @@ class LocalReader(Endpoint):
             if self._is_closing:
                 raise self._too_late()
             ring = self._ring or self._joined(limit)
-            if ring.words[PUBLISHED] <= ring.consumed:
-                self._await_message(ring, limit, is_expected)
+            words, consumed = ring.words, ring.consumed
+            if words[PUBLISHED] <= consumed:
+                self._wait(lambda: words[PUBLISHED] > consumed, limit, nothing_written, True, is_expected)
             try:
                 value, slots = self._read(ring)
             except (PlainDataError, QueueCorruptError, QueueDescriptorsError) as error:
@@ -636,14 +637,6 @@ class LocalReader(Endpoint):
                 self._connection.send(WAKE, socket.MSG_DONTWAIT)
 
     # ------------------------------------------------------------------------------- waiting
-
-    def _await_message(self, ring: RingReader, limit: Limit, is_expected: bool) -> None:
-        words, consumed = ring.words, ring.consumed
-
-        def reached() -> bool:
-            return words[PUBLISHED] > consumed
-
-        self._wait(reached, limit, lambda: ("the writer wrote nothing", ()), is_expected=is_expected)
 
     def _require_possible(self, reached: Callable[[], bool]) -> None:
         if (ring := self._ring) is None:  # while it joins, the connection's end is an answer

@@ -35,7 +35,7 @@ from torchft_like.errors import (
     QueueError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.endpoint import Endpoint, Limit
+from torchft_like.message_queue.endpoint import Endpoint, Limit, nothing_written
 from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle, RemoteHandle
 from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.ring import Bytes
@@ -302,8 +302,7 @@ class RemoteReader(Endpoint):
             self._require_open()
             if self._number is None:
                 self._join(limit)
-            nothing = "the writer wrote nothing"
-            self._wait(self._receive, limit, lambda: (nothing, ()), spins=False, is_expected=is_expected)
+            self._wait(self._receive, limit, nothing_written, False, is_expected)
             try:
                 return self._read(self._came)
             except (PlainDataError, QueueCorruptError) as error:

@@ -32,8 +32,8 @@ ALLREDUCE_COALESCED = BY_NAME["allreduce_coalesced"]
 UNAVAILABLE = (QuorumTimeoutError, GroupLostError)
 
 
-class GroupManager(Protocol):
-    """The part of a Manager that a managed group needs."""
+class StepManager(Protocol):
+    """The part of a Manager that everything over its process group needs."""
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -41,6 +41,26 @@ class GroupManager(Protocol):
 
     def wait_quorum(self) -> None:
         """Wait until the group is configured for the current step."""
+
+    def errored(self) -> Exception | None:
+        """Return why the current step is lost, if it is."""
+
+    def report_error(self, e: Exception) -> None:
+        """Declare the current step lost."""
+
+
+class QuorumManager(StepManager, Protocol):
+    """The part of a Manager that the members of its quorum need."""
+
+    def replica_rank(self) -> int | None:
+        """Return this replica group's rank among all members of the quorum."""
+
+    def replica_world_size(self) -> int:
+        """Return how many members the quorum has."""
+
+
+class GroupManager(StepManager, Protocol):
+    """The part of a Manager that a managed group needs."""
 
     def group_allreduce(
         self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
@@ -58,12 +78,6 @@ class GroupManager(Protocol):
 
     def participating_rank(self) -> int | None:
         """Return the caller's place among the participants; None while it does not contribute."""
-
-    def errored(self) -> Exception | None:
-        """Return why the current step is lost, if it is."""
-
-    def report_error(self, e: Exception) -> None:
-        """Declare the current step lost."""
 
 
 class ManagedProcessGroup(SwallowingGroup):

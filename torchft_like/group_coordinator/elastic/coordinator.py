@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 
@@ -42,6 +41,7 @@ from torchft_like.group_coordinator.elastic.membership import (
     retire,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft_like.process_group.managed import QuorumManager
 from torchft_like.process_group.wrapper import as_timedelta
 
 NAME_CHARACTERS_MAX = 200
@@ -315,29 +315,6 @@ class ElasticCoordinator(EpochCoordinator):
         return f"<{type(self).__name__} {self.unique_name}: {self.name}, epoch {self.epoch}, {place}>"
 
 
-class CoordinatorManager(Protocol):
-    """What a coordinator needs of a Manager."""
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The group that the manager configures."""
-
-    def wait_quorum(self) -> None:
-        """Wait until the group is configured for the current step."""
-
-    def replica_rank(self) -> int | None:
-        """Return this replica group's rank among all members of the quorum."""
-
-    def replica_world_size(self) -> int:
-        """Return how many members the quorum has."""
-
-    def errored(self) -> Exception | None:
-        """Return why the current step is lost, if it is."""
-
-    def report_error(self, e: Exception) -> None:
-        """Report an error: the current step is lost."""
-
-
 class ManagedCoordinator(EpochCoordinator):
     """The communication of a Manager's quorum: this rank of every replica group, healing ones included.
 
@@ -352,7 +329,7 @@ class ManagedCoordinator(EpochCoordinator):
 
     def __init__(
         self,
-        manager: CoordinatorManager,
+        manager: QuorumManager,
         *,
         device: torch.device | str = "cpu",
         group_name: str | None = None,
@@ -408,7 +385,7 @@ class ManagedCoordinator(EpochCoordinator):
 class _ManagedEpoch(Epoch):
     """One quorum. It is over when the group is configured anew, whether the coordinator has heard or not."""
 
-    def __init__(self, group: ProcessGroup, manager: CoordinatorManager) -> None:
+    def __init__(self, group: ProcessGroup, manager: QuorumManager) -> None:
         super().__init__(group.epoch)
         self._configured = group.configuration
         self._group = group
