@@ -131,6 +131,7 @@ class CheckpointServer:
         """Offer nothing; transfers in progress go on."""
         with self._changed:
             self._offer = None
+            self._changed.notify_all()
 
     def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
         """Wait for the offer of `step` or a later one, and return it; return None after `wait_s` seconds."""

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
+from tests.unit.message_queue.queues import wait_for
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
@@ -123,6 +125,50 @@ class TestHostileClients:
         monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
+
+
+class TestWaitForReceivers:
+    PATH = "/checkpoint/5?part=0&parts=1&wait_ms=4000"
+
+    @pytest.fixture
+    def threads(self) -> Iterator[ThreadPoolExecutor]:
+        with ThreadPoolExecutor(1) as pool:
+            yield pool
+
+    def test_it_ends_when_all_have_the_state(
+        self, server: CheckpointServer, threads: ThreadPoolExecutor
+    ) -> None:
+        server.offer(5, EncodedState(None), receivers=2)
+        waiting = threads.submit(server.wait_fetched, 300.0)
+        for _ in range(2):
+            assert not waiting.done()
+            with request(server.port, self.PATH) as client:
+                drain(client)
+        waiting.result(60)
+
+    def test_it_ends_when_none_comes(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
+        server.offer(5, EncodedState(None), receivers=1)
+        threads.submit(server.wait_fetched, 0.01).result(60)
+
+    def test_it_ends_when_the_offer_does(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
+        server.offer(5, EncodedState(None), receivers=1)
+        waiting = threads.submit(server.wait_fetched, 300.0)
+        wait_for(lambda: bool(server._changed._waiters))  # type: ignore[attr-defined]
+        server.withdraw()
+        waiting.result(60)
+
+    def test_a_transfer_that_takes_longer_is_waited_for(self, threads: ThreadPoolExecutor) -> None:
+        server = CheckpointServer(Address(LOOPBACK, 0), ServerLimits(chunk_s=60))
+        try:
+            state = EncodedState({"w": torch.zeros(20_000_000)})
+            server.offer(5, state, receivers=1)
+            with request(server.port, self.PATH) as client:
+                assert b" 200 OK" in client.recv(100)
+                waiting = threads.submit(lambda: (server.wait_fetched(0.01), server._fetched))
+                assert drain(client) > state.part_nbytes() - 100
+            assert waiting.result(60) == (None, 1.0)
+        finally:
+            server.close(wait=True)
 
 
 @pytest.mark.no_leak
