@@ -37,7 +37,6 @@ from torchft_like.group_coordinator.creation import (
     make_groups,
     unique_name,
 )
-from torchft_like.group_coordinator.graph import GraphCaptureContext, capturing
 from torchft_like.group_coordinator.tensor_dict import TensorDict
 from torchft_like.message_queue import MessageQueue, members
 
@@ -71,6 +70,18 @@ class Dispatched:
     sizes: Sizes
     is_sequence_parallel: bool
     epoch: Epoch | None
+
+
+@dataclass(frozen=True)
+class GraphCaptureContext:
+    """The place where a CUDA graph is captured.
+
+    Attributes:
+        stream: a stream of the coordinator's device, other than the default one, on which CUDA does not
+            capture; None on a CPU.
+    """
+
+    stream: torch.cuda.Stream | None
 
 
 class GroupCoordinator:
@@ -697,13 +708,29 @@ class GroupCoordinator:
     ) -> Iterator[GraphCaptureContext]:
         """Run the block, which captures CUDA graphs, on a stream on which CUDA captures.
 
+        The block comes after all work of the present stream, and before its later work.
+
         Args:
             graph_capture_context: the context of a capture around this one, to share its stream; None for a
               new one.
         """
         self._current()
-        with capturing(self.device, graph_capture_context) as context:
+        context = graph_capture_context or GraphCaptureContext(None)
+        if self.device.type != "cuda":
             yield context
+            return
+        if context.stream is None:
+            context = GraphCaptureContext(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        outer, stream = torch.cuda.current_stream(self.device), context.stream
+        if stream is None or stream == outer:
+            yield context
+            return
+        stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(stream):
+                yield context
+        finally:
+            outer.wait_stream(stream)
 
     def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
         """Check the model, and prepare nothing: the backends register no memory in advance.
