@@ -18,7 +18,6 @@ PAGE = (ROOT / "docs" / "package-page.md").read_text()
 BLOCKS = re.findall(r"(?ms)^```(\w*)\n(.*?)^```", PAGE)
 (SCRIPT,) = (text for language, text in BLOCKS if language == "python")
 COMMANDS = [line for language, text in BLOCKS if not language for line in text.splitlines()]
-INSTALL_S = 900.0
 
 
 @pytest.fixture(scope="module")

@@ -52,14 +52,6 @@ class Scene:
             self.aside(group.configure, prefix, rank, world_size) for rank, group in enumerate(self.survivors)
         ]
 
-    def configure_all(self) -> None:
-        """Survivors and victim, who has the last rank."""
-        prefix, world_size = self.fresh_prefix(), len(self.survivors) + 1
-        configuring = self.configure_survivors(prefix, world_size)
-        self.victim.ask(Member.configure, prefix, world_size - 1, world_size)
-        for future in configuring:
-            future.result(LIMIT_S)
-
     def aside(self, act: Callable[..., T], *args: object) -> Future[T]:
         return self._threads.submit(act, *args)
 
