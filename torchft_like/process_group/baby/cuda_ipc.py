@@ -52,15 +52,12 @@ class TorchCuda:
     """The calls of torch that this module needs; tests replace them."""
 
     def use_device(self, index: int) -> None:
-        """Make a device the thread's current one."""
         torch.cuda.set_device(index)
 
     def current_stream(self, device: torch.device | None = None) -> torch.cuda.Stream:
-        """Return the current stream of a device, or of the current device."""
         return torch.cuda.current_stream(device)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Make a stream the current one for the time of a block."""
         return torch.cuda.stream(stream)
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -81,7 +78,6 @@ class TorchCuda:
         torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
 
     def new_event(self) -> torch.cuda.Event:
-        """Make an event that can be shared."""
         return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
 
     def handle_of(self, event: torch.cuda.Event) -> bytes:
@@ -89,7 +85,6 @@ class TorchCuda:
         return bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
 
     def open_event(self, device: int, handle: bytes) -> torch.cuda.Event:
-        """Open another process's event."""
         event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
         return event
 
@@ -105,7 +100,6 @@ class TorchCuda:
         return event.query
 
     def new_stream(self, device: int, priority: int) -> torch.cuda.Stream:
-        """Return a stream of torch's pool."""
         stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         return stream
 

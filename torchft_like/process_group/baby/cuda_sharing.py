@@ -317,9 +317,7 @@ class CudaExporter(Exporter[Export]):
             return not self.is_dead
 
     def is_over(self, end: int, patience_s: float = -1) -> bool:
-        """Return whether the device has reached the end of an operation, as far as can be told in
-        `patience_s` seconds.
-        """
+        """Return whether the device has reached an operation's end, as far as can be told in time."""
         if not self._lock.acquire(timeout=patience_s):
             return False
         try:

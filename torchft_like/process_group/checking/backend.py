@@ -318,7 +318,7 @@ class CheckedOperation(FollowingOperation, ExplainedOperation):
 
 
 class _Refused(FinishedOperation):
-    """The outcome of an operation that does not start; whoever waits gets its error in the group's words."""
+    """The outcome of an operation that does not start, with an error in the group's words."""
 
     def __init__(self, error: Exception, operation: ExplainedOperation) -> None:
         super().__init__([], error)

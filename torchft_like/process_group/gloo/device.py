@@ -186,17 +186,25 @@ class _Epoll:
     def sockets(self) -> Iterator[tuple[_Registered, socket.socket | None]]:
         """Yield the sockets that are watched now; None for one that cannot be looked at.
 
-        Each is closed when the next one is asked for.
+        Each is a duplicate in the place of the reserve, which ends when the next one is asked for.
         """
         self._info.seek(0)
         for entry in [_entry(line) for line in self._info if line.startswith("tfd:")]:
             try:
-                with _own_socket(entry.fd, entry.inode) as own:
-                    if own is not None:
+                os.dup2(entry.fd, self._reserve, inheritable=False)
+            except OSError:
+                if _is_open_socket(entry.fd, entry.inode):  # the limit was lowered below the reserve's number
+                    yield entry, None
+                continue
+            try:
+                if _is_socket(self._reserve, entry.inode):
+                    own = socket.socket(fileno=self._reserve)
+                    try:
                         yield entry, own
-            except _NoDescriptorError:
-                for own in self._by_reserve(entry.fd, entry.inode):
-                    yield entry, own
+                    finally:
+                        own.detach()
+            finally:
+                os.dup2(self._own, self._reserve, inheritable=False)
 
     def inherited(self) -> list[int]:
         """Return the descriptors of the sockets that are watched; runs in a fork.
@@ -217,26 +225,6 @@ class _Epoll:
         self._info.close()
         os.close(self._reserve)
         os.close(self._own)
-
-    def _by_reserve(self, fd: int, inode: int) -> Iterator[socket.socket | None]:
-        try:
-            os.dup2(fd, self._reserve, inheritable=False)
-        except OSError:  # it was closed since, or the limit was lowered below the reserve's number
-            yield None
-            return
-        try:
-            if _is_socket(self._reserve, inode):
-                own = socket.socket(fileno=self._reserve)
-                try:
-                    yield own
-                finally:
-                    own.detach()
-        finally:
-            os.dup2(self._own, self._reserve, inheritable=False)
-
-
-class _NoDescriptorError(OSError):
-    """The process has no descriptor left."""
 
 
 def _make_device(host: str) -> object:
@@ -311,7 +299,7 @@ def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
         duplicate = os.dup(fd)
     except OSError as error:
         if error.errno != errno.EBADF:
-            raise _NoDescriptorError(*error.args) from None
+            raise
         yield None
         return
     if not _is_socket(duplicate, inode):
