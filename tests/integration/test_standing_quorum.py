@@ -14,6 +14,7 @@ from torchft_like.testing.cluster import Group
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 MORE_STEPS = 20
+ABSENCE_S = 2.0
 
 
 def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
@@ -41,6 +42,26 @@ def test_training_goes_on_while_the_lighthouse_is_dead(tmp_path: Path, size: int
         wait_for_steps(cluster, groups)
         assert [group.failures(since) for group in groups] == [[], []]
         assert [group.last_commit.quorum_id for group in groups] == ids
+
+
+def test_training_waits_for_a_dead_lighthouse_where_it_is_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE_ABSENCE", "wait")
+    with Cluster(tmp_path) as cluster:
+        groups = cluster.start_all("ab")
+        wait_for_steps(cluster, groups)
+        cluster.lighthouse.kill()
+        since = time.time()
+        for group in groups:
+            cluster.wait_for_event(group, "disconnected")
+        time.sleep(ABSENCE_S)  # the fault itself has this length
+        steps = [group.step for group in groups]
+        time.sleep(ABSENCE_S)
+        assert [group.step for group in groups] == steps
+        cluster.start_lighthouse()
+        wait_for_steps(cluster, groups)
+        assert [group.failures(since) for group in groups] == [[], []]
 
 
 def test_training_goes_on_while_the_lighthouse_is_stopped(tmp_path: Path) -> None:

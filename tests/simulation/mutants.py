@@ -318,7 +318,7 @@ class _AnswersForOneRank(ReplicaGroup):
 
 
 class _HoldsWithoutALighthouse(ReplicaGroup):
-    def lighthouse_disconnected(self) -> list[Effect]:
+    def _go_on(self) -> list[Effect]:
         return []
 
 
@@ -550,5 +550,5 @@ CAUGHT_BY = {
     "forgets what it began": Caught(131, "agreement"),
     "asks at once": Caught(14, "progress"),
     "goes on after failures": Caught(26, "no_zombie"),
-    "holds without a lighthouse": Caught(3231, "progress"),
+    "holds without a lighthouse": Caught(536, "progress"),
 }

@@ -80,7 +80,8 @@ class Replica:
         self.incarnation = incarnation
         self.replica_id = f"{name_of(slot)}:{incarnation}"
         self.address = f"http://{self.replica_id}"
-        self.core = world.cores.group(self.replica_id, world.scenario.ranks)
+        scenario = world.scenario
+        self.core = world.cores.group(self.replica_id, scenario.ranks, scenario.waits)
         self.slow = 1.0
         self.session: Session | None = None
         self._connected = False

@@ -67,6 +67,7 @@ class Scenario:
         bad_link: two replica groups that cannot reach each other in the first part of the quiet phase.
         stall_s: how long a replica group waits for data over a link that is cut before it looks for the link.
         stands: whether quorums stand; otherwise every step asks for one.
+        waits: whether replica groups wait for a lighthouse that is away, instead of going on.
     """
 
     seed: int
@@ -92,6 +93,7 @@ class Scenario:
     bad_link: tuple[int, int] | None
     stall_s: float
     stands: bool
+    waits: bool
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -139,6 +141,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         bad_link=(one, other) if has_links and flip() < 0.3 else None,
         stall_s=keepalive_s * (0.1 + flip()) if has_links and flip() < 0.8 else math.inf,
         stands=flip() < 0.6,
+        waits=flip() < 0.2,
     )
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

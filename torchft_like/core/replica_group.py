@@ -194,10 +194,15 @@ Effect = (
 
 @dataclass
 class ReplicaGroup:
-    """The state of one replica group of `world_size` ranks."""
+    """The state of one replica group of `world_size` ranks.
+
+    Attributes:
+        waits_for_lighthouse: whether ranks go on in a quorum that stands only while there is a lighthouse.
+    """
 
     replica_id: str
     world_size: int
+    waits_for_lighthouse: bool = False
     lost_reason: str | None = None
     last_quorum_id: int = 0
     last_quorum_round: int = 0
@@ -257,10 +262,16 @@ class ReplicaGroup:
         """Handle a new session with the lighthouse, which knows nothing of what was sent before."""
         unreachable = tuple(self._links.unreachable)
         report = [BrokenLinks(unreachable)] if unreachable else []
-        return [*report, *self._say_join(), *(self._hold_others() if self._joins else [])]
+        going_on = self._go_on()
+        return [*report, *going_on, *self._say_join(), *(self._hold_others() if self._joins else [])]
 
     def lighthouse_disconnected(self) -> list[Effect]:
         """Handle the end of the session: nobody says any more when ranks that hold may go on."""
+        if self.waits_for_lighthouse:
+            return self.hold(self.last_quorum_id, self.last_quorum_round)
+        return self._go_on()
+
+    def _go_on(self) -> list[Effect]:
         if self._held is None:
             return []
         self._held = None

@@ -51,7 +51,7 @@ class Attempt:
         # The quorum leaves this group out until a link works again, which is no reason to give up.
         self.is_left_out = False
         self._plan: Plan | None = None
-        self._quorum_timeout_s = quorum_timeout_s
+        self.quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
         self._is_configured = False  # the event's value, which is read before every collective
@@ -66,7 +66,7 @@ class Attempt:
     @property
     def is_overdue(self) -> bool:
         """Whether the timeout has passed without a quorum."""
-        is_late = time.monotonic() > self.began + self._quorum_timeout_s
+        is_late = time.monotonic() > self.began + self.quorum_timeout_s
         return is_late and not self.is_agreed and not self.is_left_out
 
     def stand(self, result: QuorumResult) -> None:
@@ -152,11 +152,11 @@ class Attempt:
 
     def _wait_agreed(self, describe: Callable[[], str]) -> None:
         if not self._agreed.is_set():
-            remaining_s = self.began + self._quorum_timeout_s - time.monotonic()
+            remaining_s = self.began + self.quorum_timeout_s - time.monotonic()
             while not self._agreed.wait(max(0.0, remaining_s)):
                 if not self.is_left_out:
-                    raise QuorumTimeoutError(f"no quorum within {self._quorum_timeout_s:g} s: {describe()}")
-                remaining_s = self._quorum_timeout_s
+                    raise QuorumTimeoutError(f"no quorum within {self.quorum_timeout_s:g} s: {describe()}")
+                remaining_s = self.quorum_timeout_s
         self.raise_error()
 
     def raise_error(self) -> None:

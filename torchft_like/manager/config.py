@@ -29,6 +29,7 @@ QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
+CONTINUE, WAIT = "continue", "wait"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ManagerArguments:
     port: int | None = None
     hostname: str | None = None
     quorum_retries: int | None = None
+    lighthouse_absence: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class ManagerConfig:
         lighthouse: the lighthouse's address; None on ranks other than 0, which never call it.
         store: the replica group's TCPStore; None if rank 0 has to make one.
         host: the address that this process binds to and advertises.
+        lighthouse_absence: CONTINUE or WAIT.
         replica_id: the user's name for the group, made unique for this incarnation.
         incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
         sources: each setting with its value and its source, for the log.
@@ -79,6 +82,7 @@ class ManagerConfig:
     port: int
     replica_id: str
     quorum_retries: int
+    lighthouse_absence: str
     incarnation: str
     sources: tuple[str, ...]
 
@@ -117,6 +121,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         quorum_retries=given.integer(
             arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV, default=0
         ),
+        lighthouse_absence=_absence(arguments, given),
         incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
         sources=tuple(given.sources),
     )
@@ -140,6 +145,14 @@ def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:
             "`python -m lighthouse` prints, such as http://127.0.0.1:29510"
         )
     return parse_address(text, "lighthouse_addr (TORCHFT_LIGHTHOUSE)")
+
+
+def _absence(arguments: ManagerArguments, given: _Settings) -> str:
+    name, variable = "lighthouse_absence", "TORCHFT_LIGHTHOUSE_ABSENCE"
+    absence = given.text(arguments.lighthouse_absence, name, variable) or CONTINUE
+    if absence not in (CONTINUE, WAIT):
+        raise ConfigError(f"{name} ({variable}) is {absence!r:.100}: it must be {CONTINUE!r} or {WAIT!r}")
+    return absence
 
 
 def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Address | None:

@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lighthouse.address import Address
 from torchft_like.errors import ConfigError
-from torchft_like.manager.config import ManagerConfig
+from torchft_like.manager.config import WAIT, ManagerConfig
 from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
@@ -38,6 +38,7 @@ def connect(
         world_size=config.group_world_size,
         heartbeat_interval=heartbeat_interval,
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
+        waits_for_lighthouse=config.lighthouse_absence == WAIT,
     )
     try:
         publish_manager(store, config, server.address())

@@ -46,13 +46,12 @@ class ManagedGroup:
                 self._abort(result.quorum_id, f"the step is lost: {self._protocol.failure!r}")
             return plan
 
-    def enter(self, is_over: Callable[[], bool]) -> None:
-        """Take part in the current attempt, once this rank need not hold any longer; return at once if the
-        attempt `is_over`.
+    def enter(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Take part in the current attempt once this rank need not hold, or stop where the attempt `is_over`;
+        return False if that takes longer than the timeout.
         """
         with self._told:
-            while not (is_over() or self._protocol.enter()):
-                self._told.wait()
+            return self._told.wait_for(lambda: is_over() or self._protocol.enter(), timeout_s)
 
     def hold(self, quorum_id: int) -> int:
         """Enter no further attempt in this quorum; return the first step that was not entered."""

@@ -89,6 +89,8 @@ class Manager:
         init_sync: whether all replicas take the state of one of them at step 0.
         max_retries: how many failed steps in a row are allowed; after one more `should_commit` raises.
         quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
+        lighthouse_absence: what a quorum that stands does while rank 0 has no connection to the lighthouse:
+            "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -119,6 +121,7 @@ class Manager:
         init_sync: bool = True,
         max_retries: int | None = None,
         quorum_retries: int | None = None,
+        lighthouse_absence: str | None = None,
     ) -> None:
         arguments = ManagerArguments(
             timeout=timeout,
@@ -133,6 +136,7 @@ class Manager:
             port=port,
             hostname=hostname,
             quorum_retries=quorum_retries,
+            lighthouse_absence=lighthouse_absence,
         )
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)

@@ -20,6 +20,7 @@ from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     FaultToleranceError,
     GroupLostError,
+    QuorumTimeoutError,
     ShutdownError,
     StepLostError,
 )
@@ -109,7 +110,11 @@ class QuorumDriver:
             FaultToleranceError: as `Attempt.wait_configured`.
         """
         if attempt.is_standing:
-            self._group.enter(lambda: attempt.error is not None or not attempt.is_standing)
+            limit_s = attempt.quorum_timeout_s
+            if not self._group.enter(lambda: attempt.error is not None or not attempt.is_standing, limit_s):
+                raise QuorumTimeoutError(
+                    f"held for {limit_s:g} s, before a step in a quorum that stood: {self.why_no_quorum()}"
+                )
             with self._group.lock:
                 if attempt.is_standing:
                     attempt.open_configured()

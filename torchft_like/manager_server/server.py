@@ -70,6 +70,7 @@ class ManagerServer:
         world_size: the number of ranks in the group.
         heartbeat_interval: the time between heartbeats to a lighthouse without sessions (torchft's own).
         connect_timeout: the limit of the first contact with the lighthouse.
+        waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
 
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
@@ -87,13 +88,14 @@ class ManagerServer:
         heartbeat_interval: timedelta = timedelta(milliseconds=100),
         connect_timeout: timedelta = timedelta(seconds=60),
         quorum_retries: int = 0,
+        waits_for_lighthouse: bool = False,
     ) -> None:
         self._replica_id = replica_id
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr = store_addr
         self._hostname = hostname
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
-        self._group = ReplicaGroup(replica_id, world_size)
+        self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse)
         self._ranks: dict[int, RankListener] = {}
         self._lasting: dict[int, RankListener] = {}  # the listeners of `_ranks` that outlast a single call
         self._rank_gone = asyncio.Event()

@@ -166,9 +166,9 @@ class TestRank:
         assert p.enter()
 
 
-def formed(size: int) -> ReplicaGroup:
+def formed(size: int, *, waits_for_lighthouse: bool = False) -> ReplicaGroup:
     """A group of so many ranks in quorum 9, which stands."""
-    group = ReplicaGroup("a", size)
+    group = ReplicaGroup("a", size, waits_for_lighthouse)
     for rank in range(size):
         group.rank_joined(join(rank, may_stand=True))
     effects = group.quorum_formed(9, members("a", "b"), 1, stands=True)
@@ -238,6 +238,14 @@ class TestGroup:
         group.hold(9, 1)
         assert group.lighthouse_disconnected() == [ReleaseRanks((0,), 9, None)]
         assert group.hold(9, 1) == [HoldRanks((0,), 9)]
+
+    def test_a_group_that_waits_for_its_lighthouse_holds_until_it_is_back(self) -> None:
+        group = formed(2, waits_for_lighthouse=True)
+        assert group.lighthouse_disconnected() == [HoldRanks((0, 1), 9)]
+        assert group.rank_holds(0, 9, 5) == []
+        assert group.lighthouse_disconnected() == []
+        assert group.lighthouse_connected() == [ReleaseRanks((0, 1), 9, None)]
+        assert group.hold(9, 1) == [HoldRanks((0, 1), 9)]
 
     def test_a_step_that_waits_for_too_long_is_given_up(self) -> None:
         group = formed(1)
