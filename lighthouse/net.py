@@ -10,9 +10,10 @@ or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import grpc
@@ -20,11 +21,13 @@ import grpc.aio
 
 from lighthouse.address import Address
 from lighthouse.core.config import MESSAGE_BYTES_MAX
+from lighthouse.errors import ConfigError
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
 from lighthouse.listening import bind_error, why_unbindable
 
 prepare_for_forks()
+_KEEPALIVE_MS_MIN = 10
 _DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
 
 
@@ -48,7 +51,25 @@ class Keepalive:
         ]
 
 
-DEFAULT_KEEPALIVE = Keepalive()
+def default_keepalive() -> Keepalive:
+    """Return how this process's clients and its ManagerServer watch their connections; the lighthouse has
+    flags.
+
+    Raises:
+        ConfigError: a variable, TORCHFT_KEEPALIVE_TIME_MS or TORCHFT_KEEPALIVE_TIMEOUT_MS, is no whole number
+            of 10 or more.
+    """
+    given = {}
+    for field in fields(Keepalive):
+        variable = f"TORCHFT_KEEPALIVE_{field.name.upper()}"
+        if text := os.environ.get(variable):
+            if not text.isdecimal() or int(text) < _KEEPALIVE_MS_MIN:
+                raise ConfigError(
+                    f"the environment variable {variable} is {text!r:.100}: it must be a whole number of "
+                    f"milliseconds, {_KEEPALIVE_MS_MIN} or more"
+                )
+            given[field.name] = int(text)
+    return Keepalive(**given)
 
 
 @dataclass(frozen=True)
@@ -111,23 +132,24 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def make_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.Channel:
+def make_channel(address: Address) -> grpc.Channel:
     """Make a blocking channel, which connects lazily and reconnects by itself."""
     disown(address)
-    return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
+    return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *default_keepalive().options()])
 
 
-def make_aio_channel(address: Address, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> grpc.aio.Channel:
+def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
     """Make an asyncio channel; call this on the loop that will use the channel."""
     disown(address)
-    return grpc.aio.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *keepalive.options()])
+    options = [*_CHANNEL_OPTIONS, *(keepalive or default_keepalive()).options()]
+    return grpc.aio.insecure_channel(str(address), options=options)
 
 
 def make_aio_server(
     bind: Address,
     handlers: Sequence[grpc.GenericRpcHandler[Any, Any]],
     limits: ServerLimits,
-    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    keepalive: Keepalive | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Make an asyncio server, bound but not started; return it and the address with the port that it got.
 
@@ -136,7 +158,7 @@ def make_aio_server(
     """
     if why_unbindable(bind) is not None:  # checked first, because a failing gRPC logs lines of its own
         raise bind_error(bind, None)
-    options = [*_SERVER_OPTIONS, *limits.options(), *keepalive.options()]
+    options = [*_SERVER_OPTIONS, *limits.options(), *(keepalive or default_keepalive()).options()]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
     server.add_generic_rpc_handlers(tuple(handlers))
     try:

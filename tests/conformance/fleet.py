@@ -17,7 +17,7 @@ from torchft_like.testing.ranks import Act, Rank, end_all
 
 from .member import Member
 from .scene import PLAIN, Kind
-from .subjects import BY_NAME, WORLD_MAX
+from .subjects import BY_NAME, PATIENT_MS, WORLD_MAX
 
 LIMIT_S = 60.0
 SYNC = ("sync",)
@@ -130,7 +130,7 @@ class Fleet:
     def _lighthouse(self, subject: str) -> str:
         if not self._lighthouses:
             self._lighthouses.append(
-                LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
+                LighthouseServer(join_timeout_ms=10_000, keepalive_timeout_ms=PATIENT_MS)
             )
         return self._lighthouses[0].address()
 

@@ -6,6 +6,7 @@ members and where its errors are found. No other module of the suite knows a cla
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torchft_like.process_group import (
 from .scene import PLAIN, Kind
 
 TIMEOUT_S = 30.0
+PATIENT_MS = 5_000  # of the connections between Managers and the lighthouse
 PAUSE_S = 0.02
 WORLD_MAX = 4
 
@@ -104,6 +106,8 @@ class ManagedSeat(Seat):
             self._manager = None
 
     def _join(self, address: str, rank: int) -> Manager:
+        # Some cases compile code, which starves this machine for longer than the usual half of a second.
+        os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENT_MS)
         return Manager(
             pg=ProcessGroupGloo(TIMEOUT_S, check_collectives=False),
             load_state_dict=lambda state: None,

@@ -143,9 +143,7 @@ class Manager:
         self._replica_id = config.replica_id
         self._init_sync = init_sync
         self._protocol = StepProtocol(rules)
-        self._state = StateRegistry()
-        if load_state_dict is not None and state_dict is not None:
-            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self._state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
         self._group = ManagedGroup(pg, self._protocol, self._emit)
         if config.timeout_given:

@@ -18,13 +18,19 @@ SaveFunction = Callable[[], Any]
 
 
 class StateRegistry:
-    """Pairs of load and save functions by key, and the permission to read what they save."""
+    """Pairs of load and save functions by key, and the permission to read what they save.
 
-    def __init__(self) -> None:
+    Args:
+        load, save: the pair under the key "default", if both are given.
+    """
+
+    def __init__(self, load: LoadFunction | None = None, save: SaveFunction | None = None) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self._is_looked_at = False
         self._reading = threading.Lock()
         self._is_read_allowed = True
+        if load is not None and save is not None:
+            self.register("default", load, save)
 
     def register(self, key: str, load: LoadFunction, save: SaveFunction) -> None:
         """Add one part of the state.
