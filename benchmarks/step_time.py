@@ -20,8 +20,9 @@ STEPS_PER_TURN = {"tiny": 200, "0.3M": 150, "4M": 30}
 METHOD = [
     f"{REPLICAS} replicas of a three-layer MLP (tiny, 0.3M and 4M parameters), batch 32, SGD with momentum, "
     "gloo, one torch thread for each process, all processes on one machine.",
-    "Every system through its DistributedDataParallel; torchft's and ours with their Optimizer (a quorum and "
-    f"a vote in every step) and their own lighthouse daemon. {PEER_VERSIONS}",
+    "Every system through its DistributedDataParallel; torchft's and ours with their Optimizer (torchft asks "
+    "for a quorum and votes in every step; ours stands) and their own lighthouse daemon. "
+    f"{PEER_VERSIONS}",
     "The systems run at the same time and take turns; a sample is the mean step of a turn on replica 0. "
     "Every step of every turn was committed by all replicas, or the benchmark fails.",
     "The ratio is the median over rounds of a system's sample over plain DDP's of the same round.",
