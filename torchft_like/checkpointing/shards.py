@@ -38,15 +38,17 @@ STATE_SCHEMA = replace(STATES, writers={**STATES.writers, DTensor: write_dtensor
 
 def shard_of(tensor: DTensor, number: int = 0) -> Shard:
     """Return this rank's part, on the memory of the tensor, whose mesh has the number."""
-    mesh = tensor.device_mesh
-    layout = Layout(
-        shape=tuple(tensor.shape),
-        mesh_shape=tuple(mesh.shape),
-        mesh_names=tuple(mesh.mesh_dim_names or ()),
-        placements=tuple(map(str, tensor.placements)),
-    )
     with torch.no_grad():
-        return Shard(tensor.to_local().detach(), layout, number)
+        return Shard(tensor.to_local().detach(), _layout_of(tensor), number)
+
+
+def _layout_of(tensor: DTensor) -> Layout:
+    return _form_of(tensor.device_mesh, tuple(tensor.shape), tuple(map(str, tensor.placements)))
+
+
+def _form_of(mesh: DeviceMesh, shape: tuple[int, ...] = (), placements: tuple[str, ...] = ()) -> Layout:
+    """Return the layout of tensors on a mesh; without shape and placements it stands for all of them."""
+    return Layout(shape, tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), placements)
 
 
 def shards_in(state: object) -> Iterator[Shard | DTensor]:
@@ -99,20 +101,22 @@ class _Placing:
         self._by_form: dict[Layout, list[DeviceMesh]] = {}
         self._by_number: dict[tuple[int, Layout], list[DeviceMesh]] = {}
         for tensor in own:
-            _add(self._by_form.setdefault(_mesh_of(shard_of(tensor).layout), []), tensor.device_mesh)
+            _add(self._by_form.setdefault(_form_of(tensor.device_mesh), []), tensor.device_mesh)
         self._placements: dict[str, Placement] = {str(p): p for tensor in own for p in tensor.placements}
 
     def beside(self, shard: Shard, own: object, path: Path) -> Shard | DTensor:
         """Place a shard where this rank's own state has a DTensor, and learn the number of its mesh."""
         if not isinstance(own, DTensor):
             return shard
-        here = shard_of(own)
-        if (here.layout, here.local.shape) != (shard.layout, shard.local.shape):
+        layout = _layout_of(own)
+        with torch.no_grad():
+            shape = own.to_local().shape
+        if (layout, shape) != (shard.layout, shard.local.shape):
             raise CheckpointFormatError(
-                f"{_shown(path)} is {here.layout} here, and {shard.layout} in the state to load: every "
+                f"{_shown(path)} is {layout} here, and {shard.layout} in the state to load: every "
                 "replica group must shard the same model over as many ranks"
             )
-        _add(self._by_number.setdefault((shard.mesh, _mesh_of(here.layout)), []), own.device_mesh)
+        _add(self._by_number.setdefault((shard.mesh, _form_of(own.device_mesh)), []), own.device_mesh)
         return _tensor(shard, own.device_mesh, own.placements, own.stride())
 
     def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:
