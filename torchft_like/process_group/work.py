@@ -310,6 +310,8 @@ class _JointOperation(Operation):
     def __init__(self, works: Sequence[Work], finish: Finish, waits: bool, on_cpu: bool) -> None:
         self._works = works
         self._finish = _Once(finish)
+        # A waiting thread that finished it, too, would compete with the backend's for the interpreter.
+        self._is_finished_by_backend = on_cpu
         self._future: Future[Any] | None = None
         if on_cpu:
             self._future = works[0].get_future().then(self._finish_after)
@@ -322,7 +324,7 @@ class _JointOperation(Operation):
                 work.wait()
             else:
                 work.wait(left_until(deadline))
-        self._finish()
+        self.result()
 
     def is_over(self) -> bool:
         """Return whether all works are over, and the result is there or cannot come."""
@@ -338,6 +340,9 @@ class _JointOperation(Operation):
         return is_finished and all(work.is_success() for work in self._works)
 
     def result(self) -> list[Any]:
+        """Return the result; this blocks until the backend's thread has it, if no other may finish it."""
+        if self._is_finished_by_backend and self._future is not None:
+            return self._future.wait()  # type: ignore[no-any-return]
         return self._finish()
 
     def future(self) -> Future[Any]:
