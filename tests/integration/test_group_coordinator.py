@@ -211,7 +211,7 @@ def meet(store: TCPStore, members: Ranks, swallows: bool = False) -> None:
 
 
 # Where a rank may have given, or got, all that it has to before it can hear: it hears with its next call.
-MAY_SUCCEED_FOR_SOME = ("broadcast", "gather")
+MAY_SUCCEED_FOR_SOME = ("broadcast", "gather", "reduce_scatter")
 
 
 def run_into_a_death(

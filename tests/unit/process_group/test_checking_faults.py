@@ -6,6 +6,7 @@ import gc
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.checking import link
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
 from torchft_like.process_group.checking.link import (
     CALL,
@@ -267,6 +269,28 @@ def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> Non
         hub.thread.join(LIMIT_S)
         for ours, _ in pairs:
             ours.close()
+
+
+def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own cut ends the connections one after another; the later ones must not hear of the earlier."""
+    call = Request(CALL, 5, 30.0, encode(Statement("barrier"))).encode()
+    pairs = [socket.socketpair() for _ in range(3)]
+    hub = Hub([theirs for _, theirs in pairs])
+    shut_down = link._shut_down
+
+    def shut_down_slowly(one: socket.socket) -> None:
+        shut_down(one)
+        time.sleep(FELT_S)  # the hub sees the end of this connection while the next one is still open
+
+    monkeypatch.setattr(link, "_shut_down", shut_down_slowly)
+    hub._sockets._sockets.reverse()  # rank 0's own connection comes last
+    for ours, _ in pairs[1:]:
+        ours.sendall(call)
+    hub.cut()
+    hub.thread.join(LIMIT_S)
+    assert [ours.recv(RULING.size) for ours, _ in pairs] == [b"", b"", b""]
+    for ours, _ in pairs:
+        ours.close()
 
 
 def test_a_timeout_of_weeks_is_one(party: Party) -> None:

@@ -72,13 +72,13 @@ class Sockets:
     def __init__(self, *sockets: socket.socket) -> None:
         self._lock = threading.Lock()
         self._sockets = list(sockets)
-        self._is_cut = False
+        self.is_cut = False
 
     def add(self, one: socket.socket) -> None:
         """Add a socket; it is shut down at once if the others were."""
         with self._lock:
             self._sockets.append(one)
-            if self._is_cut:
+            if self.is_cut:
                 _shut_down(one)
 
     def drop(self, one: socket.socket) -> None:
@@ -90,7 +90,7 @@ class Sockets:
     def cut(self) -> None:
         """End every wait for the sockets. Any thread may call this; it never blocks."""
         with self._lock:
-            self._is_cut = True
+            self.is_cut = True
             for one in self._sockets:
                 _shut_down(one)
 
@@ -284,7 +284,8 @@ class Hub:
             return []
         self._open.remove(rank)
         self._selector.unregister(self._connections[rank])
-        return self._referee.lose(rank)
+        # Connections that this rank has cut say nothing of the ranks behind them.
+        return [] if self._sockets.is_cut else self._referee.lose(rank)
 
     def _announce(self, rulings: Iterable[Ruling]) -> None:
         """Send rulings; to rank 0 last, because its reaction may end all connections."""
