@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.collectives import BY_NAME, tensors_of
 
 from .scene import Case, Scene
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C import Future
 
-from torchft_like.process_group.alone import tensors_of
+from torchft_like.process_group.collectives import tensors_of
 
 Size = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchft_like.process_group.baby.cuda_ipc import (
+from torchft_like.process_group.baby.cuda_sharing import (
     EventMessage,
     Export,
     MemoryMessage,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.ipc_child import Child
-from torchft_like.process_group.baby.cuda_ipc import TorchCuda
+from torchft_like.process_group.baby.cuda_sharing import TorchCuda
 from torchft_like.testing.processes import Processes
 
 LONG_CYCLES = 3_000_000_000  # more than a second of a GPU

@@ -26,11 +26,8 @@ from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.futures import future_timeout
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.baby.cuda_ipc import TorchCuda
-from torchft_like.process_group.generation import GroupMembers
-from torchft_like.process_group.rendezvous import meet
-from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.baby.cuda_sharing import TorchCuda
+from torchft_like.process_group.store import AbortableStore, GroupMembers, meet, parse_store_address
 
 SHORT = timedelta(seconds=0.3)
 NCCL_THREADS = {"pt_nccl_watchdg", "pt_nccl_heartbt"}

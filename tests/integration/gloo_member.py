@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.stores import serve_store
 from torchft_like.process_group import ProcessGroupGloo
-from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group.store import AbortableStore
 
 LIMIT_S = 60.0
 

@@ -29,8 +29,7 @@ from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CheckpointFormatError, ProcessGroupError
 from torchft_like.plain_data import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE, encode
-from torchft_like.process_group import rendezvous
-from torchft_like.process_group.abortable_store import AbortableStore
+from torchft_like.process_group import store as group_store
 from torchft_like.process_group.baby.channel import (
     Channel,
     ChannelClosedError,
@@ -40,7 +39,7 @@ from torchft_like.process_group.baby.channel import (
 from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.checking import link
 from torchft_like.process_group.checking.link import _read_referee
-from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.store import AbortableStore, StoreAddress
 
 DEEP = b"[" * 200_000
 STATE = dump_state({"w": torch.arange(6.0), "steps": [1, 2.5, "x", None, (True, b"b")], "d": torch.float16})
@@ -119,7 +118,7 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
 @example(struct.pack("=I", 1) + b"\xff" + struct.pack("=I", 0))  # a key that is not UTF-8
 @example(struct.pack("=I", 2**32 - 1))
 def test_bytes_are_what_a_member_said_or_refused(data: bytes) -> None:
-    said = parse_or_refuse(rendezvous._values_in, data, refusals=ProcessGroupError)
+    said = parse_or_refuse(group_store._values_in, data, refusals=ProcessGroupError)
     assert said is None or all(isinstance(key, str) for key in said)
 
 
@@ -148,7 +147,7 @@ def test_the_answers_of_a_store_are_values_or_refused(question: str, answer: byt
     arguments = {"multi_get": (["a", "b"],), "check": (["a"],), "wait": (["a"],), "add": ("a", 1)}
     ours, theirs = socket.socketpair()
     store = AbortableStore(StoreAddress(Address("127.0.0.1", 1), "p"), timedelta(seconds=20))
-    store._wire._socket = ours
+    store._socket = ours
     ours.setblocking(False)
     with theirs:
         theirs.sendall(answer)

@@ -9,28 +9,29 @@ from torchft_like.process_group.baby.group import (
     ProcessGroupBaby,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+    ProcessGroupXCCL,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.controls import adopt_functions
 from torchft_like.process_group.dummy import ProcessGroupDummy
 from torchft_like.process_group.fault_injection import (
     FakeProcessGroupWrapper,
     FaultInjectingProcessGroup,
 )
-from torchft_like.process_group.flight_recorder import (
-    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
-    TORCHFT_TRIGGER_FR_ON_ABORT,
-    trigger_nccl_fr_trace_through_pipe,
-)
 from torchft_like.process_group.gloo.group import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
-from torchft_like.process_group.nccl.group import ProcessGroupNCCL
+from torchft_like.process_group.nccl.group import (
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    TORCHFT_TRIGGER_FR_ON_ABORT,
+    ProcessGroupNCCL,
+    trigger_nccl_fr_trace_through_pipe,
+)
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
+from torchft_like.process_group.torch_interface import adopt_functions
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
-from torchft_like.process_group.xccl import ProcessGroupBabyXCCL, ProcessGroupXCCL
 
 __all__ = [
     "TORCHFT_TRIGGER_FR_ON_ABORT",

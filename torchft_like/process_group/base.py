@@ -24,10 +24,9 @@ from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.collectives import Collective, install_collectives, parts_of
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
-from torchft_like.process_group.controls import Controls, is_nan_check_wanted
 from torchft_like.process_group.handles import Reconfigurable
-from torchft_like.process_group.naming import Named
 from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.torch_interface import TorchInterface, is_nan_check_wanted
 from torchft_like.process_group.work import Operation, joint_work, operation_of
 
 
@@ -46,7 +45,7 @@ class About(TypedDict, total=False):
 
 
 @install_collectives
-class ProcessGroup(Named, Controls, Reconfigurable, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
+class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
     """A `torch.distributed.ProcessGroup` whose members can change.
 
     Every collective of torch is a method here; all of them lead to `_run`, which a subclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -33,9 +33,10 @@ from torchft_like.core.agreement.statements import (
     SHARED_OUT,
 )
 from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
-from torchft_like.process_group import alone
-from torchft_like.process_group.alone import Tensors, tensors_of
 from torchft_like.writing import share_memory, writing_to
+
+# Tensors as a call holds them: one tensor, a list, or a list of lists.
+Tensors = Any
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,112 @@ def _nest(value: Tensors, depth: int) -> Tensors:
     return value
 
 
+def tensors_of(nested: Tensors) -> Iterator[Tensor]:
+    """Yield every tensor in an argument, however deep its lists."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif nested is not None:
+        for item in nested:
+            yield from tensors_of(item)
+
+
+# -- the result of each collective when only the caller takes part: it is written to the outputs of the call,
+# of which one may be an input, too
+
+
+def _keep(call: Call, rank: int, world_size: int) -> None:
+    """Move nothing: the outputs are the inputs."""
+
+
+def _join(call: Call, rank: int, world_size: int) -> None:
+    """Reduce several tensors into each of them, as if each were another rank's, as Gloo does."""
+    combine = _COMBINE.get(hash(call.reduce_op), torch.add) if len(call.outputs) > 1 else torch.add
+    for other in call.outputs[1:]:
+        call.outputs[0].copy_(combine(call.outputs[0], other))
+    for output in call.outputs[1:]:
+        output.copy_(call.outputs[0])
+
+
+# The keys are hashes, because an operation's hash is its number. An average counts ranks, not tensors.
+_COMBINE: Mapping[int, Callable[[Tensor, Tensor], Tensor]] = {
+    hash(ReduceOp.PRODUCT): torch.mul,
+    hash(ReduceOp.MIN): torch.minimum,
+    hash(ReduceOp.MAX): torch.maximum,
+    hash(ReduceOp.BAND): torch.bitwise_and,
+    hash(ReduceOp.BOR): torch.bitwise_or,
+    hash(ReduceOp.BXOR): torch.bitwise_xor,
+}
+
+
+def _repeat_root(call: Call, rank: int, world_size: int) -> None:
+    """Copy the tensor that the options name to all others."""
+    root = next((option.rootTensor for option in call.options if hasattr(option, "rootTensor")), 0)
+    for output in call.outputs if root < len(call.outputs) else ():
+        if output is not call.outputs[root]:
+            output.copy_(call.outputs[root])
+
+
+def _clear(call: Call, rank: int, world_size: int) -> None:
+    for output in tensors_of(call.outputs):
+        output.zero_()
+
+
+def _spread(call: Call, rank: int, world_size: int) -> None:
+    """Copy the caller's tensors, one after the other, to the places of each output list."""
+    for outputs in call.outputs:
+        for output, source in zip(outputs, itertools.cycle(call.inputs), strict=False):
+            output.copy_(source)
+
+
+def _fill(call: Call, rank: int, world_size: int) -> None:
+    """Repeat the caller's tensor in an output that joins all ranks' tensors."""
+    for output, source in zip(tensors_of(call.outputs), tensors_of(call.inputs), strict=False):
+        if source.numel():
+            copies = output.numel() // source.numel()
+            output.copy_(source.reshape(1, -1).expand(copies, -1).reshape(output.shape))
+
+
+def _own_item(call: Call, rank: int, world_size: int) -> None:
+    """Copy the caller's place of each input list to its output; zero an output without a list."""
+    for output, sources in itertools.zip_longest(call.outputs, call.inputs or ()):
+        if sources:
+            output.copy_(sources[min(rank, len(sources) - 1)])
+        else:
+            output.zero_()
+
+
+def _own_chunk(call: Call, rank: int, world_size: int) -> None:
+    for output, source in zip(tensors_of(call.outputs), tensors_of(call.inputs), strict=False):
+        chunks = torch.split(source.reshape(-1), max(output.numel(), 1))
+        output.copy_(chunks[min(rank, len(chunks) - 1)].view(output.shape))
+
+
+def _own_to_own(call: Call, rank: int, world_size: int) -> None:
+    """Copy what the caller sends to itself, and zero what others would have sent."""
+    own = min(rank, len(call.outputs) - 1)
+    for place, output in enumerate(call.outputs):
+        if place == own:
+            output.copy_(call.inputs[place])  # copying a tensor to itself is harmless
+        else:
+            output.zero_()
+
+
+def _own_split(call: Call, rank: int, world_size: int) -> None:
+    output_sizes, input_sizes = call.split_sizes
+    own = _share(call.inputs, input_sizes, rank, world_size).clone()  # the output may be the input
+    _clear(call, rank, world_size)
+    _share(call.outputs, output_sizes, rank, world_size).copy_(own)
+
+
+def _share(tensor: Tensor, sizes: Sequence[int], rank: int, world_size: int) -> Tensor:
+    if not sizes:
+        return tensor.chunk(world_size)[rank]
+    return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])
+
+
+# -- the table
+
+
 def _first(*names: str, depth: int = 1) -> Argument:
     return Argument(0, names, depth)
 
@@ -317,32 +424,30 @@ _SIZES = "output_split_sizes, input_split_sizes, opts=None"
 _WAIT_FOR_ALL = "timeout=None, wait_all_ranks=False"
 
 COLLECTIVES: tuple[Collective, ...] = (
-    Collective("allreduce", alone.join, _TENSORS, _TENSORS),
-    Collective("allreduce_coalesced", alone.keep, _TENSORS, _TENSORS),
-    Collective("broadcast", alone.repeat_root, _TENSORS, _TENSORS),
-    Collective("reduce", alone.keep, _TENSORS, _TENSORS),
-    Collective("allgather", alone.spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
+    Collective("allreduce", _join, _TENSORS, _TENSORS),
+    Collective("allreduce_coalesced", _keep, _TENSORS, _TENSORS),
+    Collective("broadcast", _repeat_root, _TENSORS, _TENSORS),
+    Collective("reduce", _keep, _TENSORS, _TENSORS),
+    Collective("allgather", _spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
+    Collective("allgather_coalesced", _spread, _first("output_lists", depth=2), _second("input_list")),
+    Collective("_allgather_base", _fill, _OUTPUT, _INPUT, ("all_gather_single",)),
+    Collective("allgather_into_tensor_coalesced", _fill, *_COALESCED, ("all_gather_single_coalesced",)),
+    Collective("gather", _spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
+    Collective("scatter", _own_item, _OUTPUTS, _INPUT_LISTS, agreement=SCATTERED),
+    Collective("reduce_scatter", _own_item, _OUTPUTS, _INPUT_LISTS, agreement=SHARED_OUT),
+    Collective("_reduce_scatter_base", _own_chunk, _OUTPUT, _INPUT, ("reduce_scatter_single",)),
     Collective(
-        "allgather_coalesced", alone.spread_coalesced, _first("output_lists", depth=2), _second("input_list")
+        "reduce_scatter_tensor_coalesced", _own_chunk, *_COALESCED, ("reduce_scatter_single_coalesced",)
     ),
-    Collective("_allgather_base", alone.fill, _OUTPUT, _INPUT, ("all_gather_single",)),
-    Collective("allgather_into_tensor_coalesced", alone.fill, *_COALESCED, ("all_gather_single_coalesced",)),
-    Collective("gather", alone.spread, _OUTPUT_LISTS, _INPUTS, agreement=GATHERED),
-    Collective("scatter", alone.own_item, _OUTPUTS, _INPUT_LISTS, agreement=SCATTERED),
-    Collective("reduce_scatter", alone.own_item, _OUTPUTS, _INPUT_LISTS, agreement=SHARED_OUT),
-    Collective("_reduce_scatter_base", alone.own_chunk, _OUTPUT, _INPUT, ("reduce_scatter_single",)),
+    Collective("alltoall", _own_to_own, _OUTPUTS, _INPUTS, agreement=EXCHANGED),
     Collective(
-        "reduce_scatter_tensor_coalesced", alone.own_chunk, *_COALESCED, ("reduce_scatter_single_coalesced",)
+        "alltoall_base", _own_split, _OUTPUT, _INPUT, ("all_to_all_single",), _SIZES, agreement=EXCHANGED
     ),
-    Collective("alltoall", alone.own_to_own, _OUTPUTS, _INPUTS, agreement=EXCHANGED),
-    Collective(
-        "alltoall_base", alone.own_split, _OUTPUT, _INPUT, ("all_to_all_single",), _SIZES, agreement=EXCHANGED
-    ),
-    Collective("send", alone.keep, None, _TENSORS, options="dst_rank, tag", agreement=PAIRED),
-    Collective("recv", alone.clear, _TENSORS, options="src_rank, tag", agreement=PAIRED),
-    Collective("recv_anysource", alone.clear, _TENSORS, options="tag", agreement=PAIRED),
-    Collective("barrier", alone.keep),
-    Collective("monitored_barrier", alone.keep, options=_WAIT_FOR_ALL, blocking=True),
+    Collective("send", _keep, None, _TENSORS, options="dst_rank, tag", agreement=PAIRED),
+    Collective("recv", _clear, _TENSORS, options="src_rank, tag", agreement=PAIRED),
+    Collective("recv_anysource", _clear, _TENSORS, options="tag", agreement=PAIRED),
+    Collective("barrier", _keep),
+    Collective("monitored_barrier", _keep, options=_WAIT_FOR_ALL, blocking=True),
 )
 
 BY_NAME: Mapping[str, Collective] = MappingProxyType(

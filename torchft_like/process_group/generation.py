@@ -31,7 +31,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.operations import Operations
-from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import NOTHING, ExplainedOperation, Operation, OperationWork
 
 CLEANUP_SECONDS_AT_EXIT = 2.0
@@ -40,23 +40,6 @@ CONFIGURE_GRACE_S = 5.0
 _NO_NAMES: Mapping[str, Any] = {}
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GroupMembers:
-    """The members for which a generation is made, and the limit of its operations."""
-
-    store: StoreAddress
-    rank: int
-    world_size: int
-    timeout: timedelta
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not within a world of {self.world_size}")
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} at {self.store}"
 
 
 class Backend(Protocol):

@@ -30,10 +30,9 @@ from torch._C._distributed_c10d import Work
 from torchft_like.errors import ConfigError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.gloo.gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
-from torchft_like.process_group.rendezvous import meeting_store
+from torchft_like.process_group.store import GroupMembers, meeting_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 CPU = torch.device("cpu")

@@ -1,21 +1,51 @@
-"""The store through which the members of a group find each other: its address, torch's client and server.
+"""The store through which the members of a group find each other, and how they meet there.
 
-It is a TCPStore, which the Manager, a member or the user serves; `host:port/prefix` names a part of it.
+It is a TCPStore, which the Manager, a member or the user serves; `host:port/prefix` names a part of it. Here
+are its address, torch's client and server, and a client whose every wait can be ended from another thread.
+
+torch's own client blocks in C++ for as long as its server is stopped or its host silent, nothing can end that
+from outside, and it reports a lost connection with pages of native stack. While a group is being configured,
+it would keep an abort from taking effect. `AbortableStore` owns its socket: `abort` shuts it down, and
+touches no other socket of the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
+from typing import cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
 from lighthouse.listening import listen_tcp
-from torchft_like.errors import AddressError
+from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.plain_data import decode, encode
+from torchft_like.process_group.configuration import AbortSignal
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+VALUE_BYTES_MAX = 64 * 1024 * 1024
+RECONNECT_SECONDS = 0.02
+RECEIVE_BYTES = 64 * 1024
+POLL_MS_MAX = 2**31 - 1  # the system call takes a C int
+
+# The store does not listen yet, or this host has no such addresses: another address, or a later attempt, may
+# work.
+_NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
+
+_VALIDATION_MAGIC = 0x3C85F7CE
+_READY = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,23 @@ def parse_store_address(text: str) -> StoreAddress:
         ) from error
 
 
+@dataclass(frozen=True)
+class GroupMembers:
+    """The members that meet in a store, of which the caller is one, and the limit of their operations."""
+
+    store: StoreAddress
+    rank: int
+    world_size: int
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not within a world of {self.world_size}")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} at {self.store}"
+
+
 def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
     """Make torch's client for the part of a TCPStore that `host:port/prefix` names.
 
@@ -56,13 +103,8 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
     """
     address = parse_store_address(store_addr)
     disown(address.server)
-    client = TCPStore(
-        host_name=address.server.host,
-        port=address.server.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout,
-    )
+    host, port = address.server.host, address.server.port
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(address.prefix, client)
 
 
@@ -85,3 +127,355 @@ def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
         master_listen_fd=listener.detach(),
     )
     return server, Address(host, port)
+
+
+class _Query(IntEnum):
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    DELETE_KEY = 8
+    MULTI_GET = 10
+    PING = 13
+
+
+class AbortableStore(Store):
+    """A store client that one thread uses and any thread may abort.
+
+    It speaks the TCPStore's wire protocol as torch 2.11 to 2.13 do: one byte names the query, strings are
+    preceded by their length, integers are 64 bits in the machine's byte order. It has the few queries that
+    process groups make. Its methods raise ProcessGroupAbortedError once the client was aborted, TimeoutError
+    when `timeout` has passed without an answer, ProcessGroupError when the store is gone.
+
+    Only the thread that uses the client closes its descriptor: if another thread closed it, its number could
+    belong to another file by the time of the next call.
+
+    Args:
+        address: the store and the prefix of all keys.
+        timeout: the limit of connecting, and of each operation.
+    """
+
+    def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
+        super().__init__()
+        self._server = address.server
+        self._prefix = address.prefix
+        self._limit = timeout
+        self._lock = threading.Lock()  # no shutdown comes while a connection is made
+        self._aborted = False
+        self._socket: socket.socket | None = None
+        self._unread = bytearray()  # one answer may hold many values
+
+    def connect(self) -> None:
+        """Connect to the store; try again while it refuses, since it may be about to start."""
+        self._connect(self._deadline())
+        self._send(_Query.VALIDATE, struct.pack("=I", _VALIDATION_MAGIC), self._deadline())
+        deadline = self._ask(_Query.PING, struct.pack("=I", os.getpid()))
+        if struct.unpack("=I", self._receive(4, deadline))[0] != os.getpid():
+            raise ProcessGroupError(f"what answers at {self._server} is not a TCPStore")
+
+    def abort(self) -> None:
+        """End every wait, now and later. Any thread may call this at any time; it returns at once."""
+        with self._lock:
+            self._aborted = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection; only the thread that uses the client may call this."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value under a key."""
+        self._ask(_Query.SET, self._key(key) + _with_length(value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it has one."""
+        self.wait([key])
+        return self._receive_bytes(self._ask(_Query.GET, self._key(key)))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys that all have one, in one query."""
+        deadline = self._ask(_Query.MULTI_GET, self._keys(keys))
+        return [self._receive_bytes(deadline) for _ in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0, and return the sum."""
+        return self._receive_integer(self._ask(_Query.ADD, self._key(key) + struct.pack("=q", amount)))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether every key has a value."""
+        return self._receive(1, self._ask(_Query.CHECK, self._keys(keys)))[0] == _READY
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until every key has a value."""
+        self._receive(1, self._ask(_Query.WAIT, self._keys(keys), timeout))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return whether it had a value."""
+        return self._receive_integer(self._ask(_Query.DELETE_KEY, self._key(key))) == 1
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Replace a value if it is the expected one; return the value that the key has afterwards."""
+        values = _with_length(expected_value) + _with_length(desired_value)
+        return self._receive_bytes(self._ask(_Query.COMPARE_SET, self._key(key) + values))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of each later operation."""
+        self._limit = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """The limit of each operation."""
+        return self._limit
+
+    def _deadline(self, timeout: timedelta | None = None) -> float:
+        return time.monotonic() + (timeout or self._limit).total_seconds()
+
+    def _key(self, key: str) -> bytes:
+        return _with_length(f"/{self._prefix}/{key}")
+
+    def _keys(self, keys: list[str]) -> bytes:
+        return struct.pack("=Q", len(keys)) + b"".join(map(self._key, keys))
+
+    def _connect(self, deadline: float) -> None:
+        """Connect to the first address that accepts.
+
+        A name may stand for several addresses, as `localhost` does for one of each family, and the store
+        listens on one.
+        """
+        try:
+            found = socket.getaddrinfo(self._server.host, self._server.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ProcessGroupError(f"the store's host {self._server.host!r} is unknown: {error}") from error
+        while True:
+            for family, _, _, _, target in found:
+                try:
+                    self._connect_once(family, target, deadline)
+                    return
+                except OSError as error:
+                    if error.errno not in _NOT_THERE:
+                        raise
+                    failure = error
+            if time.monotonic() + RECONNECT_SECONDS > deadline:
+                raise ProcessGroupError(f"the store at {self._server} refuses connections") from failure
+            time.sleep(RECONNECT_SECONDS)
+
+    def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> None:
+        with self._lock:
+            self._check()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            code = self._socket.connect_ex(target)
+        if code == errno.EINPROGRESS:
+            self._await(select.POLLOUT, deadline)
+            code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code in _NOT_THERE:
+            self._check()
+            raise OSError(code, os.strerror(code))
+        with self._translated():
+            if code:
+                raise OSError(code, os.strerror(code))
+
+    def _ask(self, query: _Query, body: bytes, timeout: timedelta | None = None) -> float:
+        """Send a query; return the deadline of the answer."""
+        deadline = self._deadline(timeout)
+        self._send(query, body, deadline)
+        return deadline
+
+    def _send(self, query: _Query, body: bytes, deadline: float) -> None:
+        data = memoryview(bytes([query]) + body)
+        while data:
+            self._await(select.POLLOUT, deadline)
+            with self._translated():
+                data = data[self._open_socket().send(data) :]
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        while len(self._unread) < count:
+            self._await(select.POLLIN, deadline)
+            with self._translated():
+                part = self._open_socket().recv(RECEIVE_BYTES)
+            if not part:
+                raise self._lost(None)
+            self._unread += part
+        received = bytes(self._unread[:count])
+        del self._unread[:count]
+        return received
+
+    def _receive_integer(self, deadline: float) -> int:
+        return int(struct.unpack("=q", self._receive(8, deadline))[0])
+
+    def _receive_bytes(self, deadline: float) -> bytes:
+        (count,) = struct.unpack("=Q", self._receive(8, deadline))
+        if count > VALUE_BYTES_MAX:
+            raise ProcessGroupError(f"the store at {self._server} announces a value of {count} bytes")
+        return self._receive(count, deadline)
+
+    def _await(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._open_socket(), event)
+        ready = poll.poll(min(max(0.0, deadline - time.monotonic()) * 1000, POLL_MS_MAX))
+        self._check()
+        if not ready:
+            raise TimeoutError(f"the store at {self._server} did not answer in time")
+
+    def _open_socket(self) -> socket.socket:
+        if self._socket is None:
+            raise ProcessGroupError(f"not connected to the store at {self._server}")
+        return self._socket
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise ProcessGroupAbortedError(f"aborted while talking to the store at {self._server}")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (BlockingIOError, ConnectionRefusedError):
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError | None) -> ProcessGroupError:
+        self._check()
+        reason = error.strerror if error else "it closed the connection"
+        return ProcessGroupError(f"lost the store at {self._server}: {reason}")
+
+
+def _with_length(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else bytes(value)
+    return struct.pack("=Q", len(data)) + data
+
+
+@contextlib.contextmanager
+def meeting_store(members: GroupMembers, abort: AbortSignal) -> Iterator[AbortableStore]:
+    """Yield a client of the store in which the members meet; an abort ends its every wait.
+
+    Raises:
+        ProcessGroupError: the store is gone, or this rank has used the prefix before: the addresses that an
+          earlier group left there would be taken for those of this one.
+    """
+    store = AbortableStore(members.store, members.timeout)
+    with contextlib.closing(store), abort.ends(store.abort):
+        store.connect()
+        if store.add(f"configured/{members.rank}", 1) > 1:
+            raise ProcessGroupError(
+                f"rank {members.rank} has already used the store prefix {members.store.prefix!r}; "
+                "every configure needs a fresh one"
+            )
+        yield store
+
+
+def meet(store: AbortableStore, members: GroupMembers) -> None:
+    """Wait until every member has come here.
+
+    This is for a backend whose own wait for a member that never comes is hard to end: this wait ends at once
+    when the store is aborted.
+
+    Raises:
+        ProcessGroupError: a member did not come within the group's timeout; the text says which.
+    """
+    deadline = time.monotonic() + members.timeout.total_seconds()
+    store.set(f"arrived/{members.rank}", "1")
+    for rank in range(members.world_size):
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            store.wait([f"arrived/{rank}"], timedelta(seconds=left_s))
+        except TimeoutError as error:
+            raise ProcessGroupError(
+                f"rank {rank} of {members.world_size} did not come within "
+                f"{members.timeout.total_seconds():g} s"
+            ) from error
+
+
+class ExchangeStore(Store):
+    """A store through which a backend and all its peers exchange their values in one step.
+
+    Gloo queries the store for every peer's addresses one after the other, three times each, so the members of
+    a group of n send 3n² queries together, which one thread of the store answers. Here a member keeps the
+    values that it sets to itself until it first asks for one. Then it publishes all of them under one key,
+    waits for the keys of all members in one query, and fetches them in another; from then on it answers Gloo
+    from memory. Values that are set, or asked for, later go to the store itself.
+
+    It relies on every member setting its values before it asks for one, as in a full mesh.
+
+    Args:
+        store: the store through which the members exchange their values.
+        rank, world_size: the caller's rank among the members, and their number.
+    """
+
+    def __init__(self, store: AbortableStore, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._known: dict[str, bytes] = {}
+        self._is_gathered = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value, which is published once the caller first asks for one."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if self._is_gathered:
+            self._store.set(key, data)
+        else:
+            self._known[key] = data
+
+    def get(self, key: str) -> bytes:
+        return self._known[key] if self._has([key]) else self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._has(keys) or self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if not self._has(keys):
+            self._store.wait([key for key in keys if key not in self._known], timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter of the store itself, and return the sum."""
+        return self._store.add(key, amount)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def _has(self, keys: list[str]) -> bool:
+        if not self._is_gathered:
+            self._gather()
+        return all(key in self._known for key in keys)
+
+    def _gather(self) -> None:
+        self._store.set(f"member/{self._rank}", encode([self._known]))
+        everyone = [f"member/{rank}" for rank in range(self._world_size)]
+        self._store.wait(everyone)
+        for said in self._store.multi_get(everyone):
+            self._known.update(_values_in(said))
+        self._is_gathered = True
+
+
+def _values_in(said: bytes) -> dict[str, bytes]:
+    """Read what a member has published.
+
+    Raises:
+        ProcessGroupError: the bytes are no values under names.
+    """
+    problem = "a member wrote something else into the store: do all run the same version?"
+    try:
+        (values,) = decode(said)
+    except PlainDataError as error:
+        raise ProcessGroupError(problem) from error
+    if type(values) is not dict or any((type(k), type(v)) != (str, bytes) for k, v in values.items()):
+        raise ProcessGroupError(problem)
+    return cast("dict[str, bytes]", values)

@@ -23,9 +23,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import FaultToleranceError
-from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective
+from torchft_like.process_group.collectives import Call, Collective, tensors_of
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.work import (
     FOREVER,

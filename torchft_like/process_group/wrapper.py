@@ -21,10 +21,11 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.checking.backend import checked, is_wanted
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
-from torchft_like.process_group.generation import Backend, Generation, GroupMembers
+from torchft_like.process_group.generation import Backend, Generation
 from torchft_like.process_group.handles import parse_handle
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
+    GroupMembers,
     StoreAddress,
     create_store_client,
     parse_store_address,

@@ -16,8 +16,7 @@ from torchft_like.process_group import (
     ManagedProcessGroup,
     ProcessGroupDummy,
 )
-from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.collectives import BY_NAME, tensors_of
 from torchft_like.process_group.work import FOREVER, FinishedOperation, OperationWork, finished_work
 
 from .conftest import LIMIT_S

@@ -25,7 +25,6 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.checking import link
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
 from torchft_like.process_group.checking.link import (
@@ -36,6 +35,7 @@ from torchft_like.process_group.checking.link import (
     Request,
     decode_problem,
 )
+from torchft_like.process_group.store import AbortableStore
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
 from .conftest import LIMIT_S, Party

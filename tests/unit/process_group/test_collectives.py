@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.alone import tensors_of
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, IN_ONE_TENSOR
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, IN_ONE_TENSOR, tensors_of
 
 # What returns a work and moves no tensors.
 WORK_OF_ANOTHER_KIND = {"_end_coalescing", "reconfigure"}

@@ -34,9 +34,8 @@ from torchft_like.process_group import (
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.base import About
-from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
+from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
 from torchft_like.process_group.work import OperationWork
 
 from .conftest import LIMIT_S, Party, wait_until

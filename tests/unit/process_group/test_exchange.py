@@ -9,9 +9,7 @@ import pytest
 
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import ProcessGroupGloo
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.rendezvous import ExchangeStore
-from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.store import AbortableStore, ExchangeStore, parse_store_address
 
 from .conftest import LIMIT_S, Party
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.unit.process_group.conftest import Party
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup
-from torchft_like.process_group.flattened import FlattenedProcessGroup
+from torchft_like.process_group.mesh import FlattenedProcessGroup
 
 ACROSS, WITHIN = 2, 2
 SIZE = ACROSS * WITHIN

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.process_group import flight_recorder, trigger_nccl_fr_trace_through_pipe
-from torchft_like.process_group.flight_recorder import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath
+from torchft_like.process_group import (
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    trigger_nccl_fr_trace_through_pipe,
+)
+from torchft_like.process_group.nccl.group import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath
 
 
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(flight_recorder.TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, f"{tmp_path}/rank_")
+    monkeypatch.setenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, f"{tmp_path}/rank_")
     return f"{tmp_path}/rank_"
 
 
@@ -34,7 +37,7 @@ def test_a_pipe_that_nobody_reads_blocks_nobody(prefix: str) -> None:
 
 
 def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(flight_recorder.TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, raising=False)
+    monkeypatch.delenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, raising=False)
     assert not trigger_nccl_fr_trace_through_pipe(0)
 
 

@@ -25,9 +25,9 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import GlooDevice
+from torchft_like.process_group.store import AbortableStore
 
 from .conftest import LIMIT_S, Party, allreduced, wait_until
 

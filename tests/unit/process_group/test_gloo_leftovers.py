@@ -16,8 +16,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.store import AbortableStore, parse_store_address
 
 from .conftest import LIMIT_S, Party, allreduced, assert_ended
 

@@ -16,7 +16,7 @@ from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.gloo.thread_activity import ThreadWatch
+from torchft_like.process_group.gloo.group import ThreadWatch
 from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.swallowing import SwallowedOperation
 from torchft_like.process_group.work import Explain, FinishedOperation, OperationWork

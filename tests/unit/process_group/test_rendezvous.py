@@ -10,10 +10,14 @@ import pytest
 
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.generation import GroupMembers
-from torchft_like.process_group.rendezvous import claim_prefix, meet
-from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.store import (
+    AbortableStore,
+    GroupMembers,
+    meet,
+    meeting_store,
+    parse_store_address,
+)
 
 LONG = timedelta(seconds=LIMIT_S)
 
@@ -60,12 +64,12 @@ def test_abort_of_the_store_ends_the_meeting(party: Party) -> None:
 
 @pytest.mark.no_zombie
 def test_prefix_is_claimed_once_by_each_rank(party: Party) -> None:
-    prefix = party.prefix()
+    store = parse_store_address(party.prefix())
     for rank in range(2):
-        with member(prefix, rank, 2) as (store, members):
-            claim_prefix(store, members)
+        with meeting_store(GroupMembers(store, rank, 2, LONG), AbortSignal()):
+            pass
     with (
-        member(prefix, 1, 2) as (store, members),
         pytest.raises(ProcessGroupError, match="rank 1 has already used the store prefix"),
+        meeting_store(GroupMembers(store, 1, 2, LONG), AbortSignal()),
     ):
-        claim_prefix(store, members)
+        pass

@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from lighthouse.address import Address
 from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import create_store_client
-from torchft_like.process_group.abortable_store import AbortableStore
-from torchft_like.process_group.store import StoreAddress, parse_store_address
+from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
 
 from .conftest import Party
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore, TCPStore
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.naming import attach_backend
+from torchft_like.process_group.torch_interface import attach_backend
 
 NEEDS_A_PYTHON_BACKEND = pytest.mark.skipif(
     not hasattr(Backend, "get_error"), reason="before torch 2.14 no Python class can be a backend"

@@ -29,14 +29,20 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby.arguments import decode, decode_call
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild, answer_for
+from torchft_like.process_group.baby.messages import (
+    UNASKED,
+    Outcome,
+    ToChild,
+    answer_for,
+    decode,
+    decode_call,
+)
 from torchft_like.process_group.baby.tensor_sharing import Importer
 from torchft_like.process_group.collectives import BY_NAME, POINT_TO_POINT
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, GroupMembers
-from torchft_like.process_group.store import parse_store_address
+from torchft_like.process_group.generation import Backend
+from torchft_like.process_group.store import GroupMembers, parse_store_address
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 

@@ -24,20 +24,23 @@ from typing import Any, ClassVar, Unpack, cast
 import torch
 from torch._C._distributed_c10d import Work
 
-from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, SubprocessLostError
-from torchft_like.process_group.baby.arguments import encode_call
+from torchft_like.errors import (
+    NotSupportedError,
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+    SubprocessLostError,
+)
 from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
-from torchft_like.process_group.baby.cpu_sharing import CpuExporter, Staging
 from torchft_like.process_group.baby.cuda_sharing import TORCH_CUDA, Arena, CudaExporter
 from torchft_like.process_group.baby.fork_pool import Child, fork_pool
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, ToChild, error_from
+from torchft_like.process_group.baby.messages import UNASKED, Outcome, ToChild, encode_call, error_from
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_sharing import CallTensors, Exporter
+from torchft_like.process_group.baby.tensor_sharing import CallTensors, CpuExporter, Exporter, Staging
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import GroupMembers
 from torchft_like.process_group.nccl.group import require_nccl
+from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import growing_pauses
@@ -135,7 +138,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
     RECIPE = Recipe(
         group="torchft_like.process_group.gloo.group:ProcessGroupGloo",
-        importer="torchft_like.process_group.baby.cpu_sharing:CpuImporter",
+        importer="torchft_like.process_group.baby.tensor_sharing:CpuImporter",
     )
 
     def _set_up(self) -> None:
@@ -413,3 +416,28 @@ class RemoteBackend:
         return SubprocessLostError(
             f"the backend's subprocess {self._child.pid} is gone: {why}; configure() starts another"
         )
+
+
+_ANSWER = "torchft_like has no process group over XCCL yet; ProcessGroupGloo moves CPU tensors"
+
+
+class ProcessGroupXCCL(ReconfigurableProcessGroup):
+    """A placeholder: a script may import the name and choose another group.
+
+    Raises:
+        NotSupportedError: always.
+    """
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        raise NotSupportedError(_ANSWER)
+
+
+class ProcessGroupBabyXCCL(ProcessGroupBaby):
+    """A placeholder, as `ProcessGroupXCCL` is.
+
+    Raises:
+        NotSupportedError: always.
+    """
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        raise NotSupportedError(_ANSWER)

@@ -35,7 +35,7 @@ from torchft_like.process_group.baby.channel import (
     ForeignMessageError,
     Message,
 )
-from torchft_like.process_group.baby.protocol import UNASKED, Outcome, answer_for
+from torchft_like.process_group.baby.messages import UNASKED, Outcome, answer_for
 from torchft_like.process_group.work import ExplainedOperation
 
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a

@@ -39,11 +39,11 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.futures import copy_outcome
-from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.checking.link import CALL, OVERDUE, End, Link, Request, join
-from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective
+from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, Create, GroupMembers
+from torchft_like.process_group.generation import Backend, Create
+from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import (
     FOREVER,
     NOTHING,

@@ -37,11 +37,8 @@ from torchft_like.core.agreement.referee import Call, Missing, Problem, Referee,
 from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.abortable_store import AbortableStore
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import GroupMembers
-from torchft_like.process_group.rendezvous import meeting_store
-from torchft_like.process_group.store import StoreAddress
+from torchft_like.process_group.store import AbortableStore, GroupMembers, StoreAddress, meeting_store
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
 

@@ -28,7 +28,6 @@ from torch.distributed import ReduceOp
 
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ProcessGroupError
-from torchft_like.process_group.alone import tensors_of
 from torchft_like.process_group.collectives import (
     BY_NAME,
     JOINING,
@@ -37,6 +36,7 @@ from torchft_like.process_group.collectives import (
     Collective,
     methods_of,
     refuse_overlap,
+    tensors_of,
 )
 from torchft_like.process_group.work import Finish, joint_work
 from torchft_like.writing import divide, share_memory, writing_to

@@ -13,12 +13,15 @@ The store is needed only while the group is made. A group of one rank asks no st
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store, Work
@@ -29,12 +32,11 @@ from torch.distributed.distributed_c10d import GroupName
 from lighthouse.address import LOOPBACK
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.gloo.device import GlooDevice
 from torchft_like.process_group.gloo.gaps import GlooGaps
-from torchft_like.process_group.gloo.thread_activity import ThreadWatch
 from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
-from torchft_like.process_group.rendezvous import ExchangeStore, meeting_store
+from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import local_host_towards
@@ -216,3 +218,88 @@ def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -
         done.set()
     if is_late.is_set():  # also if Gloo took a connection made by `knock` for the peer
         raise TimeoutError(f"not all peers were connected after {limit_s:g} s") from failure
+
+
+# -- whether native threads of this process have run since the last look
+#
+# To the kernel a thread that Python starts has the name of the thread that started it: if a callback on a
+# native thread aborts a group, the thread that looks would watch itself. So threads that Python has started
+# do not count.
+
+_TASKS = "/proc/self/task"
+# The first sleep may have begun before, and may be one within a piece of work, for a lock say.
+SLEEPS = 2
+
+
+class _Activity(NamedTuple):
+    """A thread's state now, and its counters since it started."""
+
+    is_asleep: bool
+    slept: int  # how often it went to sleep by itself
+    preempted: int
+
+
+class ThreadWatch:
+    """A watch over the threads with certain names, which go to sleep between any two pieces of work.
+
+    Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
+    count as before has done nothing in between. No answer is yes while the process has no descriptor left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first = self._last = _activities(name)
+
+    def __str__(self) -> str:
+        return f"{self._name}: {self._first} at first, {self._last} at the last look"
+
+    def have_slept_since(self) -> bool:
+        """Return whether all of them slept from the last look, or the constructor's, until this one."""
+        before, self._last = self._last, _activities(self._name)
+        now = self._last
+        return now is not None and before == now and all(thread.is_asleep for thread in now.values())
+
+    def have_paused(self) -> bool:
+        """Return whether each thread has gone to sleep twice, or ended, so that its piece of work is over.
+
+        It is False if there was no such thread.
+        """
+        now = _activities(self._name)
+        if not self._first or now is None:
+            self._first = self._first or now
+            return False
+        begun = [(thread, now[task]) for task, thread in self._first.items() if task in now]
+        return all(later.slept >= thread.slept + SLEEPS for thread, later in begun)
+
+
+def _activities(name: str) -> Mapping[str, _Activity] | None:
+    """Return the activity of each thread; None if there is no descriptor left to look with."""
+    found = {}
+    try:
+        for task in set(os.listdir(_TASKS)) - _started_by_python():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
+                if _read(task, "comm").strip() == name:
+                    found[task] = _activity(_read(task, "status"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+    return found
+
+
+def _started_by_python() -> set[str]:
+    foreign = threading._DummyThread  # stands for a thread that Python has not started
+    return {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}
+
+
+def _read(task: str, name: str) -> str:
+    return Path(_TASKS, task, name).read_text()
+
+
+def _activity(status: str) -> _Activity:
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return _Activity(
+        is_asleep=fields["State"].startswith("S"),
+        slept=int(fields["voluntary_ctxt_switches"]),
+        preempted=int(fields["nonvoluntary_ctxt_switches"]),
+    )

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -44,17 +45,19 @@ from lighthouse.forks import lock_of_each_process
 from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
-from torchft_like.process_group import flight_recorder
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import methods_of
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, GroupMembers
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver, NcclOperation
-from torchft_like.process_group.rendezvous import meet, meeting_store
+from torchft_like.process_group.store import GroupMembers, meet, meeting_store
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 
 POLL_S = 0.002
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
+TORCH_FR_DUMP_TEMP_FILE_ENV = "TORCH_FR_DUMP_TEMP_FILE"
 # Variables that torch reads in the constructor of a group: (torch's own default, the value for these groups).
 _CONSTRUCTOR_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "1"),
@@ -91,7 +94,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         require_nccl()
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
-        self._dump_path = flight_recorder.DumpPath()
+        self._dump_path = DumpPath()
         self._backends: list[_NcclBackend] = []  # the present one and earlier ones
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
@@ -111,9 +114,9 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort; TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace first."""
-        if flight_recorder.is_wanted_on_abort() and (generation := self._generation) is not None:
+        if is_wanted_on_abort() and (generation := self._generation) is not None:
             rank = dist.get_rank() if dist.is_initialized() else generation.members.rank
-            flight_recorder.trigger_nccl_fr_trace_through_pipe(rank)
+            trigger_nccl_fr_trace_through_pipe(rank)
         super().abort(reason)
 
     def errored(self) -> Exception | None:
@@ -461,3 +464,54 @@ def _asynchronous(options: Any) -> Iterator[None]:
         yield
     finally:
         options.asyncOp = False
+
+
+# -- torch's flight recorder keeps a record of a process's last collectives, and writes it when asked
+
+
+def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
+    """Ask torch's monitor for a trace, through the pipe of the rank; do not wait until it is written.
+
+    Returns:
+        Whether a monitor reads that pipe: torch makes it if TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set.
+    """
+    prefix = os.environ.get(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR)
+    if not prefix:
+        _logger.info("no flight recorder trace: %s is not set", TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR)
+        return False
+    pipe = f"{prefix}{rank}.pipe"
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails if no monitor reads the pipe
+        try:
+            os.write(descriptor, b"1\n")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        _logger.warning("no flight recorder trace through %s: %s", pipe, error.strerror)
+        return False
+    _logger.info("asked for a flight recorder trace through %s", pipe)
+    return True
+
+
+def is_wanted_on_abort() -> bool:
+    """Return whether the operator wants a trace whenever a group is aborted."""
+    return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
+
+
+class DumpPath:
+    """The place where torch writes traces: one folder for each quorum, if TORCH_FR_DUMP_TEMP_FILE is set."""
+
+    def __init__(self) -> None:
+        self._prefix = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
+
+    def follow(self, quorum_id: int | None, rank: int) -> None:
+        """Send later traces to PREFIX_quorum_ID/RANK; log a folder that cannot be made."""
+        if not self._prefix or quorum_id is None:
+            return
+        folder = Path(f"{self._prefix}_quorum_{quorum_id}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _logger.warning("traces stay where they are: %s: %s", folder, error.strerror)
+            return
+        os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = str(folder / str(rank))

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from torchft_like.errors import NotSupportedError
 from torchft_like.plain_data import decode as decode_plain
-from torchft_like.process_group.baby.arguments import decode, decode_call, encode, encode_call
+from torchft_like.process_group.baby.messages import decode, decode_call, encode, encode_call
 
 TENSORS = [torch.zeros(1), torch.ones(2)]
 OPTIONS = [cls for name, cls in vars(c10d).items() if name.endswith("Options") and hasattr(cls, "asyncOp")]

@@ -13,8 +13,8 @@ import torch
 
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.arguments import TensorSpec, tensor_at
-from torchft_like.process_group.baby.cpu_sharing import (
+from torchft_like.process_group.baby.messages import TensorSpec, tensor_at
+from torchft_like.process_group.baby.tensor_sharing import (
     Exports,
     Segment,
     Staging,

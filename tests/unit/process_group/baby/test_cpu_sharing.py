@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from torchft_like.process_group.baby.cpu_sharing import CpuExporter, Staging
-from torchft_like.process_group.baby.protocol import ToChild
+from torchft_like.process_group.baby.messages import ToChild
+from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Staging
 
 
 def test_preambles_come_in_order_and_each_once() -> None:

@@ -17,7 +17,6 @@ import torch
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
-from torchft_like.process_group.baby.arguments import encode_call
 from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_sharing import (
@@ -27,7 +26,7 @@ from torchft_like.process_group.baby.cuda_sharing import (
     RemoteCudaOperation,
 )
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
-from torchft_like.process_group.baby.protocol import Outcome, ToChild
+from torchft_like.process_group.baby.messages import Outcome, ToChild, encode_call
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.nccl.group import ProcessGroupNCCL

@@ -11,7 +11,7 @@ import pytest
 
 from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.channel import FOREVER, Channel
-from torchft_like.process_group.baby.protocol import Outcome
+from torchft_like.process_group.baby.messages import Outcome
 from torchft_like.process_group.baby.requests import Request, Requests
 
 LIMIT_S = 60.0
