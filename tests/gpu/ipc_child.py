@@ -1,6 +1,6 @@
 """The subprocess of the CUDA IPC tests: it adds to the trainer's tensors, as a Baby group's would reduce.
 
-It speaks over a pipe of multiprocessing: only the messages of `cuda_ipc` travel.
+It speaks over a pipe of multiprocessing: only the messages of `cuda_sharing` travel.
 """
 
 from __future__ import annotations
