@@ -16,13 +16,14 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 
 # The files that take longest come first, in this order, or a processor has nothing to do at the end. Tests of jobs
 # run two at a time: with three on two busy processors a PING goes unanswered for a second now and then. What they
-# leave of the processors while they wait is for the types, and for tests that start no process.
+# leave of the processors while they wait is for the types, and for tests that start no job.
 LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
 	$(addprefix integration/test_,$(addsuffix .py,demo leaving hsdp loader_workers group_coordinator hsdp_example \
 	registration)) conformance/test_functions.py conformance/test_methods.py)
 FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
-BESIDE := $(filter tests/simulation/% tests/stress/test_fuzz_% $(addprefix tests/unit/,agreement/% checkpointing/% \
-	communicator/% divergence/% gang/% lighthouse/% message_queue/%),$(sort $(FILES)))
+BESIDE := $(filter-out %/test_elastic.py tests/unit/process_group/baby/%,$(filter tests/simulation/% \
+	tests/stress/test_fuzz_% tests/unit/test_% $(addprefix tests/unit/,agreement/% checkpointing/% communicator/% \
+	divergence/% gang/% group_coordinator/% lighthouse/% message_queue/% process_group/%),$(sort $(FILES))))
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: style  ## everything that CI checks: lint, format, types, tests

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -62,10 +61,6 @@ def assert_received(state: dict[str, Any]) -> None:
     assert torch.equal(state["model"]["w"], make_state(MEGABYTES)["model"]["w"])  # type: ignore[index]
 
 
-def test_state_crosses_processes_whole(healthy: str, receiver: Receiver) -> None:
-    assert_received(receiver.recv_checkpoint(0, healthy, 5, LIMIT))
-
-
 def test_a_source_killed_in_the_middle_is_noticed_and_another_one_serves(
     source: Rank, healthy: str, receiver: Receiver, pool: ThreadPoolExecutor
 ) -> None:
@@ -91,17 +86,6 @@ def test_a_receive_from_a_stopped_source_can_be_aborted(
     receiver.abort_recv("member_lost: replica a")
     with pytest.raises(CheckpointError, match="member_lost: replica a"):
         asked.result(10)
-
-
-def test_a_stopped_source_is_given_up_after_the_stall_timeout(source: Rank) -> None:
-    address = source.ask(Source.offer, 5, MEGABYTES, None)
-    source.signal(signal.SIGSTOP)
-    receiver: Receiver = HTTPTransport(LIMIT, stall_timeout=timedelta(seconds=1), hostname=LOOPBACK)
-    try:
-        with pytest.raises(CheckpointError, match=f"{address}: no byte came for 1 s"):
-            receiver.recv_checkpoint(0, address, 5, LIMIT)
-    finally:
-        receiver.shutdown()
 
 
 def spoilt(target: str, place: int, spoil: Filter, struck: list[int]) -> str:

@@ -121,15 +121,3 @@ def test_an_interrupt_ends_a_replica_whose_lighthouse_is_away(tmp_path: Path) ->
         cluster.lighthouse.kill()
         cluster.wait_for_event(a, "disconnected")
         interrupt(cluster, a.ranks[0])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_lighthouse_that_has_sessions(tmp_path: Path, number: signal.Signals) -> None:
-    with Cluster(tmp_path) as cluster:
-        (a,) = cluster.start_all("a")
-        cluster.lighthouse.signal(number)
-        cluster.wait_until(lambda: cluster.lighthouse.is_gone, "the lighthouse ends", INTERRUPT_LIMIT_S)
-        assert "Traceback" not in cluster.lighthouse.output
-        cluster.wait_for_event(a, "disconnected")
-        cluster.start_lighthouse()
-        cluster.wait_for_quorum_of(a)

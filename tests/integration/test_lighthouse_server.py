@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -105,27 +104,6 @@ def test_sessions_get_the_job_config_and_the_quorum(fresh: str) -> None:
         assert quorum.created.seconds > 1_700_000_000
 
 
-def test_the_quorum_id_stays_until_a_commit_fails(fresh: str) -> None:
-    with registered(fresh, "a", "b") as (a, b):
-        ids = []
-        for failures in (0, 0, 1, 0):
-            a.join(commit_failures=failures)
-            b.join()
-            ids.append(a.quorum().quorum_id)
-            assert b.quorum().quorum_id == ids[-1]
-        assert ids[0] == ids[1] < ids[2] == ids[3]
-
-
-def test_unary_callers_get_a_quorum(fresh: str) -> None:
-    with UnaryClient(fresh) as client:
-        client.heartbeat("a")
-        first = client.join("a", step=3)
-        second = client.join("b")
-        assert ids_of(first.result().quorum) == ["a", "b"]
-        assert first.result() == second.result()
-        assert first.result().quorum.participants[0].step == 3
-
-
 def test_sessions_and_unary_callers_share_a_quorum(fresh: str) -> None:
     with registered(fresh, "a") as (a,), UnaryClient(fresh) as client:
         call = client.join("u")
@@ -145,17 +123,6 @@ def test_a_cancelled_unary_call_has_not_joined(embedded: Embedded) -> None:
         again = client.join("u", step=2)
         assert [(m.replica_id, m.step) for m in a.quorum().participants] == [("a", 0), ("b", 0), ("u", 2)]
         assert again.result().quorum == b.quorum()
-
-
-def test_stragglers_are_left_behind_after_join_timeout() -> None:
-    with (
-        LighthouseProcess("--min_replicas=1", "--join_timeout_ms=300") as daemon,
-        registered(daemon.address, "a", "b", "c") as (a, b, c),
-    ):
-        a.join()
-        b.join()
-        assert ids_of(a.quorum()) == ["a", "b"]
-        assert not c.has_message()
 
 
 # -- deaths
@@ -204,18 +171,6 @@ def test_a_silent_unary_member_is_lost_after_heartbeat_timeout() -> None:
         assert ids_of(call.result().quorum) == ids_of(a.quorum()) == ["a", "u"]
         lost = a.member_lost()
         assert (lost.replica_id, lost.reason) == ("u", "no heartbeat within heartbeat_timeout")
-
-
-def test_a_member_that_leaves_alarms_nobody(fresh: str) -> None:
-    with registered(fresh, "a", "b", "c") as (a, b, c):
-        for client in (a, b, c):
-            client.join()
-        for client in (a, b, c):
-            client.quorum()
-        c.send(leave=pb.Leave(reason="done"))
-        a.join()
-        b.join()
-        assert ids_of(a.quorum()) == ["a", "b"]  # the next message, so no alarm came before it
 
 
 def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody() -> None:
@@ -270,33 +225,6 @@ def test_replicas_go_on_in_their_quorum_after_a_restart() -> None:
                 quorum = a.quorum()
                 assert (quorum.quorum_id, quorum.round) == (41, 8)
                 assert ids_of(b.quorum()) == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("first", ["a", "b"])
-def test_who_waits_in_a_quorum_that_others_missed_is_told_after_a_restart(first: str) -> None:
-    """The lighthouse died while it handed out round 8 of quorum 41: a has got it, b has not."""
-    with LighthouseProcess("--min_replicas=2") as daemon, ExitStack() as sessions:
-        clients = {}
-        for replica_id in sorted("ab", reverse=first == "b"):
-            last = (41, 8 if replica_id == "a" else 7, ["a", "b"])
-            clients[replica_id] = sessions.enter_context(SessionClient(daemon.address, replica_id, last))
-            clients[replica_id].registered()
-        lost = clients["a"].member_lost()
-        assert (lost.quorum_id, lost.replica_id, lost.reason) == (41, "b", "came back without the quorum")
-
-
-def test_members_that_do_not_come_back_after_a_restart_are_given_up() -> None:
-    with (
-        LighthouseProcess("--min_replicas=1", "--reconnect_grace_ms=300") as daemon,
-        SessionClient(daemon.address, "a", (41, 7, ["a", "b"])) as a,
-    ):
-        a.registered()
-        a.join()
-        lost = a.member_lost()  # before any quorum: a did not go on alone until now
-        assert (lost.replica_id, lost.reason) == ("b", "did not come back within reconnect_grace")
-        after = a.quorum()
-        assert ids_of(after) == ["a"]
-        assert after.quorum_id > 41
 
 
 # -- bad input

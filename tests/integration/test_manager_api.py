@@ -20,14 +20,11 @@ from torchft_like import (
     Manager,
     MaxRetriesError,
     NotSupportedError,
-    Optimizer,
     ProcessGroupGloo,
-    PureDistributedDataParallel,
     QuorumTimeoutError,
     ShutdownError,
 )
 from torchft_like.checkpointing import HTTPTransport
-from torchft_like.digest import state_digest
 from torchft_like.manager import connection
 
 pytestmark = pytest.mark.integration
@@ -63,29 +60,6 @@ def ignore(_: object) -> None:
 def on_both(work: Callable[[str], T]) -> list[T]:
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(work, ["a", "b"]))
-
-
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_two_replicas_train_to_the_same_parameters(
-    lighthouse: LighthouseServer, use_async_quorum: bool
-) -> None:
-    def train(name: str) -> tuple[str, int, int, int | None]:
-        torch.manual_seed(ord(name))
-        model = nn.Linear(4, 4)
-        with make_manager(lighthouse, name, model, use_async_quorum=use_async_quorum) as manager:
-            parallel = PureDistributedDataParallel(manager, model)
-            optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
-            while manager.current_step() < 5:
-                optimizer.zero_grad()
-                parallel(torch.randn(2, 4)).sum().backward()
-                optimizer.step()
-            digest = state_digest(model.state_dict())
-            return digest, manager.batches_committed(), manager.replica_world_size(), manager.replica_rank()
-
-    results = on_both(train)
-    assert results[0][:3] == results[1][:3]
-    assert results[0][1:3] == (10, 2)
-    assert sorted(result[3] or 0 for result in results) == [0, 1]
 
 
 def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: LighthouseServer) -> None:

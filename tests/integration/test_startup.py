@@ -10,8 +10,6 @@ import pytest
 
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
-from torchft_like import Manager, ProcessGroupDummy
-from torchft_like.errors import AddressError, ConfigError
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
@@ -46,36 +44,3 @@ def test_a_trainer_whose_lighthouse_is_silent_ends_with_an_error_that_names_the_
 ) -> None:
     with Cluster(tmp_path) as cluster:
         assert_connect_error(cluster, silent_address)
-
-
-VARIABLES = (
-    "TORCHFT_MANAGER_PORT",
-    "TORCHFT_TIMEOUT_SEC",
-    "TORCHFT_QUORUM_TIMEOUT_SEC",
-    "TORCHFT_CONNECT_TIMEOUT_SEC",
-    "TORCHFT_QUORUM_RETRIES",
-    "RANK",
-    "WORLD_SIZE",
-)
-
-
-def make_manager() -> Manager:
-    return Manager(
-        pg=ProcessGroupDummy(0, 1), load_state_dict=lambda _: None, state_dict=dict, min_replica_size=1
-    )
-
-
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_a_variable_that_is_not_a_number_is_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
-    monkeypatch.setenv(variable, "soon")
-    with pytest.raises(ConfigError, match=f"{variable}.*'soon'"):
-        make_manager()
-
-
-def test_a_lighthouse_address_that_is_none_is_an_error_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "localhost")
-    with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
-        make_manager()

@@ -128,17 +128,6 @@ def test_damage_anywhere_is_found_and_reported_as_a_format_error(
         load_state(data)
 
 
-def test_every_single_flipped_bit_of_the_prefix_and_every_truncation_is_found() -> None:
-    for bit in range(20 * 8):
-        data = bytearray(SAMPLE)
-        data[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CheckpointFormatError):
-            load_state(bytes(data))
-    for length in range(0, len(SAMPLE), 7):
-        with pytest.raises(CheckpointFormatError):
-            load_state(SAMPLE[:length])
-
-
 def forged(structure: bytes, payload: bytes = b"") -> bytes:
     """A stream whose checksums are right, as a peer that lies would make it."""
     prefix = struct.pack("<8sIII", b"TFTSTATE", 2, len(structure), zlib.crc32(structure))
@@ -172,15 +161,6 @@ specs = st.lists(
 
 def spec(dtype: int, device: int, shape: list[int]) -> bytes:
     return struct.pack(f"<BBB{len(shape)}Q", dtype, device, len(shape), *shape)
-
-
-@settings(max_examples=300, deadline=None)
-@given(edits)
-def test_a_lying_structure_gives_a_state_or_a_format_error_and_nothing_else(
-    operations: list[tuple[str, int, bytes]],
-) -> None:
-    with contextlib.suppress(CheckpointFormatError):
-        load_state(forged(edited(HONEST, operations), PAYLOAD))
 
 
 @settings(max_examples=300, deadline=None)
@@ -225,11 +205,6 @@ ONE = struct.pack("<II", MAGIC, 1)
 def test_a_forged_structure_is_refused(structure: bytes) -> None:
     with pytest.raises(CheckpointFormatError):
         load_state(forged(structure))
-
-
-def test_a_torch_file_is_refused_as_another_format() -> None:
-    with pytest.raises(CheckpointFormatError, match="this is no state stream: it begins with b'PK"):
-        load_state(b"PK\x03\x04" + bytes(100))
 
 
 def test_format_errors_are_checkpoint_errors_and_value_errors() -> None:

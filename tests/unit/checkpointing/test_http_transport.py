@@ -131,18 +131,6 @@ class TestTransfer:
         with pytest.raises(CheckpointError, match="there is no thread for part 2 of it"):
             fetch(receiver, source)
 
-    def test_many_receivers_are_served_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
-        source = transports()
-        state = make_state(300_000)
-        source.send_checkpoint([1, 2, 3], 5, state, LIMIT)
-        receivers = [transports() for _ in range(6)]
-        for received in [pool.submit(fetch, receiver, source) for receiver in receivers]:
-            assert_same(received.result(), state)
-
-    def test_a_type_that_does_not_travel_is_named_at_the_sender(self, transports: Make) -> None:
-        with pytest.raises(CheckpointFormatError, match=r"^a\.b is a set"):
-            transports().send_checkpoint([1], 5, {"a": {"b": {1}}}, LIMIT)
-
     @pytest.mark.parametrize("parts", [1, 3])
     def test_a_state_beyond_what_this_rank_expects_is_refused_before_it_is_fetched(
         self, transports: Make, parts: int
@@ -422,13 +410,6 @@ class TestAbort:
                 asked.result(5)
             for filler in fillers:
                 filler.close()
-
-    def test_a_receive_after_an_abort_works(self, transports: Make) -> None:
-        source, receiver = transports(), transports()
-        receiver.abort_recv()
-        receiver.abort_recv()
-        source.send_checkpoint([1], 5, make_state(), LIMIT)
-        assert fetch(receiver, source)["step"] == 3
 
     def test_shutdown_of_the_source_ends_a_waiting_receiver(
         self, transports: Make, pool: ThreadPoolExecutor

@@ -19,14 +19,11 @@ from torchft_like.gang import (
     FakeGang,
     Gang,
     GangError,
-    Gangs,
     ProcessGroupGang,
     ReduceOperation,
     StaleGangError,
     all_sum,
     broadcast_flag,
-    create_fsdp_gangs,
-    create_parallel_gangs,
 )
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
@@ -41,17 +38,6 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 WHOLES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
 COMPLEX = [torch.complex64, torch.complex128]
 OTHERS = [torch.bool, torch.uint64, torch.float8_e4m3fn]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_sum_of_all_ranks(crew: MakeCrew, size: int) -> None:
-    def act(gang: ProcessGroupGang) -> tuple[int, int, float]:
-        tensor = torch.tensor([float(gang.rank)])
-        gang.all_reduce(tensor, ReduceOperation.SUM)
-        gang.barrier()
-        return gang.rank, gang.size, tensor.item()
-
-    assert crew(size).together(act) == [(rank, size, sum(range(size))) for rank in range(size)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + WHOLES + COMPLEX, ids=str)
@@ -381,32 +367,6 @@ def test_the_group_of_a_part_is_known_to_torch(crew: MakeCrew) -> None:
         return ranks
 
     assert crew(3).together(act) == [[], [2, 1], [2, 1]]
-
-
-def test_parallel_gangs_over_four_processes(crew: MakeCrew) -> None:
-    def act(gang: ProcessGroupGang) -> tuple[list[int], list[tuple[int, int]]]:
-        gangs = create_parallel_gangs(gang, tp_size=2)
-        sums = [int(all_sum(g, 10**gang.rank).item()) for g in (gangs.root, gangs.tp, gangs.dp)]
-        sizes = [(g.rank, g.size) for g in (gangs.rdp, gangs.sdp, gangs.pp)]
-        gangs.close()
-        return sums, sizes
-
-    assert crew(4).together(act) == [
-        ([1111, 11, 101], [(0, 2), (0, 1), (0, 1)]),
-        ([1111, 11, 1010], [(0, 2), (0, 1), (0, 1)]),
-        ([1111, 1100, 101], [(1, 2), (0, 1), (0, 1)]),
-        ([1111, 1100, 1010], [(1, 2), (0, 1), (0, 1)]),
-    ]
-
-
-def test_hybrid_sharding_over_four_processes(crew: MakeCrew) -> None:
-    def act(gang: ProcessGroupGang) -> list[int]:
-        gangs: Gangs = create_fsdp_gangs(create_parallel_gangs(gang), intra_node_size=2)
-        found = [int(all_sum(g, 10**gang.rank).item()) for g in (gangs.sdp, gangs.rdp)]
-        gangs.close()
-        return found
-
-    assert crew(4).together(act) == [[11, 101], [11, 1010], [1100, 101], [1100, 1010]]
 
 
 # -------------------------------------------------------------------------------- errors

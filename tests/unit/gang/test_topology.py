@@ -16,16 +16,6 @@ from torchft_like.core.topology import (
 from torchft_like.errors import TopologyError
 
 
-def test_eight_ranks_with_tensor_parallelism_over_two() -> None:
-    assert tensor_parallel_ranks(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert data_parallel_ranks(8, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-def test_eight_data_parallel_ranks_on_nodes_of_four() -> None:
-    assert sharded_ranks(8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert replicated_ranks(8, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
 @pytest.mark.parametrize("part", [0, -1, 3, 16])
 def test_a_part_that_does_not_divide_the_whole_is_refused_with_those_that_do(part: int) -> None:
     for rule, sizes in (

@@ -7,7 +7,6 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -99,32 +98,6 @@ def test_a_member_that_ends_is_noticed_by_those_who_wait(party: Party, leaver: i
         assert group.errored() is not None
     party.configure(stayers)
     assert_goes_on(party, stayers)
-
-
-OPERATIONS: list[Callable[[Any], Any]] = [
-    lambda g: g.allreduce([torch.ones(4)]).wait(),
-    lambda g: g.allreduce([torch.ones(4)]).get_future().wait(),
-    lambda g: g.send([torch.ones(4)], 1 - g.rank(), 0).wait(),
-    lambda g: g.recv([torch.ones(4)], 1 - g.rank(), 0).wait(),
-    lambda g: g.recv_anysource([torch.ones(4)], 0).wait(),
-    lambda g: g.monitored_barrier(),
-]
-
-
-@pytest.mark.progress
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_an_abort_ends_a_call_that_waits_for_the_others(
-    party: Party, pair: list[ProcessGroup], number: int, rank: int
-) -> None:
-    blocked = party.aside(OPERATIONS[number], pair[rank])
-    with pytest.raises(TimeoutError):
-        blocked.result(FELT_S)
-    pair[rank].abort("the test says so")
-    error = error_of(lambda: blocked.result(LIMIT_S))
-    assert number == 1 or (isinstance(error, ProcessGroupAbortedError) and "the test says so" in str(error))
-    with pytest.raises(ProcessGroupAbortedError):
-        summed(pair[rank])
 
 
 def test_an_abort_ends_a_configure_that_waits_for_the_referee(

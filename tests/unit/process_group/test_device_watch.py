@@ -90,14 +90,6 @@ def test_operation_is_kept_until_it_is_over(device: Device) -> None:
     assert device.reasons == []
 
 
-def test_operation_that_takes_too_long_ends_the_generation_once(device: Device) -> None:
-    device.start(Operation(), "broadcast", limit_s=0.02)
-    wait_until(device.gave_up)
-    device.watch.look()
-    assert device.reasons == ["broadcast was not done within 0.02 s"]
-    assert device.asked_on == ["torchft-device-watch"]
-
-
 def test_shorter_limit_behind_a_longer_one_counts(device: Device) -> None:
     device.start(Operation(), "allreduce")
     device.start(Operation(), "barrier", limit_s=0.02)
@@ -111,13 +103,6 @@ def test_late_operation_that_is_done_is_no_failure(device: Device) -> None:
     device.start(operation, limit_s=1e-9)
     device.watch.look()
     assert device.reasons == []
-
-
-def test_failed_communicator_ends_the_generation_though_nothing_is_late(device: Device) -> None:
-    device.start(Operation())
-    device.failure = RuntimeError("remote process exited")
-    wait_until(device.gave_up)
-    assert device.reasons == ["the device or its communicator failed: remote process exited"]
 
 
 def test_failed_device_ends_the_generation(device: Device) -> None:

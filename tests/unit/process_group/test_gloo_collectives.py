@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import ReduceScatterOptions
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
 from .conftest import Party
@@ -79,35 +78,6 @@ def party_of_one() -> ProcessGroup:
     group = ProcessGroupGloo(30)
     group.configure("127.0.0.1:1/nobody-listens-there", 0, 1)
     return group
-
-
-def test_a_registered_group_has_a_name_and_knows_global_ranks_after_each_configure(party: Party) -> None:
-    members = party.meet(2)
-    with pytest.raises(ProcessGroupError, match="register"):
-        _ = members[0].group_name
-    for rank, member in enumerate(members):
-        member.register(f"ranks-{rank}")
-    try:
-        assert members[0].group_name == "torchft-gloo:ranks-0"
-        assert dist.get_process_group_ranks(members[0]) == [0, 1]
-        with pytest.raises(ProcessGroupError, match="already"):
-            members[0].register("twice")
-        with pytest.raises(ProcessGroupError, match="already"):
-            party.meet(1)[0].register("ranks-0")
-        prefix = party.prefix()
-        party.together(members, lambda r, g: g.configure(prefix, r, 2, global_ranks=[3, 7]))
-        assert dist.get_process_group_ranks(members[0]) == [3, 7]
-
-        def act(rank: int, group: Any) -> float:
-            tensor = own(rank)
-            dist.broadcast(tensor, src=7, group=group)
-            return float(tensor[0])
-
-        assert party.together(members, act) == [2.0, 2.0]
-    finally:
-        for member in members:
-            member.unregister()
-            member.unregister()
 
 
 def test_a_ddp_hook_may_return_a_continued_future(party: Party) -> None:

@@ -74,31 +74,6 @@ def shared_mappings(process: psutil.Process) -> list[str]:
     ]
 
 
-def test_the_backend_runs_in_another_process(party: Party) -> None:
-    groups = party.meet(2, baby)
-    pids = {process_of(group).pid for group in groups}
-    assert len(pids) == 2
-    assert os.getpid() not in pids
-    assert summed(party, groups)[0].tolist() == [3, 3, 3]
-
-
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "staged"])
-def test_results_are_in_the_callers_tensors_by_wait_and_by_future(party: Party, is_shared: bool) -> None:
-    groups = party.meet(2, baby)
-    tensors = [torch.full((2, 3), rank + 1.0) for rank in range(2)]
-    if is_shared:
-        tensors = [shared(tensor) for tensor in tensors]
-
-    def reduce(rank: int, group: ProcessGroup) -> None:
-        group.allreduce([tensors[rank]]).wait()
-        assert tensors[rank].eq(3).all()
-        carried = group.allreduce([tensors[rank]]).get_future().wait()
-        assert carried[0] is tensors[rank]
-        assert tensors[rank].eq(6).all()
-
-    party.together(groups, reduce)
-
-
 def test_a_tensor_in_shared_memory_is_mapped_once_and_let_go_when_it_is_gone(party: Party) -> None:
     groups = party.meet(2, baby)
     before = len(shared_mappings(process_of(groups[0])))
@@ -273,19 +248,6 @@ def test_the_environment_of_the_moment_counts(party: Party, monkeypatch: pytest.
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     party.configure(groups)
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
-
-
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "staged"])
-def test_a_tensor_that_is_input_and_output_keeps_the_output(party: Party, is_shared: bool) -> None:
-    def scatter(rank: int, group: ProcessGroup) -> list[float]:
-        inputs = [torch.full((2,), rank + 1.0) for _ in range(2)]
-        if is_shared:
-            inputs = [shared(tensor) for tensor in inputs]
-        dist.reduce_scatter(inputs[rank], inputs, group=group)
-        result: list[float] = inputs[rank].tolist()
-        return result
-
-    assert party.together(party.meet(2, baby), scatter) == [[3, 3], [3, 3]]
 
 
 def test_inputs_that_repeat_an_element_and_inference_tensors_work(party: Party) -> None:

@@ -47,14 +47,6 @@ def limit() -> float:
     return time.monotonic() + LIMIT_S
 
 
-def test_an_answer_settles_its_request(talk: Correspondence) -> None:
-    request = talk.requests.add(FOREVER)
-    assert talk.requests.count() == 1
-    talk.answer(request, 5)
-    assert talk.requests.wait(request, limit())
-    assert (request.outcome, request.answer, talk.requests.count()) == (Outcome.DONE, (5,), 0)
-
-
 def test_answers_may_come_in_any_order(talk: Correspondence) -> None:
     requests = [talk.requests.add(FOREVER) for _ in range(5)]
     for request in reversed(requests):
@@ -168,14 +160,6 @@ def test_a_follower_that_comes_while_its_request_is_settled_after_the_end_is_tol
     assert told[1].wait(LIMIT_S)
 
 
-def test_whoever_waits_finds_the_effects_of_the_answer(talk: Correspondence) -> None:
-    effects: list[str] = []
-    request = talk.requests.add(FOREVER, lambda _: effects.append("copied back"))
-    talk.answer(request)
-    talk.requests.wait(request, limit())
-    assert effects == ["copied back"]
-
-
 def test_looking_takes_what_is_there_and_does_not_wait(talk: Correspondence) -> None:
     requests = [talk.requests.add(FOREVER) for _ in range(3)]
     talk.requests.look()
@@ -203,14 +187,6 @@ def test_a_request_after_the_end_is_settled_at_once(talk: Correspondence) -> Non
     request = talk.requests.add(FOREVER)
     assert talk.requests.wait(request, limit())
     assert request.outcome is None
-
-
-def test_the_end_frees_everybody_who_waits(talk: Correspondence) -> None:
-    requests = [talk.requests.add(FOREVER) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        waits = [pool.submit(talk.requests.wait, request, limit()) for request in requests]
-        talk.far.close()
-        assert all(wait.result(LIMIT_S) for wait in waits)
 
 
 @pytest.mark.parametrize("is_followed", [False, True], ids=["waited for", "followed"])
