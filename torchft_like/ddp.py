@@ -4,19 +4,29 @@ The module has no `from __future__ import annotations`, because torch reads the 
 communication hook.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket, Work
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    Work,
+    _compute_bucket_assignment_by_size,
+)
 from torch.nn import parallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchft_like.errors import NotSupportedError
+from torchft_like.errors import NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
+from torchft_like.manager.managed_work import SUM
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.collectives import Collective
+
+MB = 1 << 20
+DEFAULT_CAP_MB = 25.0
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -30,31 +40,49 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     does) and keeps its first assignment of parameters to buckets: a rebuilt one would differ between
     replicas that joined at different times.
 
+    Where a backward pass leaves a parameter out, the step is not committed, and from then on this replica
+    looks for unused parameters in every step, and all replicas tell each other which ones they used. That
+    costs a walk through the graph and one more allreduce, which models that use all of their parameters are
+    spared.
+
     Args:
         manager: the Manager of this rank.
         module: the model.
-        ddp_kwargs: the arguments for torch's class; `find_unused_parameters` is always True.
+        find_unused_parameters: whether to look for unused parameters from the first step on.
+        bucket_cap_mb, bucket_cap_mb_list: the size of buckets, as in torch's class.
+        ddp_kwargs: the further arguments for torch's class.
 
     Raises:
         NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed were
           given.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, **ddp_kwargs: Any) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        *,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
         for name, problem in _UNFIT.items():
             if ddp_kwargs.get(name) is not None and ddp_kwargs[name] is not False:
                 raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
-        ddp_kwargs.pop("find_unused_parameters", None)
-        super().__init__(
-            module,
-            process_group=_OfReducer(manager),
-            # Unless it looks for unused parameters, the reducer rebuilds its buckets after the first step.
-            find_unused_parameters=True,
-            **ddp_kwargs,
-        )
-        self.register_comm_hook(manager, _allreduce_bucket)
+        self._caps_mb = list(bucket_cap_mb_list or _caps_mb(module, bucket_cap_mb))
+        self._reducers_group = _OfReducer(manager, find_unused_parameters)
         self._manager = manager
         self._steps_given_up = manager.steps_given_up
+        super().__init__(
+            module,
+            process_group=self._reducers_group,
+            find_unused_parameters=find_unused_parameters,
+            bucket_cap_mb_list=self._caps_mb,  # type: ignore[arg-type] # torch takes fractions, too
+            **ddp_kwargs,
+        )
+        self._set_reducer_up()
+        manager.check_before_vote(self._check_all_were_used)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass. A backward pass that an exception ended, and the step with it, is
@@ -63,7 +91,66 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
+            self._fix_buckets()
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _check_all_were_used(self) -> Exception | None:
+        """Return an error if the last backward pass has left parameters out, and look for such ones from now
+        on.
+        """
+        if self.find_unused_parameters:
+            return None
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            self.find_unused_parameters = self._reducers_group.searches = True
+            parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+            self._ddp_init_helper(parameters, are_sparse, names, False)  # type: ignore[no-untyped-call]
+            self._comm_hooks.clear()
+            self._set_reducer_up()
+            return UnusedParametersError(
+                "a backward pass has left parameters out, so this step cannot be committed; they are looked "
+                "for from now on, as find_unused_parameters=True does from the first step on; torch says: "
+                f"{error}"
+            )
+        return None
+
+    def _set_reducer_up(self) -> None:
+        """Make a new reducer reduce its buckets over the replicas."""
+        self.register_comm_hook(self._reducers_group, _allreduce_bucket)
+        self._fix_buckets()
+
+    def _fix_buckets(self) -> None:
+        """Let a reducer that does not search rebuild its buckets now, as they are.
+
+        It would do so at its second forward pass, in the order in which the first gradients came.
+        """
+        parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._reducers_group.n_parameters = len(parameters)
+        limits = [int(cap_mb * MB) for cap_mb in self._caps_mb]
+        buckets, _ = _compute_bucket_assignment_by_size(parameters, limits, are_sparse)
+        with self._reducers_group.dictating(
+            buckets[::-1]
+        ):  # as torch has them: the last one is reduced first
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+
+def _caps_mb(module: nn.Module, bucket_cap_mb: float | None) -> list[float]:
+    """Return the sizes of buckets that are filled in the order in which gradients come.
+
+    torch fills them in the forward pass's order, from the first size on, and reduces the last one first.
+    """
+    next_limits = MB * (DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+    limit = _DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else next_limits
+    sizes = [0]
+    for parameter in reversed([one for one in module.parameters() if one.requires_grad]):
+        if sizes[-1] >= limit:
+            sizes.append(0)
+            limit = next_limits
+        sizes[-1] += parameter.nbytes
+    return [*(size / MB for size in reversed(sizes)), next_limits / MB]
 
 
 _UNFIT = {
@@ -80,11 +167,65 @@ class _OfReducer(ProcessGroupDummy):
     includes all members: a replica that did not use a parameter keeps its old gradient, and would take
     another step than the others. Healing replicas are included, too, since they contribute a gradient for
     each parameter that they used.
+
+    INVARIANT: either all members of a quorum reduce which parameters were used, in every backward pass, or
+    none does. They tell each other once in each quorum whether one of them searches.
+
+    Attributes:
+        searches: whether this replica looks for unused parameters.
+        n_parameters: how many parameters the model has.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Manager, searches: bool) -> None:
         super().__init__(0, 1)
         self._manager = manager
+        self.searches = searches
+        self.n_parameters = 0
+        self._dictated: list[list[int]] = []
+        self._asked_in: int | None = None  # the quorum
+        self._answer: tuple[torch.Tensor, Work] | None = None  # the sums of `_ask`, under way
+        self._some_search = False
+
+    @contextlib.contextmanager
+    def dictating(self, buckets: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Answer the reducer's broadcasts of its buckets, within the block: the parameters of each bucket by
+        their numbers.
+        """
+        flat = [number for bucket in buckets for number in bucket]
+        self._dictated = [[*flat, len(buckets)], list(map(len, buckets))]
+        try:
+            yield
+        finally:
+            self._dictated = []
+
+    def allreduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket, and with the first and the last one what the replicas tell each other."""
+        future: torch.futures.Future[torch.Tensor] = self._manager.allreduce(bucket.buffer()).get_future()
+        if self._asked_in != self._manager.quorum_id:
+            self._ask(bucket.buffer().device)
+        if bucket.is_last() and self._is_search_on() and not self.searches:
+            ones = torch.ones(self.n_parameters, dtype=torch.int32, device=bucket.buffer().device)
+            self._sum_over_all(ones)
+        return future
+
+    def _ask(self, device: torch.device) -> None:
+        """Begin to ask all members of the quorum whether one of them searches."""
+        self._asked_in = self._manager.quorum_id
+        sums = torch.tensor([1, self.searches], dtype=torch.int32, device=device)
+        self._answer = sums, self._sum_over_all(sums)
+
+    def _is_search_on(self) -> bool:
+        if self._answer is not None:
+            (sums, work), self._answer = self._answer, None
+            work.wait()
+            members, searching = sums.tolist()
+            if members != self._manager.replica_world_size():
+                self._asked_in = None  # this step is without the others
+            self._some_search = searching > 0
+        return self._some_search
+
+    def _sum_over_all(self, tensor: torch.Tensor) -> Work:
+        return self._manager.group_allreduce([tensor], SUM, of_all_members=True)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective.name == "allreduce":
@@ -92,11 +233,14 @@ class _OfReducer(ProcessGroupDummy):
             tensors, options = call.reduction()
             if tensors[0].dtype == torch.int32:  # the only other allreduce is that of `join`, of floats
                 return self._manager.group_allreduce(tensors, options, of_all_members=True)
+        if collective.name == "broadcast" and self._dictated:
+            (tensor,) = collective.bind(args, kwargs).inputs
+            tensor.copy_(torch.tensor(self._dictated.pop(0), dtype=tensor.dtype))
         return super()._run(collective, args, kwargs)
 
 
-def _allreduce_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return manager.allreduce(bucket.buffer()).get_future()
+def _allreduce_bucket(group: _OfReducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return group.allreduce_bucket(bucket)
 
 
 class PureDistributedDataParallel(nn.Module):

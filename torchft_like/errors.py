@@ -51,6 +51,12 @@ class NotSupportedError(FaultToleranceError, NotImplementedError):
     """The operation is not available here; the text says what to use instead."""
 
 
+class UnusedParametersError(FaultToleranceError):
+    """A backward pass left parameters out; the step is tried again, and such ones are looked for from now
+    on.
+    """
+
+
 class ShutdownError(FaultToleranceError):
     """The Manager was used after `shutdown`."""
 

@@ -83,29 +83,131 @@ class Branches(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def train_branches(
+    replica: Replica, branch: Callable[[int], str], steps: int, **settings: Any
+) -> tuple[str, int, list[list[float] | None]]:
+    """Train; return a digest of the state, how many steps failed, and the last gradients."""
+    parallel = DistributedDataParallel(replica.manager, replica.model, **settings)
+    optimizer = Optimizer(replica.manager, torch.optim.AdamW(replica.model.parameters()))
+    attempts = 0
+    while (step := replica.manager.current_step()) < steps:
+        attempts += 1
+        optimizer.zero_grad()
+        parallel(torch.ones(1, 3), branch(step)).sum().backward()
+        optimizer.step()
+    gradients = [parameter.grad for parameter in replica.model.parameters()]
+    flat = [None if gradient is None else gradient.flatten().tolist() for gradient in gradients]
+    return state_digest(replica.model.state_dict()), attempts - steps, flat
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({}, 1),
+        ({"gradient_as_bucket_view": True}, 1),
+        ({"find_unused_parameters": True}, 0),
+        ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, 0),
+    ],
+)
 @pytest.mark.parametrize("init_sync", [False, True])
 def test_a_parameter_that_one_replica_uses_has_the_same_gradient_on_all(
-    lighthouse: LighthouseServer, gradient_as_bucket_view: bool, init_sync: bool
+    lighthouse: LighthouseServer, settings: dict[str, Any], lost: int, init_sync: bool
 ) -> None:
     """With `init_sync` one of them heals in the first step."""
 
-    def train(replica: Replica) -> tuple[str, list[list[float] | None]]:
-        parallel = DistributedDataParallel(
-            replica.manager, replica.model, gradient_as_bucket_view=gradient_as_bucket_view
-        )
-        optimizer = Optimizer(replica.manager, torch.optim.AdamW(replica.model.parameters()))
-        while replica.manager.current_step() < 3:
-            optimizer.zero_grad()
-            parallel(torch.ones(1, 3), replica.name).sum().backward()
-            optimizer.step()
-        gradients = [parameter.grad for parameter in replica.model.parameters()]
-        flat = [None if gradient is None else gradient.flatten().tolist() for gradient in gradients]
-        return state_digest(replica.model.state_dict()), flat
+    def train(replica: Replica) -> tuple[str, int, list[list[float] | None]]:
+        return train_branches(replica, lambda _: replica.name, 3, **settings)
 
     one, other = on_both(lighthouse, Branches, train, init_sync=init_sync)
     assert one == other
-    assert one[1] == [[0.5] * 3, [0.5] * 3, None]
+    assert one[1:] == (lost, [[0.5] * 3, [0.5] * 3, None])
+
+
+class Both(Branches):
+    """Uses all of its parameters, but on a branch."""
+
+    def forward(self, rows: Tensor, branch: str) -> Tensor:
+        if branch == "all":
+            return self.a(rows) + self.b(rows) + self.unused(rows)  # type: ignore[no-any-return]
+        return super().forward(rows, branch)
+
+
+@pytest.mark.parametrize("searches_from_the_start", ["", "a"])
+def test_parameters_that_one_replica_leaves_out_later_cost_a_step(
+    lighthouse: LighthouseServer, searches_from_the_start: str
+) -> None:
+    """And none where that replica looks for them, though the other does not."""
+
+    def train(replica: Replica) -> tuple[str, int, list[list[float] | None]]:
+        searches = replica.name == searches_from_the_start
+        leaves_out = replica.name == "a"
+        return train_branches(
+            replica,
+            lambda step: "b" if leaves_out and step >= 3 else "all",
+            6,
+            find_unused_parameters=searches,
+        )
+
+    one, other = on_both(lighthouse, Both, train)
+    assert one == other
+    assert one[1:] == (0 if searches_from_the_start else 1, [[0.5] * 3, [1.0] * 3, [0.5] * 3])
+
+
+@pytest.mark.parametrize("searches", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_buckets_are_filled_in_the_order_of_the_backward_pass_and_stay_as_they_are(
+    lighthouse: LighthouseServer, searches: bool, fails: bool
+) -> None:
+    """Also after a step that was given up. Without a search nothing but buckets is reduced, but for one
+    question in each quorum.
+    """
+    kib = 256
+
+    class Sum(nn.ModuleList):
+        def forward(self, rows: Tensor) -> Tensor:
+            return torch.stack([layer(rows) for layer in self]).sum()
+
+    def make_model() -> nn.Module:
+        return Sum([nn.Linear(kib, 1, bias=False) for _ in range(5)])
+
+    def train(replica: Replica) -> list[list[list[int]]]:
+        parallel = DistributedDataParallel(
+            replica.manager,
+            replica.model,
+            find_unused_parameters=searches,
+            bucket_cap_mb=2 * kib / 1024**2 * 4,
+        )
+        numbers = {id(one): number for number, one in enumerate(replica.model.parameters())}
+        found: list[list[list[int]]] = []
+        inner = parallel._reducers_group.allreduce_bucket
+
+        def spy(bucket: Any) -> Any:
+            found[-1].append([numbers[id(one)] for one in bucket.parameters()])
+            return inner(bucket)
+
+        others: list[Any] = []
+        reduce = replica.manager.group_allreduce
+
+        def count(*args: Any, **how: Any) -> Any:
+            others.append(replica.manager.quorum_id)
+            return reduce(*args, **how)
+
+        replica.manager.group_allreduce = count  # type: ignore[method-assign]
+        parallel._reducers_group.allreduce_bucket = spy  # type: ignore[method-assign]
+        rows = torch.ones(1, kib)
+        for attempt in range(4):
+            replica.manager.start_quorum()
+            found.append([])
+            total = parallel(rows)
+            if fails and attempt == 1:
+                continue  # the backward pass does not even begin
+            total.backward()
+            assert replica.manager.should_commit()
+        assert searches or len(others) == len(set(others))
+        return [buckets for buckets in found if buckets]
+
+    for found in on_both(lighthouse, make_model, train):
+        assert found == [[[3, 4], [1, 2], [0]]] * (3 if fails else 4)
 
 
 class Stumbling(torch.autograd.Function):
@@ -306,7 +408,6 @@ def test_settings_under_which_replicas_would_reduce_different_things_are_refused
     lighthouse: LighthouseServer,
 ) -> None:
     def refuse(replica: Replica) -> tuple[str, str]:
-        DistributedDataParallel(replica.manager, replica.model, find_unused_parameters=False)  # is ignored
         (parameter,) = replica.model.parameters()
         delayed = [("weight", parameter)]
         return gave(replica, static_graph=True), gave(

@@ -8,6 +8,8 @@ rank gets, stops all of them at the same place in the script.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from torchft_like.core.replica_group import Verdict
@@ -24,10 +26,12 @@ class Ballot:
 
     Attributes:
         stop_agreed: whether the group leaves, by the last verdict.
+        checks: return an error that keeps this rank from voting yes.
     """
 
     def __init__(self, config: ManagerConfig, link: RankLink, driver: QuorumDriver) -> None:
         self.stop_agreed = False
+        self.checks: list[weakref.WeakMethod[Callable[[], Exception | None]]] = []
         self._stop_wanted = False
         self._config = config
         self._link = link
@@ -38,6 +42,12 @@ class Ballot:
         self._stop_wanted = True
         self._driver.asked_to_stop()
         self.stop_agreed = self.stop_agreed or self._config.group_world_size == 1
+
+    def objections(self) -> Iterator[Exception]:
+        """Run the checks, and yield what they object to."""
+        for reference in self.checks:
+            if (check := reference()) is not None and (error := check()) is not None:
+                yield error
 
     def decide(self, attempt: Attempt, step: int, vote: bool, timeout: timedelta | float | None) -> bool:
         """Return whether the step commits, which is the same on every rank.

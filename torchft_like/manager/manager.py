@@ -16,7 +16,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -346,6 +347,13 @@ class Manager:
 
         return future_timeout(fut, timedelta(seconds=bound_s)).then(settle)
 
+    def check_before_vote(self, check: Callable[[], Exception | None]) -> None:
+        """Call a bound method at the start of every `should_commit`, for as long as its object lives.
+
+        An error that it returns spoils the step.
+        """
+        self._ballot.checks.append(weakref.WeakMethod(check))
+
     def should_commit(self, timeout: timedelta | float | None = None) -> bool:
         """End a step; return True if the optimizer may be stepped, the same on all ranks of this group.
 
@@ -361,6 +369,8 @@ class Manager:
         attempt = self._driver.current()
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
+        for error in self._ballot.objections():
+            self.report_error(error)
         if self._protocol.needs_asking:
             self._driver.ask_instead(attempt)
         self._driver.wait_configured(attempt)
@@ -387,6 +397,13 @@ class Manager:
     def current_step(self) -> int:
         """Return the number of steps committed so far, by this replica or the one it healed from."""
         return self._protocol.step
+
+    @property
+    def quorum_id(self) -> int:
+        """The number of the last quorum that this rank has learned of; another one follows each failed
+        step.
+        """
+        return self._protocol.quorum_id
 
     @property
     def steps_given_up(self) -> int:
