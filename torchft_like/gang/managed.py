@@ -24,7 +24,7 @@ from torchft_like.gang.gangs import Gangs
 from torchft_like.gang.group_gang import GroupGang
 from torchft_like.process_group import ManagedProcessGroup
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.managed import GroupManager, QuorumManager
+from torchft_like.process_group.swallowing import GroupManager, QuorumManager
 
 
 class GangManager(GroupManager, QuorumManager, Protocol):

@@ -20,7 +20,6 @@ from torchft_like.process_group.fault_injection import (
 )
 from torchft_like.process_group.gloo.group import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
-from torchft_like.process_group.managed import ManagedProcessGroup
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.process_group.nccl.group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
@@ -29,7 +28,7 @@ from torchft_like.process_group.nccl.group import (
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft_like.process_group.store import create_store_client
-from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
+from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper, ManagedProcessGroup
 from torchft_like.process_group.torch_interface import adopt_functions
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 

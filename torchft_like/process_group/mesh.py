@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchft_like.errors import FaultToleranceError, NotSupportedError, ProcessGroupError
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import JOINING, Call, Collective
-from torchft_like.process_group.managed import GroupManager, ManagedProcessGroup
+from torchft_like.process_group.swallowing import GroupManager, ManagedProcessGroup
 from torchft_like.process_group.work import finished_work
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 

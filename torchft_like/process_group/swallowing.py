@@ -1,7 +1,9 @@
 """Groups that keep the errors of collectives from the training script.
 
 A failed collective must not end a training loop that is able to drop the step and try again. Here the call
-succeeds, the error is reported, and until the next `configure` no further collective is tried.
+succeeds, the error is reported, and until the next `configure` no further collective is tried. A
+`ManagedProcessGroup` is for code that takes a plain process group: DDP, FSDP, a device mesh. Its members are
+those of the Manager's current quorum, and errors go to the Manager.
 
 INVARIANTS
 * An error counts for the configuration in which its collective was issued, and for no later one.
@@ -16,15 +18,24 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar, Unpack
 
+import torch
 from torch._C._distributed_c10d import Work
+from torch.distributed import AllreduceOptions
 from torch.futures import Future
 
-from torchft_like.errors import FaultToleranceError
+from torchft_like.errors import (
+    CollectiveRefusedError,
+    FaultToleranceError,
+    GroupLostError,
+    ProcessGroupError,
+    ProcessGroupNotConfiguredError,
+    QuorumTimeoutError,
+)
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.collectives import Call, Collective, tensors_of
+from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Call, Collective, tensors_of
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.work import (
     FOREVER,
@@ -38,6 +49,12 @@ from torchft_like.process_group.wrapper import ProcessGroupWrapper
 from torchft_like.writing import writing_to
 
 Report = Callable[[Exception], None]
+
+T = TypeVar("T")
+ALLREDUCE_COALESCED = BY_NAME["allreduce_coalesced"]
+
+# The manager has no quorum, or lost its group. Only `should_commit` raises these.
+UNAVAILABLE = (QuorumTimeoutError, GroupLostError)
 
 # Mistakes of the caller, not states of the group: another attempt would fail in the same way.
 MISTAKES = (TypeError, ValueError, NotImplementedError)
@@ -134,29 +151,24 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
 
 def skipped(call: Call, pg: ProcessGroup) -> Work | None:
     """Skip a call, and leave its outputs in a defined state."""
-    place = _place_in(pg)
-    _fill_in(call, place)
-    return None if call.collective.blocking else finished_work(call.result, source=place.peer)
+    _fill_in(call, pg)
+    return None if call.collective.blocking else finished_work(call.result, source=_peer_in(pg))
 
 
-class _Place(NamedTuple):
-    rank: int
-    size: int
-
-    @property
-    def peer(self) -> int:
-        """The sender of a message that was skipped: for torch, a member other than the caller."""
-        return 0 if self.rank else min(1, self.size - 1)
+def _peer_in(pg: ProcessGroup) -> int:
+    """Return the sender of a message that was skipped: for torch, a member other than the caller."""
+    rank, size = _place_in(pg)
+    return 0 if rank else min(1, size - 1)
 
 
-def _place_in(pg: ProcessGroup) -> _Place:
+def _place_in(pg: ProcessGroup) -> tuple[int, int]:
     try:
-        return _Place(pg.rank(), max(pg.size(), 1))
+        return pg.rank(), max(pg.size(), 1)
     except FaultToleranceError:  # the group was never configured
-        return _Place(0, 1)
+        return 0, 1
 
 
-def _fill_in(call: Call, place: _Place) -> None:
+def _fill_in(call: Call, pg: ProcessGroup) -> None:
     """Write the result of `call` in a group of one; zeros if its tensors do not fit the group's size.
 
     A tensor that the call would both read and write is left as it is.
@@ -164,7 +176,7 @@ def _fill_in(call: Call, place: _Place) -> None:
     if call.collective.input is call.collective.output:
         return
     try:
-        call.apply_locally(*place)
+        call.apply_locally(*_place_in(pg))
     except (IndexError, RuntimeError, ValueError) as error:
         _logger.debug("%s was called with tensors that do not fit: %s", call.collective.name, error)
         for output in tensors_of(call.outputs):
@@ -196,10 +208,7 @@ class SwallowedOperation(FollowingOperation):
 
     def wait(self, deadline: float = FOREVER) -> None:
         """Block until the operation is over; a passed deadline is an error like any other."""
-        try:
-            self.inner.wait(deadline)
-        except Exception as error:  # noqa: BLE001 - any error goes to the group
-            self._fail(error)
+        self._settle(self.inner.wait, deadline)
 
     def is_over(self) -> bool:
         """Return whether the operation is over; then the outputs are filled in."""
@@ -226,20 +235,193 @@ class SwallowedOperation(FollowingOperation):
 
     def source_rank(self) -> int:
         """Return the sender's rank; after an error, that of another member."""
-        return _place_in(self._group.parent).peer if self._has_failed else self.inner.source_rank()
+        return _peer_in(self._group.parent) if self._has_failed else self.inner.source_rank()
 
-    def _settle(self, outcome: Callable[[], object]) -> None:
+    def _settle(self, outcome: Callable[..., object], *args: Any) -> None:
+        """Report an error, and fill in the outputs that the call does not read from, once."""
         try:
-            outcome()
+            outcome(*args)
         except Exception as error:  # noqa: BLE001 - any error goes to the group
-            self._fail(error)
+            self._group._report_of(self._configuration, error)
+            with self._filling_in:
+                has_failed, self._has_failed = self._has_failed, True
+                if not has_failed and self.inner.is_over():
+                    _fill_in(self._call, self._group.parent)
 
-    def _fail(self, error: Exception) -> None:
-        """Report the error, and fill in the outputs that the call does not read from."""
-        self._group._report_of(self._configuration, error)
-        with self._filling_in:
-            if self._has_failed:
-                return
-            self._has_failed = True
-            if self.inner.is_over():
-                _fill_in(self._call, _place_in(self._group.parent))
+
+class StepManager(Protocol):
+    """The part of a Manager that everything over its process group needs."""
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group that the manager configures."""
+
+    def wait_quorum(self) -> None:
+        """Wait until the group is configured for the current step."""
+
+    def errored(self) -> Exception | None:
+        """Return why the current step is lost, if it is."""
+
+    def report_error(self, e: Exception) -> None:
+        """Declare the current step lost."""
+
+
+class QuorumManager(StepManager, Protocol):
+    """The part of a Manager that the members of its quorum need."""
+
+    def replica_rank(self) -> int | None:
+        """Return this replica group's rank among all members of the quorum."""
+
+    def replica_world_size(self) -> int:
+        """Return how many members the quorum has."""
+
+
+class GroupManager(StepManager, Protocol):
+    """The part of a Manager that a managed group needs."""
+
+    def group_allreduce(
+        self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
+    ) -> Work:
+        """Reduce in place over the participants, in one operation that never fails."""
+
+    def num_participants(self) -> int:
+        """Return how many replicas contribute to the current step."""
+
+    def healing_ranks(self) -> Collection[int]:
+        """Return the members, by their rank in the group, whose state is not the others' in this step."""
+
+    def is_exchanging_state(self) -> bool:
+        """Return whether the caller reads or loads its state, in which no other member takes part."""
+
+    def participating_rank(self) -> int | None:
+        """Return the caller's place among the participants; None while it does not contribute."""
+
+
+class ManagedProcessGroup(SwallowingGroup):
+    """A group whose collectives never fail and whose size is the number of participants.
+
+    An allreduce is `manager.allreduce`, so averages count the participants and a replica that heals adds
+    zero, or another value that changes no result. Every other collective goes to the manager's group; where
+    some members of it do not participate, one that shares tensors out by rank cannot have a right result: it
+    is skipped and the step is lost. Once the step is lost, collectives are skipped, as in an
+    ErrorSwallowingProcessGroupWrapper.
+
+    While the Manager reads the state for a peer, or loads a peer's, this replica is alone: a broadcast or a
+    reduction, such as those of `set_state_dict` on a mesh with an elastic dimension, keeps the tensors as
+    they are.
+
+    If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,
+    and `should_commit` raises that.
+
+    Args:
+        manager: the Manager of this rank.
+        pg: the group that the manager configures; by default `manager.process_group`.
+    """
+
+    def __init__(self, manager: GroupManager, pg: ProcessGroup | None = None) -> None:
+        super().__init__(pg=pg or manager.process_group)
+        self._manager = manager
+
+    supports_reconfigure = False
+    counts_participants = True
+
+    def configure(self, *args: Any, **about: Any) -> NoReturn:
+        """Refuse: the Manager configures this group.
+
+        Raises:
+            ProcessGroupError: always.
+        """
+        raise ProcessGroupError("a managed process group is configured by its Manager")
+
+    reconfigure = get_reconfigure_handle = configure
+
+    def errored(self) -> Exception | None:
+        return self._manager.errored()
+
+    hidden_error = errored
+
+    def size(self) -> int:
+        """Return the number of participants in the current step.
+
+        If there is no quorum, it is the number of all members of the last one. It is never 0, as DDP divides
+        by it.
+        """
+        return self._ask(self._manager.num_participants, otherwise=lambda: max(len(self._member_ranks()), 1))
+
+    def rank(self) -> int:
+        """Return the place among the participants; among all members while the caller does not participate.
+
+        It is 0 before the first quorum, because FSDP asks when it gets the group.
+        """
+        rank = self._ask(self._manager.participating_rank, otherwise=lambda: None)
+        if rank is not None:
+            return rank
+        try:
+            return int(self.parent.rank())
+        except ProcessGroupNotConfiguredError:
+            return 0
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
+            return self._allreduce(collective, args, kwargs)
+        if self._manager.is_exchanging_state():
+            if collective.everyone:
+                raise CollectiveRefusedError(
+                    f"{collective.name} needs other replicas, which do not read or load a state with this one"
+                )
+            return skipped(collective.bind(args, kwargs), self)
+        if self._is_lost(collective, args, kwargs):
+            return skipped(collective.bind(args, kwargs), self)
+        return self._swallow(collective, args, kwargs)
+
+    def _report_of(self, configuration: Configuration, error: Exception) -> None:
+        if self.configuration is configuration:
+            self._manager.report_error(error)
+
+    def _allreduce(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Work | None:
+        if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
+            tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
+        else:
+            tensors, options = collective.bind(args, kwargs).reduction()
+        try:
+            return self._manager.group_allreduce(tensors, options, collective=collective)
+        except UNAVAILABLE as error:
+            self._manager.report_error(error)
+            return skipped(collective.bind(args, kwargs), self)
+
+    def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the step is lost, or is now, because this collective can have no right result."""
+        self._ask(self._manager.wait_quorum, otherwise=lambda: None)
+        if self._manager.errored() is None:
+            if collective.everyone:
+                self._check_everyone(collective)
+            elif collective.name == "broadcast":
+                self._check_root(collective.bind(args, kwargs))
+        return self._manager.errored() is not None
+
+    def _check_everyone(self, collective: Collective) -> None:
+        members, participants = self.parent.size(), self._manager.num_participants()
+        if members != participants:
+            error = f"{collective.name} needs all {members} members of the group; {participants} participate"
+            self._manager.report_error(ProcessGroupError(error))
+        elif healing := self._manager.healing_ranks():  # in the first step all members are participants
+            error = (
+                f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs "
+                "in this step: pass the Manager use_async_quorum=False, or init_sync=False"
+            )
+            self._manager.report_error(ProcessGroupError(error))
+
+    def _check_root(self, call: Call) -> None:
+        if (root := call.root) in self._manager.healing_ranks():
+            error = f"rank {root} heals in this step: what it would broadcast is not yet the others' state"
+            self._manager.report_error(ProcessGroupError(error))
+
+    def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Return the manager's answer, or that of `otherwise` if the manager has no quorum."""
+        try:
+            return question()
+        except UNAVAILABLE as error:
+            self._manager.report_error(error)
+            return otherwise()

@@ -11,7 +11,7 @@ import threading
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, Work
@@ -32,6 +32,7 @@ from torchft_like.process_group.store import (
 )
 from torchft_like.process_group.work import Operation
 
+T = TypeVar("T")
 SHUTDOWN_SECONDS = 10.0
 
 
@@ -60,9 +61,7 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         Raises:
             ProcessGroupNotConfiguredError: there is no inner group yet.
         """
-        if self._pg is None:
-            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
-        return self._pg
+        return _known(self._pg)
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Configure the inner group."""
@@ -186,7 +185,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         Raises:
             ProcessGroupError: there is none: the group was aborted, never configured, or could not be.
         """
-        return self._current().target()
+        return _known(self._generation).target()
 
     def configure(
         self,
@@ -237,17 +236,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
             self._generation.set_timeout(self._timeout)
 
     def size(self) -> int:
-        return self._last_members().world_size
+        return _known(self._members).world_size
 
     def rank(self) -> int:
-        return self._last_members().rank
+        return _known(self._members).rank
 
     def get_group_store(self) -> Store:
         """Return a part of the store in which the members met."""
         if self._store is None:
-            self._store = PrefixStore(
-                "shared", create_store_client(str(self._last_members().store), self._timeout)
-            )
+            store = str(_known(self._members).store)
+            self._store = PrefixStore("shared", create_store_client(store, self._timeout))
         return self._store
 
     def adopt_store(self, store: Store) -> None:
@@ -278,24 +276,21 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return f"<{type(self).__name__}: {state}>"
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        if (generation := self._generation) is None:
-            generation = self._current()
-        return generation.run(collective, args, kwargs)
+        return (self._generation or _known(self._generation)).run(collective, args, kwargs)
 
     def issue(self, collective: Collective, *args: Any) -> Operation:
-        if (generation := self._generation) is None:
-            generation = self._current()
-        return generation.issue(collective, args)
+        return (self._generation or _known(self._generation)).issue(collective, args)
 
-    def _current(self) -> Generation:
-        if (generation := self._generation) is None:
-            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
-        return generation
 
-    def _last_members(self) -> GroupMembers:
-        if self._members is None:
-            raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
-        return self._members
+def _known(part: T | None) -> T:
+    """Return a part of a group that its first `configure` makes.
+
+    Raises:
+        ProcessGroupNotConfiguredError: there was none.
+    """
+    if part is None:
+        raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
+    return part
 
 
 # In torchft the class derives from it. (`register` here is ABCMeta's, not the method of a group.)

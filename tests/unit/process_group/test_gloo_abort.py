@@ -24,7 +24,7 @@ from torchft_like.errors import (
     ProcessGroupError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, operations
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, generation
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import GlooDevice
 from torchft_like.process_group.store import AbortableStore
@@ -107,7 +107,7 @@ def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo reads no further on the connection, and never notices that it is cut."""
-    monkeypatch.setattr(operations, "LOOKS_S_MAX", math.inf)
+    monkeypatch.setattr(generation, "LOOKS_S_MAX", math.inf)
     # Gloo lets go of all when the operation times out, which is what the end of the test waits for.
     group, other = party.meet(2, lambda: ProcessGroupGloo(8, check_collectives=False))
     group.recv([torch.ones(4)], 1, 0)  # nobody holds it: the message comes for one that is gone

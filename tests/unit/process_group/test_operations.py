@@ -16,8 +16,8 @@ from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.generation import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.gloo.group import ThreadWatch
-from torchft_like.process_group.operations import ISSUED_MIN, GroupOperation, Operations
 from torchft_like.process_group.swallowing import SwallowedOperation
 from torchft_like.process_group.work import Explain, FinishedOperation, OperationWork
 
@@ -164,7 +164,7 @@ def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
 
 def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits and futures alike: it may be another group's threads that are busy."""
-    monkeypatch.setattr("torchft_like.process_group.operations.LOOKS_S_MAX", 0.1)
+    monkeypatch.setattr("torchft_like.process_group.generation.LOOKS_S_MAX", 0.1)
     operations, work = Operations(), SlowWork()
     held = begun(operations, work)
     own = operations.follow(Promise())

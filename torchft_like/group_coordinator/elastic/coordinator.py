@@ -41,7 +41,7 @@ from torchft_like.group_coordinator.elastic.membership import (
     retire,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
-from torchft_like.process_group.managed import QuorumManager
+from torchft_like.process_group.swallowing import QuorumManager
 from torchft_like.process_group.wrapper import as_timedelta
 
 NAME_CHARACTERS_MAX = 200

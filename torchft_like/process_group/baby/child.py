@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
@@ -187,7 +186,7 @@ class _Server:
                 return
 
     def _leave_to_backend(self, request: int, work: Work) -> None:
-        work.get_future().add_done_callback(functools.partial(self._finish, request))
+        work.get_future().add_done_callback(lambda done: self._wait(request, done.value))
 
     def _has_news(self) -> bool:
         return any(work.is_completed() for _, work in self._watched) or self._channel.is_ready()
@@ -195,15 +194,6 @@ class _Server:
     def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
         """Wait on a new thread: one of many receives must not keep a send from being answered."""
         threading.Thread(target=self._wait, args=(request, wait, work), daemon=True).start()
-
-    def _finish(self, request: int, done: Future[Any]) -> None:
-        """Send the answer, on a thread of the backend."""
-        try:
-            done.value()
-        except Exception as error:  # noqa: BLE001 - the trainer raises it
-            self._answer(request, Outcome.FAILED, *answer_for(error))
-        else:
-            self._answer(request, Outcome.DONE)
 
     def _wait(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
         try:

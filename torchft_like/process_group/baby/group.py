@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Unpack, cast
 
@@ -50,19 +49,6 @@ SILENCE_S = 5.0
 GONE_S_MAX = 10.0
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The classes that run in the subprocess, each as `module:class`.
-
-    Attributes:
-        group: a ReconfigurableProcessGroup, whose backend the subprocess makes.
-        importer: the counterpart of the exporter.
-    """
-
-    group: str
-    importer: str
-
-
 class ProcessGroupBaby(ReconfigurableProcessGroup):
     """The base of groups whose backend runs in a subprocess; a subclass names the backend.
 
@@ -78,10 +64,13 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
 
     Attributes:
         WORK_CLASS: the class of the works that its collectives return.
+        GROUP: the class, as `module:class`, whose backend the subprocess makes.
+        IMPORTER: the counterpart of the exporter, in the same form.
     """
 
     WORK_CLASS: ClassVar[type[Work]] = OperationWork
-    RECIPE: ClassVar[Recipe]
+    GROUP: ClassVar[str]
+    IMPORTER: ClassVar[str]
 
     def _set_up(self) -> None:
         self._latest: RemoteBackend | None = None
@@ -121,7 +110,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         child = fork_pool.take(abort, members.timeout.total_seconds())
         self._latest = backend = RemoteBackend(child, exporter, abort)
         try:
-            backend.begin(self.RECIPE, members)
+            backend.begin(self.GROUP, self.IMPORTER, members)
         except BaseException:
             backend.close()
             raise
@@ -136,10 +125,8 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     most uses ProcessGroupGloo, which needs no subprocess to be aborted, is the better choice.
     """
 
-    RECIPE = Recipe(
-        group="torchft_like.process_group.gloo.group:ProcessGroupGloo",
-        importer="torchft_like.process_group.baby.tensor_sharing:CpuImporter",
-    )
+    GROUP = "torchft_like.process_group.gloo.group:ProcessGroupGloo"
+    IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -170,10 +157,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """
 
     divides = True
-    RECIPE = Recipe(
-        group="torchft_like.process_group.nccl.group:ProcessGroupNCCL",
-        importer="torchft_like.process_group.baby.cuda_sharing:CudaImporter",
-    )
+    GROUP = "torchft_like.process_group.nccl.group:ProcessGroupNCCL"
+    IMPORTER = "torchft_like.process_group.baby.cuda_sharing:CudaImporter"
 
     def _set_up(self) -> None:
         require_nccl()
@@ -257,7 +242,7 @@ class RemoteBackend:
         self._cut_off: int | None = None
         abort.add(self._kill)
 
-    def begin(self, recipe: Recipe, members: GroupMembers) -> None:
+    def begin(self, group: str, importer: str, members: GroupMembers) -> None:
         """Make the subprocess create its backend.
 
         Raises:
@@ -265,7 +250,7 @@ class RemoteBackend:
         """
         self._timeout_s = members.timeout.total_seconds()
         place = (str(members.store), members.rank, members.world_size, self._timeout_s)
-        how = (recipe.group, recipe.importer, self._exporter.greeting())
+        how = (group, importer, self._exporter.greeting())
         with self._sending:
             request = self._requests.add(self._patience_s(None))
             self._send((ToChild.BEGIN.value, request.number, dict(os.environ), *how, *place))
@@ -432,12 +417,5 @@ class ProcessGroupXCCL(ReconfigurableProcessGroup):
         raise NotSupportedError(_ANSWER)
 
 
-class ProcessGroupBabyXCCL(ProcessGroupBaby):
-    """A placeholder, as `ProcessGroupXCCL` is.
-
-    Raises:
-        NotSupportedError: always.
-    """
-
-    def __init__(self, *_args: object, **_options: object) -> None:
-        raise NotSupportedError(_ANSWER)
+class ProcessGroupBabyXCCL(ProcessGroupXCCL, ProcessGroupBaby):  # type: ignore[misc] # as in ProcessGroup
+    """A placeholder, as `ProcessGroupXCCL` is."""

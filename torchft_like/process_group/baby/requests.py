@@ -74,6 +74,10 @@ class Request:
     followers: list[Settled] = field(default_factory=list)
 
 
+# Stands for no request: it is never sent, and never settled.
+NOT_SENT = Request(UNASKED)
+
+
 class Requests:
     """The open requests to one subprocess.
 
@@ -159,12 +163,12 @@ class Requests:
         with self._lock:
             self._wait_in_line(lambda: not self._is_being_read)
 
-    def _take_turn(self, deadline: float, request: Request | None = None) -> bool:
+    def _take_turn(self, deadline: float, request: Request = NOT_SENT) -> bool:
         """Become the thread that reads; return False once `request` is settled, or the deadline has come."""
         with self._lock:
             if self._is_being_read or self._is_over:
-                self._wait_in_line(lambda: _is_settled(request) or self._is_free(), deadline)
-            is_mine = self._is_free() and not _is_settled(request)
+                self._wait_in_line(lambda: request.is_settled or self._is_free(), deadline)
+            is_mine = self._is_free() and not request.is_settled
             self._is_being_read |= is_mine
             return is_mine
 
@@ -361,10 +365,6 @@ def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome
     if outcome is not None and len(answer) == words and all(type(part) is str for part in answer):
         return number, outcome, answer
     raise ForeignMessageError(f"a message that is no answer: {message!r:.200}")
-
-
-def _is_settled(request: Request | None) -> bool:
-    return request is not None and request.is_settled
 
 
 def _tell(settled: Settled, request: Request) -> None:

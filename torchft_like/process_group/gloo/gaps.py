@@ -150,7 +150,8 @@ class GlooGaps:
             _check(output, part, output.shape if place == self._rank else part.shape)
         joined = torch.cat([part.reshape(-1) for part in parts])
         sizes = [part.numel() for part in parts]
-        return _finished(output, *self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout))
+        work, finish = self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout)
+        return joint_work([work], finish, on_cpu=output.is_cpu)
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
         # The form in which torch and this package call it.
@@ -158,31 +159,35 @@ class GlooGaps:
             output, source, options = args
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
                 sizes = [output.numel()] * self._world_size
-                started = self._reduce_parts(output, source, sizes, options.reduceOp, options.timeout)
-                return _finished(output, *started)
+                work, finish = self._reduce_parts(output, source, sizes, options.reduceOp, options.timeout)
+                return joint_work([work], finish, on_cpu=output.is_cpu)
         call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
-        return _finished(call.outputs, *self._reduce_tensor(call, call.outputs, call.inputs))
+        return self._reduce_tensors(call, [call.outputs], [call.inputs])
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
         """Reduce several tensors, each of which is the concatenation or the stack of all ranks' parts."""
         call = BY_NAME["reduce_scatter_tensor_coalesced"].bind(args, kwargs)
         if len(call.outputs) != len(call.inputs):
             raise ProcessGroupError(f"{len(call.outputs)} outputs for {len(call.inputs)} inputs")
-        for output, source in zip(call.outputs, call.inputs, strict=True):
-            _check(output, source, *self._shapes_of_all(output))  # all are checked before any is under way
-        started = [self._reduce_tensor(call, *pair) for pair in zip(call.outputs, call.inputs, strict=True)]
+        return self._reduce_tensors(call, call.outputs, call.inputs)
+
+    def _reduce_tensors(self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Work:
+        ranks, pairs = self._world_size, list(zip(outputs, sources, strict=True))
+        for output, source in pairs:  # all are checked before any is under way
+            joined = [(ranks * output.shape[0], *output.shape[1:])] if output.dim() else []
+            _check(output, source, *joined, (ranks, *output.shape))
+        started = [
+            self._reduce_parts(output, source, [output.numel()] * ranks, call.reduce_op, call.timeout)
+            for output, source in pairs
+        ]
 
         def finish() -> list[Any]:
             for _, finish_one in started:  # in their order, as two outputs may be the same tensor
                 finish_one()
-            return list(call.outputs)
+            return list(outputs)
 
-        return joint_work([work for work, _ in started], finish)
-
-    def _reduce_tensor(self, call: Call, output: Tensor, source: Tensor) -> tuple[Work, Finish]:
-        _check(output, source, *self._shapes_of_all(output))
-        sizes = [output.numel()] * self._world_size
-        return self._reduce_parts(output, source, sizes, call.reduce_op, call.timeout)
+        is_one_on_cpu = len(outputs) == 1 and outputs[0].is_cpu
+        return joint_work([work for work, _ in started], finish, on_cpu=is_one_on_cpu)
 
     def _reduce_parts(
         self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOp, timeout: timedelta | None
@@ -199,9 +204,9 @@ class GlooGaps:
         # Operations that Gloo cannot reduce are passed to it nevertheless, so that it raises its own error.
         is_sum = number == _SUM or (number == _AVERAGE and output.is_floating_point())
         total = source.numel()
-        if not (is_sum and total and max(sizes) * ranks <= 2 * total and output.dtype in REDUCIBLE):
-            return self._reduce_whole(output, source, sum(sizes[: self._rank]), op, timeout)
-        if not (output.is_cpu and source.is_cpu):
+        is_even = bool(total) and max(sizes) * ranks <= 2 * total
+        is_on_cpu = output.is_cpu and source.is_cpu
+        if not (is_sum and is_even and is_on_cpu and output.dtype in REDUCIBLE):
             return self._reduce_whole(output, source, sum(sizes[: self._rank]), op, timeout)
         own = output.numel()
         parts = torch.empty(ranks * own, dtype=output.dtype, device="cpu")
@@ -241,17 +246,6 @@ class GlooGaps:
         if source.dim() == 0:
             return output, source.view(1)
         return output.view(self._world_size * source.shape[0], *source.shape[1:]), source
-
-    def _shapes_of_all(self, part: Tensor) -> tuple[Sequence[int], ...]:
-        stacked = (self._world_size, *part.shape)
-        if part.dim() == 0:
-            return (stacked,)
-        return (self._world_size * part.shape[0], *part.shape[1:]), stacked
-
-
-def _finished(output: Tensor, work: Work, finish: Finish) -> Work:
-    """Return the work of an operation that is over when `work` is, and `finish` after it."""
-    return joint_work([work], finish, on_cpu=output.is_cpu)
 
 
 def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:

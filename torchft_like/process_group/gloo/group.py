@@ -32,10 +32,9 @@ from torch.distributed.distributed_c10d import GroupName
 from lighthouse.address import LOOPBACK
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, AbandonableOperation
 from torchft_like.process_group.gloo.device import GlooDevice
 from torchft_like.process_group.gloo.gaps import GlooGaps
-from torchft_like.process_group.operations import LOOK_PAUSE_S, AbandonableOperation
 from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup

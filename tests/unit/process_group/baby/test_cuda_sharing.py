@@ -396,8 +396,8 @@ def test_the_work_says_how_it_ended(pair: Pair) -> None:
 
 
 def test_what_a_group_names_for_its_subprocess_is_there() -> None:
-    assert _load(ProcessGroupBabyNCCL.RECIPE.importer) is CudaImporter
-    assert _load(ProcessGroupBabyNCCL.RECIPE.group) is ProcessGroupNCCL
+    assert _load(ProcessGroupBabyNCCL.IMPORTER) is CudaImporter
+    assert _load(ProcessGroupBabyNCCL.GROUP) is ProcessGroupNCCL
 
 
 def test_a_group_keeps_its_memory_from_one_subprocess_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
