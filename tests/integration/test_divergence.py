@@ -20,6 +20,7 @@ from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo
+from torchft_like.core.replica_group import RankJoin
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import DivergenceError
@@ -220,6 +221,48 @@ def test_a_flipped_bit_is_found_within_one_round_of_slices(
         assert [member[0] for member in as_list(event.fields["members"])] == [odd_one]
         assert values == results[0][1]
         assert len(set(values)) == 1
+
+
+@pytest.mark.parametrize("begins", [{"a": 0, "b": 0}, {"a": 0, "b": 6}, {"a": 8, "b": 6}])
+def test_in_a_quorum_that_stands_a_flipped_bit_costs_a_step_and_nobody_asks_before(
+    job: Job, begins: dict[str, int]
+) -> None:
+    """Also where the replicas begin to watch while it stands, one after the other, which may cost a step
+    each, as they ask by themselves.
+    """
+    flips_at, ends_at = 30, 40
+
+    def script(replica: Replica, name: str) -> tuple[list[int], list[int], set[float]]:
+        asked: list[int] = []
+        link = replica.manager._link
+        join = link.join
+
+        def count(asks: RankJoin) -> None:
+            asked.append(asks.step)
+            join(asks)
+
+        link.join = count  # type: ignore[method-assign, assignment]
+        failed: list[int] = []
+        flips = name == "b"
+        while (step := replica.manager.current_step()) < ends_at:
+            if step == begins[name] and replica.manager._driver.divergence.fingerprint is None:
+                replica.manager.watch_divergence(StateFingerprint([replica.tensor], slices=1))
+            if step == flips_at and flips:
+                corrupt(replica.tensor)
+                flips = False
+            if not replica.attempt():
+                failed.append(step)
+        (event,) = replica.told("divergence")
+        assert event.step == flips_at
+        return failed, asked, set(replica.tensor.tolist())
+
+    quiet = range(max(begins.values()) + 3, ends_at)
+    (*one, values), (*other, the_same) = job.run(script, slices=0)
+    for failed, asked in (one, other):
+        assert [step for step in failed if step in quiet] == [flips_at]
+        assert {step for step in asked if step in quiet} <= {flips_at, flips_at + 1, flips_at + 2}
+    assert values == the_same
+    assert len(values) == 1
 
 
 def as_list(field: object) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from torchft_like.core.state_comparison import Divergence, compare
+from torchft_like.core.state_comparison import Divergence, compare, is_described
 
 
 class QuorumMemberLike(Protocol):
@@ -64,6 +64,7 @@ class QuorumResult(NamedTuple):
         reconfigure_handles: for each member in the order of ranks, the handle of the process group of this
           group rank, "" if it gave none; empty if no member gave one.
         stands: whether the members go on in this quorum without asking for the next one.
+        watched: whether all members watch for divergence.
     """
 
     quorum_id: int
@@ -83,6 +84,7 @@ class QuorumResult(NamedTuple):
     divergence: Divergence | None = None
     reconfigure_handles: tuple[str, ...] = ()
     stands: bool = False
+    watched: bool = False
 
     @property
     def healing_ranks(self) -> frozenset[int]:
@@ -145,6 +147,7 @@ def assign(
         healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
         reconfigure_handles=none_if_empty([_handle(member, group_rank) for member in members]),
+        watched=all(is_described(member.fingerprint) for member in members),
     )
 
 

@@ -102,6 +102,11 @@ def combine(fingerprints: Sequence[bytes]) -> bytes:
     return _GROUP.pack(all(rank.heals for rank in ranks), layout.digest(), *(c.to_bytes(16) for c in checks))
 
 
+def is_described(fingerprint: bytes) -> bool:
+    """Return whether a replica group has described its state."""
+    return len(fingerprint) == _GROUP.size
+
+
 def compare(members: Sequence[DescribedMember]) -> Divergence | None:
     """Find the members that differ from the others; return None if none does.
 
@@ -139,7 +144,7 @@ class _Group:
 
     @classmethod
     def parse(cls, fingerprint: bytes) -> _Group | None:
-        if len(fingerprint) != _GROUP.size:
+        if not is_described(fingerprint):
             return None
         heals, layout, first, second = _GROUP.unpack(fingerprint)
         return cls(heals, layout, (int.from_bytes(first), int.from_bytes(second)))

@@ -24,6 +24,7 @@ from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import Verdict
 from torchft_like.core.step import Plan
+from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.manager.managed_work import Pending, Report
 
@@ -39,6 +40,8 @@ class Attempt:
         self.is_unasked = False  # its quorum is that of an earlier attempt
         self.ask: Callable[[], None] = _ask_nothing  # asks for a quorum
         self.pending_collectives: Pending = {}
+        self.fingerprint: PendingFingerprint | None = None  # of the state with which the step began
+        self.comparison: torch.Tensor | None = None  # of the members' fingerprints, once it was issued
         self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
         self.verdict: Verdict | None = None

@@ -3,6 +3,11 @@ differ.
 
 All members decide alike, from the quorum, which replicas differ and which heal (`assignment`). This module
 reports that, and decides whether this replica can go on. It knows neither threads nor the wire.
+
+In a quorum that stands no fingerprint goes to the lighthouse. Each rank compares its own with those of the
+same rank of the other members in an allreduce of two numbers, beside the gradients. It tells only whether
+they differ, all members alike: the step is then lost, as after any error, and in the next attempt at it all
+ask, with the same fingerprints.
 """
 
 from __future__ import annotations
@@ -27,14 +32,34 @@ class DivergenceWatch:
 
     def __init__(self, emit: Emit) -> None:
         self.fingerprint: StateFingerprint | None = None
+        self._has_described = False  # the state, when this rank asked for the last quorum
+        self._is_left = False  # a divergence was found, about which nothing is done
         self._emit = emit
         self._last: Divergence | None = None
         self._heals = 0
         self._healed_at = -1
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the next step may be made in a quorum that stands.
+
+        Members that do not watch have told so with their join. Replicas that are left to differ would lose
+        every step in which that is found: they ask instead.
+        """
+        return self.may_stand and self._has_described == (self.fingerprint is not None)
+
+    @property
+    def may_stand(self) -> bool:
+        """Whether a quorum of this rank may stand."""
+        return not self._is_left
+
     def take(self, step: int) -> PendingFingerprint | None:
-        """Begin to compute the fingerprint of the state for the join of this step."""
+        """Begin to compute the fingerprint of the state with which this step begins."""
         return None if self.fingerprint is None else self.fingerprint.take(step)
+
+    def described(self, fingerprint: bytes) -> None:
+        """Record what this rank's join says of its state."""
+        self._has_described = bool(fingerprint)
 
     def quorum(self, result: QuorumResult, allow_heal: bool) -> DivergenceError | None:
         """Report the replicas that differ in a new quorum; return the error if this replica cannot go on."""
@@ -50,6 +75,7 @@ class DivergenceWatch:
         last, self._last = self._last, divergence
         if divergence is None or (divergence == last and not divergence.heals):
             return
+        self._is_left = not divergence.heals
         self._emit(
             "divergence",
             members=list(divergence.replica_ids),

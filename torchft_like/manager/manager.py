@@ -241,16 +241,16 @@ class Manager:
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
         attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
-        is_watched = self._driver.divergence.fingerprint is not None
-        own = self._driver.begin(attempt, may_go_on=not (shrink_only or is_watched))
-        attempt.ask = partial(self._ask, attempt, own, shrink_only, is_watched)
+        own = self._driver.begin(attempt, may_go_on=not shrink_only)
+        attempt.fingerprint = self._driver.divergence.take(own.step)
+        attempt.ask = partial(self._ask, attempt, own, shrink_only)
         if not attempt.is_standing:
             attempt.ask()
         if not self._rules.use_async_quorum:
             self._driver.wait_configured(attempt)
             self._exchange.exchange(attempt)
 
-    def _ask(self, attempt: Attempt, own: Join, shrink_only: bool, is_watched: bool) -> None:
+    def _ask(self, attempt: Attempt, own: Join, shrink_only: bool) -> None:
         join = RankJoin(
             group_rank=self._config.group_rank,
             step=own.step,
@@ -260,7 +260,7 @@ class Manager:
             commit_failures=own.commit_failures,
             commit_quorum_id=own.commit_quorum_id,
             broken_quorum_id=own.broken_quorum_id,
-            may_stand=own.may_stand and not is_watched,
+            may_stand=own.may_stand,
         )
         self._driver.ask(attempt, join, self._link)
 
@@ -377,6 +377,7 @@ class Manager:
         for reduction in list(attempt.pending_collectives):
             reduction.wait()
         attempt.synchronize()
+        self._reducer.compare(attempt)
         self._check_process_group()
         self._exchange.exchange(attempt)
         with self._group.lock:

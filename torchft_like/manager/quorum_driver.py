@@ -84,7 +84,7 @@ class QuorumDriver:
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
-            goes_on = may_go_on and self._protocol.goes_on
+            goes_on = may_go_on and self._protocol.goes_on and self.divergence.may_go_on
             own = self._protocol.begin()
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
@@ -95,13 +95,18 @@ class QuorumDriver:
         """Join, with the fingerprint of the state once the device has computed it, for which no thread
         waits.
         """
-        pending = self.divergence.take(join.step)
-        if pending is None:
-            link.join(join)
-        elif pending.is_ready:
-            link.join(join._replace(fingerprint=pending.result()))
+        pending = attempt.fingerprint
+        if pending is None or pending.is_ready:
+            self._join(join, link, pending)
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending), attempt.fail)
+
+    def _join(self, join: RankJoin, link: RankLink, pending: PendingFingerprint | None) -> None:
+        fingerprint = b"" if pending is None else pending.result()
+        self.divergence.described(fingerprint)
+        link.join(
+            join._replace(fingerprint=fingerprint, may_stand=join.may_stand and self.divergence.may_stand)
+        )
 
     def wait_configured(self, attempt: Attempt) -> None:
         """Wait until collectives of the attempt may be issued, or are known to be pointless.
@@ -287,12 +292,14 @@ class QuorumDriver:
     def _ask_later(
         self, attempt: Attempt, join: RankJoin, link: RankLink, pending: PendingFingerprint
     ) -> None:
+        described: PendingFingerprint | None = pending
         try:
-            join = join._replace(fingerprint=pending.result())
+            pending.result()
         except Exception:  # the step finds the device's failure elsewhere, and peers wait for the join
             logger.exception("step %d: no fingerprint of the state", join.step)
+            described = None
         if self.attempt is attempt and attempt.error is None:
-            link.join(join)
+            self._join(join, link, described)
 
     def _prepare(self, attempt: Attempt, result: QuorumResult) -> None:
         try:

@@ -4,6 +4,7 @@ return.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,14 +13,26 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_like.core.step import StepProtocol
-from torchft_like.errors import FaultToleranceError
+from torchft_like.divergence.state_fingerprint import PendingFingerprint
+from torchft_like.errors import DivergenceError, FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import AVERAGE, SUM, Reduction, is_average, summing
+from torchft_like.manager.managed_work import (
+    AVERAGE,
+    SUM,
+    Reduction,
+    Report,
+    is_average,
+    options_for,
+    summing,
+)
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
 from torchft_like.process_group.work import OperationWork
 from torchft_like.writing import writing_to
+
+DIGEST_BYTES = 7  # a number that has a negative one
+DIVERGED = "the members' states differ: the step is tried again, and it is found out whose"
 
 
 class Reducer:
@@ -62,7 +75,8 @@ class Reducer:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
             return OperationWork(kind(tensors, None, lambda _: None))
-        if (report := attempt.report) is None:
+        is_first = (report := attempt.report) is None
+        if report is None:
             report = attempt.report = partial(group.fail, protocol.quorum_id)
             protocol.bind()
         divide_by = protocol.num_participants if averages else None
@@ -77,10 +91,30 @@ class Reducer:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
             reduction.follow(group.pg.issue(collective, tensors, options))
+            if is_first and attempt.fingerprint is not None:
+                self._begin_to_compare(attempt, attempt.fingerprint, report, tensors[0].device)
         except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
             report(error)
         return work
+
+    def _begin_to_compare(
+        self, attempt: Attempt, fingerprint: PendingFingerprint, report: Report, device: torch.device
+    ) -> None:
+        """Compare this rank's state with those of the other members, in a quorum for which nobody did."""
+        if attempt.is_unasked and attempt.result is not None and attempt.result.watched:
+            digest = hashlib.blake2b(fingerprint.result(), digest_size=DIGEST_BYTES).digest()
+            number = int.from_bytes(digest)
+            attempt.comparison = least = torch.tensor([number, -number], device=device)
+            reduction = Reduction([least], None, report, attempt.pending_collectives)
+            reduction.follow(self._group.pg.issue(ALLREDUCE, [least], options_for(ReduceOp.MIN)))
+
+    def compare(self, attempt: Attempt) -> None:
+        """Fail the step if the members' states differ, once its collectives are over."""
+        if attempt.comparison is not None and attempt.result is not None and self._protocol.failure is None:
+            least, negated_largest = attempt.comparison.tolist()
+            if least != -negated_largest:
+                self._group.fail(attempt.result.quorum_id, DivergenceError(DIVERGED))
 
     def _can_communicate(self, attempt: Attempt) -> bool:
         """Wait for the quorum; keep an error in getting it for `should_commit`, which raises it."""

@@ -256,6 +256,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         divergence=_divergence(response.divergence) if response.HasField("divergence") else None,
         reconfigure_handles=tuple(response.reconfigure_handles),
         stands=response.stands,
+        watched=response.watched,
     )
 
 
