@@ -182,6 +182,7 @@ def reduce_scatterv_adds_and_shares_out_as_told(c: GroupCoordinator) -> None:
             expected = total(c.world_size, (shape[0], shape[1], shape[2]), dtype)
             own = expected.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
             same(c.reduce_scatterv(mine, dim, sizes), own)
+            same(c.reduce_scatterv([mine, mine], dim, sizes), [own, own])
     large = part(rank, (100_000,))  # so large that uneven work is shared out
     for wants in range(c.world_size):
         sizes = [100_000 if r == wants else 0 for r in range(c.world_size)]

@@ -24,30 +24,10 @@ from torchft_like.core.agreement.statements import (
 
 HERE = Statement("all_gatherv", inputs=("float32[*, 4]",), terms=(("dim", "0"),))
 
-_texts = st.text(max_size=60)
-_statements = st.builds(
-    Statement,
-    st.sampled_from(["a", "broadcast_object"]),
-    inputs=st.lists(_texts, max_size=5).map(tuple),
-    terms=st.lists(st.tuples(_texts, _texts), max_size=5).map(tuple),
-    refusal=st.none() | _texts,
-)
-
 
 def told(statement: Statement) -> Statement:
     """As the other ranks get it."""
     return decode(unpack(pack_statement(statement)).call)
-
-
-@given(_statements, st.integers(0, NUMBER_MAX - 1), st.binary(max_size=200))
-def test_what_is_short_arrives_as_it_was_said(statement: Statement, number: int, payload: bytes) -> None:
-    data = pack_statement(statement, number, payload)
-    assert len(data) == RECORD_BYTES
-    found = unpack(data)
-    assert (found.number, found.payload) == (number, payload)
-    assert found.refuses == (statement.refusal is not None)
-    if len(statement.text()) < 100 and statement.text().isascii() and statement.refusal is None:
-        assert decode(found.call) == statement
 
 
 def test_what_is_long_is_cut_and_differs_where_the_whole_does() -> None:
@@ -113,10 +93,6 @@ def test_a_byte_that_changed_never_crashes(at: int, value: int) -> None:
     data[at] = value
     with contextlib.suppress(ValueError):
         decode(unpack(bytes(data)).call)
-
-
-def test_statements_that_agree_pass() -> None:
-    assert disagreement([HERE, told(HERE), HERE]) is None
 
 
 @pytest.mark.parametrize(

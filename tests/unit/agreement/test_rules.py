@@ -92,15 +92,6 @@ def test_these_calls_differ_in(aspect: str, calls: list[Statement]) -> None:
     assert all("#7" in text for text in found.calls.values())
 
 
-def test_a_rank_among_many_is_found() -> None:
-    calls = [SUM] * 63
-    found = disagreement([*calls, replace(SUM, inputs=(INTS,))], 1)
-    assert found is not None
-    error = CollectiveMismatchError(found.aspect, found.calls)
-    ranks = ", ".join(map(str, range(63)))
-    assert str(error).endswith(f"ranks {ranks}: allreduce #1 {FOUR}; rank 63: allreduce #1 {INTS}")
-
-
 def test_a_text_says_what_was_passed() -> None:
     assert SUM.text(7) == "allreduce #7 float32[4]"
     assert replace(SUM, reduce_op="MAX").text(7) == "allreduce #7 float32[4] by MAX"
@@ -160,14 +151,6 @@ def receive(source: int | None, tag: int = 0, spec: str = FOUR) -> Statement:
     return Statement("recv", PAIRED, (), (spec,), peer=source, tag=tag)
 
 
-def test_a_collective_runs_when_the_last_rank_has_called() -> None:
-    game = Game(3)
-    first, second = game.call(0, SUM), game.call(2, SUM)
-    assert game.waits(first, second)
-    third = game.call(1, SUM)
-    assert game.may_run(first, second, third)
-
-
 def test_calls_of_a_rank_that_is_ahead_are_compared_in_their_order() -> None:
     game = Game(2)
     barrier = Statement("barrier")
@@ -189,13 +172,6 @@ def test_sends_and_receives_meet_by_ranks_and_tag_in_their_order() -> None:
     assert game.may_run(game.call(1, receive(0, 5)), sends[0])
     assert game.waits(sends[2], other)
     assert game.may_run(game.call(1, receive(2, 5)), other)
-
-
-def test_both_may_send_before_either_receives() -> None:
-    game = Game(2)
-    sends = [game.call(0, send(1)), game.call(1, send(0))]
-    receives = [game.call(0, receive(1)), game.call(1, receive(0))]
-    assert game.may_run(*sends, *receives)
 
 
 def test_a_receive_from_any_rank_takes_the_oldest_send_and_leaves_the_others() -> None:
@@ -277,14 +253,6 @@ def test_what_a_rank_called_before_it_went_is_in_vain() -> None:
     for ticket in (waiting, late, game.call(0, receive(2))):
         assert isinstance(game.problem(ticket), Missing)
     assert game.may_run(game.call(0, receive(None)), game.call(1, send(0)))  # not with the one that is gone
-
-
-def test_who_calls_after_the_only_one_that_had_called_is_gone_is_told() -> None:
-    game = Game(2)
-    game.call(1, SUM)
-    game.take(game.referee.lose(1))
-    assert isinstance(game.problem(game.call(0, SUM)), Missing)
-    assert isinstance(game.problem(game.call(0, SUM)), Missing)
 
 
 def test_a_receive_from_any_rank_waits_while_one_is_left() -> None:

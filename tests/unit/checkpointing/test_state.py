@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpointing.states import DTYPES, load_state, round_trip, same
+from tests.unit.checkpointing.states import load_state, round_trip, same
 from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (
@@ -58,18 +57,6 @@ def test_scalar_comes_back_with_its_type_and_bits(value: object) -> None:
     assert same(round_trip({"key": [value, (value,)]}), {"key": [value, (value,)]})
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7, 5)], ids=str)
-def test_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    size = math.prod(shape) * dtype.itemsize
-    data = bytearray(
-        random.Random(0).randbytes(size) if dtype is not torch.bool else bytes([1, 0] * size)[:size]
-    )
-    flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-    tensor = flat.reshape(shape)
-    assert same(round_trip({"t": tensor}), {"t": tensor})
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -91,25 +78,6 @@ def test_views_arrive_with_the_values_that_they_show(view: Any) -> None:
     assert torch.equal(received, tensor.resolve_conj().resolve_neg())
     assert received.is_contiguous()
     assert received._base is None
-
-
-@pytest.mark.parametrize("dtype", ["<f8", ">f4", "<i2", "|b1", "<c16", "<u8", "<f2"])
-def test_numpy_array_keeps_dtype_and_byte_order(dtype: str) -> None:
-    array = np.arange(24).reshape(2, 3, 4).astype(dtype)
-    for view in (
-        array,
-        array[:, ::-1, 1:],
-        array[0, 0, 0:0],
-        np.array(3).astype(dtype),
-        np.asfortranarray(array),
-    ):
-        assert same(round_trip(view), view)
-
-
-def test_a_read_only_array_travels() -> None:
-    array = np.arange(4)
-    array.flags.writeable = False
-    assert same(round_trip(array), array)
 
 
 def test_ordered_dict_and_counter_keep_their_types() -> None:
@@ -201,13 +169,6 @@ def test_a_type_outside_the_schema_is_refused_at_the_sender_with_its_path(
     state: object, message: str
 ) -> None:
     with pytest.raises(CheckpointFormatError, match=message):
-        EncodedState(state)
-
-
-def test_a_state_that_contains_itself_is_refused() -> None:
-    state: list[object] = []
-    state.append(state)
-    with pytest.raises(CheckpointFormatError, match="deeper than 64 levels, or contains itself"):
         EncodedState(state)
 
 

@@ -132,11 +132,6 @@ def test_states_of_random_number_generators_travel() -> None:
     generator.bit_generator.state = received["pcg"]
 
 
-def test_a_gradient_scaler_and_a_metric_travel() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    assert same(round_trip(scaler.state_dict()), scaler.state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_a_stateful_data_loader_travels() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")

@@ -51,15 +51,6 @@ def test_who_has_no_members_is_a_newcomer_and_lets_others_in() -> None:
     assert Candidate().ask(shrink_only=True) == Request(False, 0, 0)
 
 
-def test_another_id_is_a_roll_back_and_the_next_proposal() -> None:
-    candidate = proposed()
-    candidate.vote()
-    assert candidate.answered(8) is Answer.ROLL_BACK
-    assert (candidate.epoch, candidate.proposed) == (5, 8)
-    candidate.vote()
-    assert candidate.answered(8) is Answer.SWITCH
-
-
 def test_who_lost_its_line_after_its_vote_is_in_doubt() -> None:
     candidate = proposed()
     candidate.vote()
@@ -75,37 +66,12 @@ def test_who_lost_its_line_before_its_vote_is_not() -> None:
     assert candidate.answered(8) is Answer.ROLL_BACK
 
 
-def test_who_gives_a_proposal_up_says_so() -> None:
-    candidate = proposed()
-    assert candidate.give_up() == Request(False, 5, 7)
-    assert candidate.give_up() is None  # it has asked
-    assert candidate.answered(8) is Answer.PROPOSAL
-
-
-def test_an_answer_to_a_request_that_was_replaced_is_not_taken() -> None:
-    candidate = proposed()
-    candidate.vote()
-    candidate.withdraw()
-    candidate.lose_members()
-    assert candidate.ask().broken_quorum_id == 7
-    assert candidate.answered(7) is Answer.OUTDATED
-    assert candidate.ask().broken_quorum_id == 7
-    assert candidate.answered(8) is Answer.PROPOSAL
-
-
 def test_an_answer_that_comes_to_who_waits_for_none_is_given_up() -> None:
     candidate = proposed()
     candidate.vote()
     candidate.withdraw()
     assert candidate.answered(8) is Answer.UNASKED
     assert candidate.ask().broken_quorum_id == 8
-
-
-def test_who_has_lost_its_members_does_not_take_them_for_present() -> None:
-    candidate = Candidate(epoch=5)
-    candidate.ask()
-    candidate.lose_members()
-    assert candidate.answered(5) is Answer.OUTDATED
 
 
 # --------------------------------------------------------------------------- with faults at random

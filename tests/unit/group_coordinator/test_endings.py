@@ -10,7 +10,7 @@ import torch
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
 from tests.unit.group_coordinator.test_coordinator import gloo, over
 from tests.unit.process_group.conftest import Party, party, store
-from torchft_like.errors import GroupCoordinatorError, QueueClosedError
+from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator import coordinator as coordinator_module
 from torchft_like.message_queue import MessageQueue
 
@@ -52,20 +52,6 @@ def test_groups_are_given_back_although_a_farewell_is_interrupted(
         with pytest.raises(KeyboardInterrupt):
             coordinator.destroy()
     assert given_back == [coordinator.cpu_group]
-
-
-def test_the_queue_of_a_writer_outside_is_left_alone_when_the_coordinator_is_destroyed(party: Party) -> None:
-    coordinators = over(party.meet(2, gloo))
-    with MessageQueue(2, 2) as outside:
-        handle = outside.export_handle()
-        ends = party.together(coordinators, lambda _, c: c.create_mq_broadcaster(0, handle, blocking=False))  # type: ignore[arg-type]
-        outside.wait_until_ready(LIMIT_S)
-        coordinators[0].destroy()
-        outside.enqueue("for those who are left", LIMIT_S)
-        assert ends[1].dequeue(LIMIT_S) == "for those who are left"
-        coordinators[1].destroy()
-        with pytest.raises(QueueClosedError):
-            ends[1].dequeue(LIMIT_S)  # the coordinator has made this end
 
 
 def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,17 +81,6 @@ def test_the_device_group_is_one_of_the_members_where_there_is_no_other_for_the_
         assert [c.device_group for c in coordinators] == groups
 
 
-def test_a_reduce_scatter_of_several_tensors_gives_each_rank_its_rows(party: Party) -> None:
-    def share_out(rank: int, c: GroupCoordinator) -> list[list[float]]:
-        rows = torch.arange(8.0) + rank
-        parts = c.reduce_scatterv([rows, 10 * rows], 0, [1, 7])
-        return [part.tolist() for part in parts]
-
-    sums = (2 * torch.arange(8.0) + 1).tolist()
-    found = party.together(over(party.meet(2, gloo)), share_out)  # type: ignore[arg-type]
-    assert found == [[sums[:1], [10 * n for n in sums[:1]]], [sums[1:], [10 * n for n in sums[1:]]]]
-
-
 def test_a_call_that_takes_long_says_so_in_the_log_and_one_that_has_returned_does_not(
     party: Party, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

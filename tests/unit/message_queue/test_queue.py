@@ -27,7 +27,7 @@ from torchft_like.errors import (
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.local import FILES_UNREAD_MAX
 from torchft_like.message_queue.memory import available_bytes
-from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, PUBLISHED, SLEEPING
+from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING
 
 VALUES = [
     None,
@@ -67,14 +67,6 @@ def test_every_reader_gets_every_value(queues: Queues, remote: Sequence[int]) ->
         sent.result(LIMIT_S)
 
 
-def test_messages_of_many_slots_begin_anywhere_in_the_ring(queues: Queues) -> None:
-    writer, (reader,) = queues.make(chunk_bytes=4096, chunks=16)
-    for size in (1, 9000, 60_000, 30_000, 50_000, 5, 62_000, 7000):
-        value = [torch.randint(0, 255, (size,), dtype=torch.uint8), "end"]
-        writer.enqueue(value, LIMIT_S)
-        assert same(reader.dequeue(LIMIT_S), value)
-
-
 def test_what_was_sent_and_what_was_received_share_no_memory(queues: Queues) -> None:
     writer, (reader, other) = queues.make(2)
     sent = {"t": torch.zeros(4), "a": np.zeros(4)}
@@ -95,12 +87,6 @@ def test_what_was_sent_and_what_was_received_share_no_memory(queues: Queues) -> 
     assert second["a"].tolist() == [0.0] * 4  # type: ignore[index]
 
 
-def test_broadcast_object_gives_everybody_the_object(queues: Queues) -> None:
-    writer, readers = queues.make(2)
-    assert writer.broadcast_object({"a": 1}, LIMIT_S) == {"a": 1}
-    assert [reader.broadcast_object(timeout=LIMIT_S) for reader in readers] == [{"a": 1}] * 2
-
-
 def test_a_full_queue_times_out_and_loses_nothing(queues: Queues) -> None:
     writer, (_, slow) = queues.make(2)
     fast = _
@@ -115,15 +101,6 @@ def test_a_full_queue_times_out_and_loses_nothing(queues: Queues) -> None:
     writer.enqueue(4, LIMIT_S)
     assert [slow.dequeue(LIMIT_S) for _ in range(4)] == [1, 2, 3, 4]
     assert fast.dequeue(LIMIT_S) == 4
-
-
-def test_a_full_queue_goes_on_when_a_reader_reads(queues: Queues) -> None:
-    writer, (reader,) = queues.make()
-    for number in range(4):
-        writer.enqueue(number, LIMIT_S)
-    blocked = queues.run(writer.enqueue, 4, LIMIT_S)
-    assert [reader.dequeue(LIMIT_S) for _ in range(5)] == [0, 1, 2, 3, 4]
-    blocked.result(LIMIT_S)
 
 
 def test_few_files_are_unread_at_any_time(queues: Queues) -> None:
@@ -320,13 +297,6 @@ def test_a_damaged_message_is_an_error_and_the_reader_leaves(queues: Queues, at:
     for number in range(8):
         writer.enqueue(number, LIMIT_S)
         assert other.dequeue(LIMIT_S) == number
-
-
-def test_an_impossible_published_number_is_an_error(queues: Queues) -> None:
-    writer, (reader,) = queues.make()
-    writer._end._ring.words[PUBLISHED] = 2**62  # type: ignore[attr-defined]
-    with pytest.raises(QueueCorruptError):
-        reader.dequeue(LIMIT_S)
 
 
 def test_each_end_does_its_own_part_only(queues: Queues) -> None:

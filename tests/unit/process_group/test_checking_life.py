@@ -26,7 +26,7 @@ from torchft_like.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend, is_wanted
+from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
 from torchft_like.testing.processes import Processes, RunningProcess
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
@@ -206,55 +206,39 @@ def timeout_options(seconds: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("argument", "environment", "expected"),
+    ("argument", "environment", "level", "expected"),
     [
-        (None, None, False),
-        (None, "0", False),
-        (None, "1", True),
-        (True, "0", False),
-        (False, "1", True),
-        (True, "", True),
-        (False, "", False),
+        (None, None, DebugLevel.OFF, False),
+        (None, "0", DebugLevel.OFF, False),
+        (None, "1", DebugLevel.OFF, True),
+        (True, "0", DebugLevel.OFF, False),
+        (False, "1", DebugLevel.OFF, True),
+        (True, "", DebugLevel.OFF, True),
+        (False, "", DebugLevel.OFF, False),
+        (None, None, DebugLevel.DETAIL, True),
+        (None, None, DebugLevel.INFO, False),
+        (False, None, DebugLevel.DETAIL, False),
+        (None, "0", DebugLevel.DETAIL, False),
     ],
 )
-def test_the_operators_variable_beats_the_argument(
+def test_the_operators_variable_beats_the_argument_which_beats_torchs_debug_level(
     party: Party,
     monkeypatch: pytest.MonkeyPatch,
     argument: bool | None,
     environment: str | None,
+    level: DebugLevel,
     expected: bool,
 ) -> None:
-    monkeypatch.delenv(CHECK_ENV, raising=False)
-    if environment is not None:
-        monkeypatch.setenv(CHECK_ENV, environment)
-    groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=argument))
-    backend = groups[0]._generation._backend  # type: ignore[attr-defined]
-    assert isinstance(backend, CheckedBackend) == expected
-    assert_goes_on(party, groups)
-
-
-@pytest.mark.parametrize(
-    ("level", "environment", "expected"),
-    [
-        (DebugLevel.DETAIL, None, True),
-        (DebugLevel.INFO, None, False),
-        (DebugLevel.DETAIL, "0", False),
-        (DebugLevel.OFF, "1", True),
-    ],
-)
-def test_torchs_debug_level_switches_it_on_unless_our_environment_says_no(
-    monkeypatch: pytest.MonkeyPatch, level: DebugLevel, environment: str | None, expected: bool
-) -> None:
-    monkeypatch.delenv(CHECK_ENV, raising=False)
-    if environment is not None:
-        monkeypatch.setenv(CHECK_ENV, environment)
+    monkeypatch.setenv(CHECK_ENV, environment or "")
     before = c10d.get_debug_level()
     c10d.set_debug_level(level)
     try:
-        assert is_wanted(None) == expected
-        assert is_wanted(False) == (environment == "1")
+        groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=argument))
     finally:
         c10d.set_debug_level(before)
+    backend = groups[0]._generation._backend  # type: ignore[attr-defined]
+    assert isinstance(backend, CheckedBackend) == expected
+    assert_goes_on(party, groups)
 
 
 def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,9 @@ from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby.cuda_sharing import (
     Export,
     IsPast,
-    MirroredStreams,
     OwnEvents,
     PeerEvents,
     TorchCuda,
-    stream_message,
 )
 
 
@@ -118,11 +116,6 @@ def test_each_memory_has_a_number_of_its_own(machine: Machine) -> None:
     assert machine.counters == [1, 1]
 
 
-def test_release_takes_the_counter_down(machine: Machine) -> None:
-    Export(storage_of(), machine).release()
-    assert machine.counters == [0]
-
-
 def test_memory_that_cannot_be_shared_is_refused_with_the_cure(machine: Machine) -> None:
     machine.refusal = RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
     with pytest.raises(NotSupportedError, match=r"cudaMallocAsync .* without expandable_segments"):
@@ -177,13 +170,3 @@ def test_event_that_nobody_waits_for_is_free_again(machine: Machine) -> None:
     assert peer.is_over(0)
     peer.skip(0)
     assert peer.take_passed() == [0]
-
-
-def test_each_stream_has_one_counterpart(machine: Machine) -> None:
-    streams = MirroredStreams(machine)
-    training: Any = Stream(0, stream_id=7, priority=-1)
-    counterpart = streams.get(stream_message(training))
-    assert counterpart.priority == -1
-    assert streams.get(stream_message(training)) is counterpart
-    other: Any = Stream(0, stream_id=8, priority=-1)
-    assert streams.get(stream_message(other)) is not counterpart

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +31,8 @@ from torchft_like.errors import (
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroupBabyGloo,
-    ProcessGroupDummy,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
 from torchft_like.process_group.work import OperationWork
 
@@ -301,33 +299,6 @@ def test_configure_is_not_swallowed(party: Party) -> None:
     assert (group.error(), group.errored()) == (None, None)
 
 
-def test_a_wrapped_gloo_group_fails_and_recovers_under_several_threads(party: Party) -> None:
-    first, second = [ErrorSwallowingProcessGroupWrapper(group) for group in party.meet(2)]
-    started = threading.Semaphore(0)
-
-    def blocked() -> bool:
-        work = first.allreduce([ones(2)])
-        started.release()
-        return work.wait()
-
-    waiting = [party.aside(blocked) for _ in range(4)]
-    assert all(started.acquire(timeout=LIMIT_S) for _ in waiting)
-    assert not any(future.done() for future in waiting), "the other member does not come"
-    first.report_error(OopsError())
-    assert all(future.result(LIMIT_S) for future in waiting)
-    dist.all_reduce(ones(2), group=second)
-    assert second.error() is not None, "it was released, not left to its timeout"
-    party.configure([first, second])
-    tensors = party.together([first, second], reduced)
-    assert tensors == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def reduced(_: int, group: Any) -> list[float]:
-    tensor = ones(2)
-    dist.all_reduce(tensor, group=group)
-    return tensor.tolist()
-
-
 def test_ddp_goes_on_while_its_gradients_are_not_reduced(party: Party) -> None:
     group = ErrorSwallowingProcessGroupWrapper(party.meet(1)[0])
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
@@ -363,29 +334,6 @@ def test_a_manager_that_was_shut_down_is_a_mistake_of_the_caller() -> None:
     for call in (lambda: subject.call("allreduce"), lambda: subject.call("barrier"), subject.group.size):
         with pytest.raises(ShutdownError):
             call()
-
-
-class Elastic(ProcessGroupDummy):
-    """A group whose size is what it was last configured with."""
-
-    world = 1
-
-    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
-        super().configure(store_addr, rank, world_size, **about)
-        self.world = world_size
-
-    def size(self) -> int:
-        return self.world
-
-
-def test_the_size_of_a_swallowing_group_follows_every_configure() -> None:
-    group = ErrorSwallowingProcessGroupWrapper(Elastic(0, 1))
-    sizes = []
-    for world in (3, 2, 5):
-        group.configure("127.0.0.1:1/x", 0, world)
-        group.report_error(OopsError())
-        sizes.append((group.size(), dist.get_world_size(group)))
-    assert sizes == [(3, 3), (2, 2), (5, 5)]
 
 
 def test_waiting_helper_is_honest() -> None:

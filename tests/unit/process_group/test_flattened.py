@@ -43,11 +43,6 @@ def same_as_plain(party: Party, groups: Groups, act: Callable[[int, ProcessGroup
     assert party.together(groups, act) == party.together(party.meet(SIZE), act)
 
 
-def test_every_rank_is_there_once(groups: Groups) -> None:
-    assert [group.rank() for group in groups] == list(range(SIZE))
-    assert {group.size() for group in groups} == {SIZE}
-
-
 @pytest.mark.parametrize("name", ["SUM", "AVG", "MAX", "MIN", "PRODUCT"])
 def test_it_reduces_as_one_group_does(party: Party, groups: Groups, name: str) -> None:
     def reduce(rank: int, group: ProcessGroup) -> list[float]:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.store import AbortableStore, parse_store_address
 
-from .conftest import LIMIT_S, Party, allreduced, assert_ended
+from .conftest import LIMIT_S, Party, assert_ended
 
 pytestmark = pytest.mark.no_leak
 
@@ -83,21 +83,6 @@ def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
                 client.set("busy", "yes")
                 assert client.get("busy") == b"yes"
                 exchanged[1] += 1
-
-
-def test_fifty_reconfigurations_leave_no_descriptor_and_no_thread_behind(party: Party) -> None:
-    of_others = threading.enumerate()
-    groups = party.meet(2)
-    usage: list[Usage] = []
-    for round_number in range(50):
-        party.configure(groups)
-        party.together(groups, lambda rank, g: allreduced(g, 1.0))
-        if round_number % 3 == 0:
-            groups[0].abort()
-        if round_number in (9, 49):
-            usage.append(settled_usage(groups, of_others))
-            party.configure(groups)
-    assert_no_more(*usage)
 
 
 # Open descriptors, native threads, Python threads.

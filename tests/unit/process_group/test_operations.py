@@ -60,22 +60,6 @@ class Promise(Work):
         return self.future
 
 
-def test_a_followed_future_carries_the_backends_result() -> None:
-    operations, backend, tensor = Operations(), Promise(), torch.ones(1)
-    own = operations.follow(backend)
-    assert not own.done()
-    backend.future.set_result([tensor])
-    assert own.value()[0] is tensor
-
-
-def test_a_followed_future_carries_the_backends_error() -> None:
-    operations, backend = Operations(), Promise()
-    own = operations.follow(backend)
-    backend.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="Connection reset by peer"):
-        own.wait()
-
-
 def test_a_forgotten_future_is_given_up_once_the_backend_is_still() -> None:
     operations, backend, looks = Operations(), Promise(), iter([False, False, True])
     own = operations.follow(backend)

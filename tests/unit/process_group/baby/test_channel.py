@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -101,28 +100,6 @@ def test_what_an_end_said_that_left_something_unread_is_received_before_the_erro
         right.receive()
 
 
-def test_the_end_of_the_other_side_ends_a_blocked_receive(ends: tuple[Channel, Channel]) -> None:
-    left, right = ends
-    failures: list[Exception] = []
-
-    def receive() -> None:
-        try:
-            right.receive()
-        except ChannelClosedError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    left.close()
-    thread.join(60)
-    assert len(failures) == 1
-
-
-def test_receiving_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
-    with pytest.raises(TimeoutError):
-        ends[0].receive(time.monotonic() + 0.01)
-
-
 def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
     def fill() -> None:
         while True:
@@ -140,15 +117,6 @@ def test_sending_ends_with_an_end_that_is_closed_meanwhile(ends: tuple[Channel, 
     with pytest.raises(ChannelClosedError):
         fill()
     assert not ends[0].has_message()
-
-
-def test_a_message_that_waits_is_seen_without_receiving_it(ends: tuple[Channel, Channel]) -> None:
-    left, right = ends
-    assert not right.has_message()
-    left.send((1, 2))
-    assert right.has_message()
-    assert right.receive()[0] == (1, 2)
-    assert not right.has_message()
 
 
 def test_a_part_that_does_not_travel_is_refused_and_nothing_is_sent(ends: tuple[Channel, Channel]) -> None:

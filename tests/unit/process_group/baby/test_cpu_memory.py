@@ -32,16 +32,6 @@ def seen_through(segment: Segment, spec: TensorSpec) -> torch.Tensor:
     return tensor_at(open_segment(segment.descriptor, segment.nbytes), spec)
 
 
-def test_a_shared_tensor_is_found_where_it_is() -> None:
-    tensor = shared(torch.arange(12.0))
-    found = Exports().find(tensor.view(3, 4)[1:, ::2])
-    assert found is not None
-    seen = seen_through(*found)
-    assert seen.tolist() == [[4, 6], [8, 10]]
-    seen.fill_(-1)
-    assert tensor.tolist() == [0, 1, 2, 3, -1, 5, -1, 7, -1, 9, -1, 11]
-
-
 def test_views_of_one_storage_are_one_segment() -> None:
     exports = Exports()
     tensor = shared(torch.zeros(10))
@@ -73,10 +63,6 @@ def test_no_number_stands_for_two_storages() -> None:
         numbers.append(found[0].number)
     assert len(set(numbers)) == 50
     assert len(list(exports.take_dead())) == 50
-
-
-def test_an_ordinary_tensor_has_to_be_staged() -> None:
-    assert Exports().find(torch.zeros(3)) is None
 
 
 def test_shared_memory_with_a_name_has_to_be_staged_and_stays_where_it_is() -> None:
@@ -152,18 +138,6 @@ def test_repeated_use_takes_no_more_memory() -> None:
         staging.give_back(blocks)
     assert len({block.segment for block in blocks}) == 1
     staging.close()
-
-
-@pytest.mark.no_leak
-def test_closing_gives_the_descriptors_back() -> None:
-    before = open_descriptors()
-    staging = Staging()
-    staging.stage(torch.zeros(10))
-    staging.stage(torch.zeros(1_000_000))
-    assert open_descriptors() - before
-    staging.close()
-    gc.collect()
-    assert not left_open_since(before)
 
 
 @pytest.mark.no_leak

@@ -311,24 +311,6 @@ def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
 
 
-def test_a_fork_server_that_hangs_is_replaced(party: Party) -> None:
-    (group,) = party.meet(1, baby)
-    server = psutil.Process(fork_pool.pids()["server"])
-    server.send_signal(signal.SIGSTOP)
-    try:
-        for process in server.children():
-            if process.pid != backend_of(group).pid:
-                process.kill()  # the spare: from now on there will be no other
-        group.set_timeout(timedelta(seconds=1))
-        with pytest.raises(ProcessGroupNotConfiguredError, match="fork server"):
-            party.configure([group])
-        group.set_timeout(timedelta(seconds=LIMIT_S))
-        party.configure([group])
-        group.allreduce([torch.ones(3)]).wait()
-    finally:
-        server.send_signal(signal.SIGCONT)
-
-
 def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party) -> None:
     """The spare is taken before it is seen to be dead: nobody can say how it ended."""
     (group,) = party.meet(1, baby)
@@ -348,19 +330,6 @@ def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party)
         group.allreduce([torch.ones(3)]).wait()
     finally:
         server.send_signal(signal.SIGCONT)
-
-
-def test_a_tensor_in_a_mapped_file_that_was_unlinked_is_reduced_as_any_other(
-    party: Party, tmp_path: Path
-) -> None:
-    path = tmp_path / "mapped"
-    path.write_bytes(bytes(4096))
-    tensor = torch.from_file(str(path), shared=True, size=1024)
-    path.unlink()
-    groups = party.meet(2, baby)
-    tensors = [tensor, torch.ones(1024)]
-    party.together(groups, lambda rank, group: group.allreduce([tensors[rank]]).wait())
-    assert tensor.sum() == 1024
 
 
 @pytest.mark.no_leak

@@ -47,13 +47,6 @@ def limit() -> float:
     return time.monotonic() + LIMIT_S
 
 
-def test_answers_may_come_in_any_order(talk: Correspondence) -> None:
-    requests = [talk.requests.add(FOREVER) for _ in range(5)]
-    for request in reversed(requests):
-        talk.answer(request)
-    assert all(talk.requests.wait(request, limit()) for request in requests)
-
-
 def test_many_threads_wait_for_requests_of_their_own(talk: Correspondence) -> None:
     requests = [talk.requests.add(FOREVER) for _ in range(64)]
     with ThreadPoolExecutor(16) as pool:
@@ -95,14 +88,6 @@ def test_a_wait_ends_at_its_deadline_and_the_request_goes_on(talk: Correspondenc
     talk.answer(request)
     assert talk.requests.wait(request, limit())
     assert talk.silences.acquire(blocking=False) is False
-
-
-def test_a_follower_is_told_without_anybody_waiting(talk: Correspondence) -> None:
-    request = talk.requests.add(FOREVER)
-    told = threading.Event()
-    talk.requests.follow(request, lambda _: told.set())
-    talk.answer(request)
-    assert told.wait(LIMIT_S)
 
 
 def test_a_follower_that_comes_late_is_told_at_once(talk: Correspondence) -> None:
