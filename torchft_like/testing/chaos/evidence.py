@@ -210,6 +210,22 @@ def _disconnected(view: View) -> str:
     return f"{_and(away)} lost the lighthouse and came back" if away and away <= back else ""
 
 
+def _went_on(view: View) -> str:
+    """Check that the job committed steps for all of the time in which the lighthouse was away."""
+    felt, pause_s = _disconnected(view), view.longest_pause(view.injection.lifted)
+    lasted_s = view.injection.lifted - view.injection.time
+    return (
+        f"{felt}, no step for {pause_s:.2f} s of {lasted_s:.0f} s" if felt and pause_s < lasted_s / 4 else ""
+    )
+
+
+def _came_and_went(view: View) -> str:
+    """Check that quorums went on without either of the victims."""
+    names = [frozenset(map(name_of, commit.members)) for commit in view.commits()]
+    gone = [victim for victim in view.injection.victims if any(victim not in members for members in names)]
+    return f"quorums went on without {_and(gone)}" if len(gone) == len(view.injection.victims) else ""
+
+
 def _backend_lost(view: View) -> str:
     """Check that a step failed: the victim's for its subprocess, or, before it, that of a peer for the
     connection.
@@ -287,8 +303,11 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "kill-rank": _left_out,
         "stop": _left_out,
         "leave": _left_out,
+        "leave-half": _left_out,
+        "leave-in-join": _came_and_went,
         "lighthouse-stop": _disconnected,
         "lighthouse-kill": _disconnected,
+        "lighthouse-away": _went_on,
         "baby-kill": _backend_lost,
         "truncate": _transfer_refused,
         "bit-flip": _transfer_refused,

@@ -111,10 +111,27 @@ def _stop(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _leave(target: Target, planned: Planned) -> Iterator[Injected]:
-    victim = target.replica(planned)
-    may_end(victim)
-    victim.signal(signal.SIGTERM)
-    yield Injected((victim.name,))
+    yield _let_leave([target.replica(planned)])
+
+
+@contextmanager
+def _leave_half(target: Target, planned: Planned) -> Iterator[Injected]:
+    yield _let_leave(target.half(planned))
+
+
+@contextmanager
+def _leave_in_join(target: Target, planned: Planned) -> Iterator[Injected]:
+    victims = [target.replica(planned), target.next_to(planned)]
+    _let_leave(victims[:1])
+    yield Injected(tuple(victim.name for victim in victims), {"second_after_s": planned.duration_s})
+    _let_leave(victims[1:])
+
+
+def _let_leave(victims: list[Group]) -> Injected:
+    for victim in victims:
+        may_end(victim)
+        victim.signal(signal.SIGTERM)
+    return Injected(tuple(victim.name for victim in victims))
 
 
 @contextmanager
@@ -259,8 +276,11 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "kill-rank": _kill_rank,
         "stop": _stop,
         "leave": _leave,
+        "leave-half": _leave_half,
+        "leave-in-join": _leave_in_join,
         "lighthouse-stop": _stop_lighthouse,
         "lighthouse-kill": _kill_lighthouse,
+        "lighthouse-away": _kill_lighthouse,
         "baby-kill": _kill_baby,
         "truncate": _spoil,
         "bit-flip": _spoil,

@@ -42,8 +42,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "kill-rank": Kind("SIGKILL of one rank of a replica group of several", needs=("ranks",)),
         "stop": Kind("SIGSTOP of a replica group, later SIGCONT", (2.0, 4.0)),
         "leave": Kind("a replica group leaves in good order, and is started again"),
+        "leave-half": Kind("half of the replica groups leave at once, and come back at once"),
+        "leave-in-join": Kind(
+            "a replica group leaves and comes back, and another leaves about when it joins",
+            (0.2, 1.5),
+            needs=("third",),
+        ),
         "lighthouse-stop": Kind("SIGSTOP of the lighthouse, later SIGCONT", (2.0, 5.0)),
         "lighthouse-kill": Kind("SIGKILL of the lighthouse, started again at its address", (0.2, 1.0)),
+        "lighthouse-away": Kind("SIGKILL of the lighthouse, started again half a minute later", (30.0, 30.0)),
         "baby-kill": Kind("SIGKILL of the process that runs a Baby group's backend", needs=("baby",)),
         "truncate": Kind(
             "SIGKILL of a replica group; the state that it heals from is cut short", needs=("worker",)
