@@ -28,9 +28,9 @@ BACKENDS = MappingProxyType(
     {
         "torchft-gloo": Origin("gloo.group", "ProcessGroupGloo", ("cpu",)),
         "torchft-baby-gloo": Origin("baby.group", "ProcessGroupBabyGloo", ("cpu",)),
-        "torchft-nccl": Origin("nccl.group", "ProcessGroupNCCL", ("cuda",)),
+        "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
         "torchft-baby-nccl": Origin("baby.group", "ProcessGroupBabyNCCL", ("cuda",)),
-        "torchft-dummy": Origin("dummy", "ProcessGroupDummy", ("cpu",)),
+        "torchft-dummy": Origin("stand_ins", "ProcessGroupDummy", ("cpu",)),
     }
 )
 

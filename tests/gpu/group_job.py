@@ -31,7 +31,7 @@ from torchft_like.process_group import (
     ProcessGroupNCCL,
 )
 from torchft_like.process_group.baby.fork_pool import fork_pool
-from torchft_like.process_group.nccl.device_watch import PERIOD_S
+from torchft_like.process_group.nccl import PERIOD_S
 from torchft_like.testing.cluster import host_of_its_own
 from torchft_like.testing.ranks import Ranks, running
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.stores import serve_store
 from torchft_like.errors import ConfigError
 from torchft_like.process_group import ProcessGroupDummy
-from torchft_like.process_group.native import adopted
+from torchft_like.process_group.gloo.group import adopted
 
 from .cluster import CHECKED, Cluster
 from .options import WorkerOptions

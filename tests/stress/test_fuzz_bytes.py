@@ -30,7 +30,7 @@ from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CheckpointFormatError, ProcessGroupError
 from torchft_like.plain_data import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE, encode
 from torchft_like.process_group import store as group_store
-from torchft_like.process_group.baby.channel import (
+from torchft_like.process_group.baby.messages import (
     Channel,
     ChannelClosedError,
     ForeignMessageError,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from lighthouse.address import Address
 from torchft_like.communicator.channel import ranks_in_job
@@ -32,7 +32,7 @@ from torchft_like.devices import beside_captures
 from torchft_like.errors import BindError, ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, serve_store
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, serve_store, server_of
 from torchft_like.runtime.hosts import own_host
 
 _NOT_SERVED = "!"
@@ -141,7 +141,4 @@ def _store_of(group: dist.ProcessGroup) -> Address | None:
         return met_at.server
     if not dist.is_initialized():
         return None
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return Address(store.host, store.port) if isinstance(store, TCPStore) else None
+    return server_of(dist.distributed_c10d._get_default_store())

@@ -15,7 +15,7 @@ from torchft_like.manager.config import (
 )
 from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.manager import Manager
-from torchft_like.process_group.nccl.group import TORCH_FR_DUMP_TEMP_FILE_ENV
+from torchft_like.process_group.nccl import TORCH_FR_DUMP_TEMP_FILE_ENV
 
 __all__ = [
     "CONNECT_TIMEOUT_SEC_ENV",

@@ -21,7 +21,7 @@ from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import MemberLostError
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.native import adopted
+from torchft_like.process_group.gloo.group import adopted
 
 Emit = Callable[..., None]
 

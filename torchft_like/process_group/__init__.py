@@ -13,19 +13,19 @@ from torchft_like.process_group.baby.group import (
     ProcessGroupXCCL,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.dummy import ProcessGroupDummy
-from torchft_like.process_group.fault_injection import (
-    FakeProcessGroupWrapper,
-    FaultInjectingProcessGroup,
-)
 from torchft_like.process_group.gloo.group import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
-from torchft_like.process_group.nccl.group import (
+from torchft_like.process_group.nccl import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
     TORCHFT_TRIGGER_FR_ON_ABORT,
     ProcessGroupNCCL,
     trigger_nccl_fr_trace_through_pipe,
+)
+from torchft_like.process_group.stand_ins import (
+    FakeProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ProcessGroupDummy,
 )
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper, ManagedProcessGroup

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from lighthouse.forks import Turn, in_each_fork, keep_for_ever, lock_of_each_process
+from lighthouse.forks import Turn, in_each_fork, keep_for_ever
 from torchft_like.devices import after
 from torchft_like.errors import (
     CollectiveRefusedError,
@@ -154,7 +154,11 @@ class Operations:
             is_safe = not self._is_awaited() or is_still()
             if not is_safe:
                 time.sleep(LOOK_PAUSE_S)
-        self._fail_all(error)
+        with self._lock:
+            self._given_up = error
+            futures, self._futures = self._futures, set()
+        for future in futures:
+            future.set_exception(error)
         return is_safe
 
     @property
@@ -172,13 +176,6 @@ class Operations:
     def _is_awaited(self) -> bool:
         with self._lock:
             return bool(self._futures) or any(map(_is_open, list(self._issued)))
-
-    def _fail_all(self, error: Exception) -> None:
-        with self._lock:
-            self._given_up = error
-            futures, self._futures = self._futures, set()
-        for future in futures:
-            future.set_exception(error)
 
     def _take(self, own: Future[Any]) -> bool:
         """Claim the future; return whether the caller is the one to complete it."""
@@ -468,7 +465,9 @@ class Generation:
         Any thread may call this; it returns at once.
         """
         self.configuration.set(reason)
-        if (backend := self._take_backend()) is not None:
+        with self._lock:
+            backend, self._backend, self._methods = self._backend, None, None
+        if backend is not None:
             _run_aside(self._dispose, backend)
         self._settled.set()
 
@@ -515,11 +514,6 @@ class Generation:
             self._backend, self._methods = backend, methods
             return True
 
-    def _take_backend(self) -> Backend | None:
-        with self._lock:
-            backend, self._backend, self._methods = self._backend, None, None
-            return backend
-
     def _dispose(self, backend: Backend) -> None:
         try:
             try:
@@ -548,25 +542,12 @@ class Generation:
 
 
 _living: weakref.WeakSet[Generation] = weakref.WeakSet()
-_aside: set[threading.Thread] = set()
-_starting = lock_of_each_process(
-    threading.RLock
-)  # held while a thread is started, because only a thread that runs can be joined
+_ASIDE = "torchft-process-group"
 
 
 def _run_aside(work: Callable[..., None], *args: Any) -> None:
-    """Run `work` on a new thread, which ends with it and is joined, within limits, at exit."""
-
-    def run() -> None:
-        try:
-            work(*args)
-        finally:
-            _aside.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name="torchft-process-group", daemon=True)
-    with _starting:
-        _aside.add(thread)
-        thread.start()
+    """Run `work` on a new thread, which is joined, within limits, at exit."""
+    threading.Thread(target=work, args=args, name=_ASIDE, daemon=True).start()
 
 
 def _leave_to_the_parent() -> None:
@@ -574,7 +555,6 @@ def _leave_to_the_parent() -> None:
     for generation in _living:
         keep_for_ever(generation)  # the destructors of backends would wait for their threads
     _living.clear()
-    _aside.clear()
 
 
 in_each_fork(Turn.LOCKS, _leave_to_the_parent)
@@ -589,10 +569,6 @@ def _clean_up() -> None:
     for generation in list(_living):
         generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
-    while (thread := _any_aside()) is not None and (left_s := deadline - time.monotonic()) > 0:
-        thread.join(left_s)
-
-
-def _any_aside() -> threading.Thread | None:
-    with _starting:
-        return next((thread for thread in tuple(_aside) if thread.is_alive()), None)
+    for thread in threading.enumerate():
+        if thread.name == _ASIDE and thread.is_alive():  # one that is just being started cannot be joined
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -80,10 +80,12 @@ def parse_handle(text: str) -> Handle:
     try:
         said = json.loads(text)
         handle = Handle(said["id"], said["store"], said.get("global_rank"))
+        if not isinstance(handle.id, str) or not isinstance(handle.global_rank, int | None):
+            raise TypeError("a field is of another type")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _foreign(text) from error
-    if not isinstance(handle.id, str) or not isinstance(handle.global_rank, int | None):
-        raise _foreign(text)
+        raise ProcessGroupError(
+            f"{text!r:.200} is no handle of a group of this package; all members need groups of one kind"
+        ) from error
     parse_store_address(handle.store)
     return handle
 
@@ -106,12 +108,6 @@ def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
             "get_reconfigure_handle() belongs there, its own included"
         )
     return Meeting(members[0].store, ids.index(own_id), [member.global_rank for member in members])
-
-
-def _foreign(text: object) -> ProcessGroupError:
-    return ProcessGroupError(
-        f"{text!r:.200} is no handle of a group of this package; all members need groups of one kind"
-    )
 
 
 class Reconfigurable:

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from lighthouse.address import Address
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.store import StoreAddress, parse_store_address, serve_store
+from torchft_like.process_group.store import StoreAddress, parse_store_address, serve_store, server_of
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
 
@@ -60,7 +60,7 @@ def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
         else:
             with _meeting_place(wanted.store, seat, wanted.timeout) as address:
                 group.configure(str(address), *seat, global_ranks=global_ranks)
-                if _server_of(wanted.store) is None:
+                if server_of(wanted.store) is None:
                     group.barrier().wait()
         if isinstance(group, ReconfigurableProcessGroup):
             group.adopt_store(wanted.store)
@@ -75,7 +75,7 @@ def _make(name: str, rank: int, world_size: int, timeout: timedelta) -> ProcessG
     if "cpu" not in origin.devices and not torch.cuda.is_available():
         raise NotSupportedError(f"{name} needs a CUDA device and there is none here; use torchft-gloo")
     cls = getattr(importlib.import_module(f"torchft_like.process_group.{origin.module}"), origin.class_name)
-    made: ProcessGroup = cls(rank, world_size) if origin.module == "dummy" else cls(timeout)
+    made: ProcessGroup = cls(rank, world_size) if origin.class_name == "ProcessGroupDummy" else cls(timeout)
     return made
 
 
@@ -92,7 +92,7 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
         ProcessGroupNotConfiguredError: rank 0 has not published the address in time.
     """
     rank, world_size = seat
-    server = _server_of(store)
+    server = server_of(store)
     key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
     with contextlib.ExitStack() as until_met:
         if rank == 0:
@@ -116,10 +116,3 @@ def _served_store(timeout: timedelta) -> Iterator[Address]:
         yield address
     finally:
         del server  # an error that the caller keeps would keep this frame, and the server
-
-
-def _server_of(store: Store) -> Address | None:
-    """Return the address of a TCPStore, under any number of prefixes; None for a store of another kind."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return Address(store.host, store.port) if isinstance(store, TCPStore) else None

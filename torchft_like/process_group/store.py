@@ -129,6 +129,13 @@ def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
     return server, Address(host, port)
 
 
+def server_of(store: Store) -> Address | None:
+    """Return the address of a TCPStore, under any number of prefixes; None for a store of another kind."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return Address(store.host, store.port) if isinstance(store, TCPStore) else None
+
+
 class _Query(IntEnum):
     VALIDATE = 0
     SET = 1
@@ -256,18 +263,19 @@ class AbortableStore(Store):
             raise ProcessGroupError(f"the store's host {self._server.host!r} is unknown: {error}") from error
         while True:
             for family, _, _, _, target in found:
-                try:
-                    self._connect_once(family, target, deadline)
+                if (code := self._connect_once(family, target, deadline)) == 0:
                     return
-                except OSError as error:
-                    if error.errno not in _NOT_THERE:
-                        raise
-                    failure = error
+                if code not in _NOT_THERE:
+                    raise self._lost(os.strerror(code))
+            self._check()
             if time.monotonic() + RECONNECT_SECONDS > deadline:
-                raise ProcessGroupError(f"the store at {self._server} refuses connections") from failure
+                raise ProcessGroupError(
+                    f"the store at {self._server} refuses connections: {os.strerror(code)}"
+                )
             time.sleep(RECONNECT_SECONDS)
 
-    def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> None:
+    def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> int:
+        """Try to connect; return the number of the error, 0 for none."""
         with self._lock:
             self._check()
             if self._socket is not None:
@@ -279,12 +287,7 @@ class AbortableStore(Store):
         if code == errno.EINPROGRESS:
             self._await(select.POLLOUT, deadline)
             code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code in _NOT_THERE:
-            self._check()
-            raise OSError(code, os.strerror(code))
-        with self._translated():
-            if code:
-                raise OSError(code, os.strerror(code))
+        return code
 
     def _ask(self, query: _Query, body: bytes, timeout: timedelta | None = None) -> float:
         """Send a query; return the deadline of the answer."""
@@ -305,7 +308,7 @@ class AbortableStore(Store):
             with self._translated():
                 part = self._open_socket().recv(RECEIVE_BYTES)
             if not part:
-                raise self._lost(None)
+                raise self._lost("it closed the connection")
             self._unread += part
         received = bytes(self._unread[:count])
         del self._unread[:count]
@@ -341,14 +344,13 @@ class AbortableStore(Store):
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (BlockingIOError, ConnectionRefusedError):
+        except BlockingIOError:
             raise
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._lost(error.strerror or str(error)) from error
 
-    def _lost(self, error: OSError | None) -> ProcessGroupError:
+    def _lost(self, reason: str) -> ProcessGroupError:
         self._check()
-        reason = error.strerror if error else "it closed the connection"
         return ProcessGroupError(f"lost the store at {self._server}: {reason}")
 
 

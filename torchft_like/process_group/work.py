@@ -234,10 +234,7 @@ class BackendOperation(Operation):
     work: Work = _NOT_STARTED
 
     def wait(self, deadline: float = FOREVER) -> None:
-        if deadline == FOREVER:
-            self.work.wait()
-        else:
-            self.work.wait(left_until(deadline))
+        _wait(self.work, deadline)
 
     def is_over(self) -> bool:
         return self.work.is_completed()
@@ -278,9 +275,12 @@ def operation_of(work: Work) -> Operation:
     return operation
 
 
-def left_until(deadline: float) -> timedelta:
-    """Return the time until the deadline as a timeout: never zero, which would mean no limit."""
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+def _wait(work: Work, deadline: float) -> None:
+    if deadline == FOREVER:
+        work.wait()
+    else:
+        left_s = max(deadline - time.monotonic(), 0.001)  # zero would mean no limit
+        work.wait(timedelta(seconds=left_s))
 
 
 def joint_work(
@@ -309,7 +309,9 @@ class _JointOperation(Operation):
 
     def __init__(self, works: Sequence[Work], finish: Finish, waits: bool, on_cpu: bool) -> None:
         self._works = works
-        self._finish = _Once(finish)
+        self._make_result = finish
+        self._finishing = threading.Lock()
+        self._finished: list[Any] | None = None
         # A waiting thread that finished it, too, would compete with the backend's for the interpreter.
         self._is_finished_by_backend = on_cpu
         self._future: Future[Any] | None = None
@@ -320,10 +322,7 @@ class _JointOperation(Operation):
 
     def wait(self, deadline: float = FOREVER) -> None:
         for work in self._works:
-            if deadline == FOREVER:
-                work.wait()
-            else:
-                work.wait(left_until(deadline))
+            _wait(work, deadline)
         self.result()
 
     def is_over(self) -> bool:
@@ -336,7 +335,7 @@ class _JointOperation(Operation):
 
     def is_success(self) -> bool:
         """Return whether all works have succeeded, and the result is there unless no future was asked for."""
-        is_finished = self._future is None or self._finish.is_done
+        is_finished = self._future is None or self._finished is not None
         return is_finished and all(work.is_success() for work in self._works)
 
     def result(self) -> list[Any]:
@@ -356,6 +355,12 @@ class _JointOperation(Operation):
 
     def source_rank(self) -> int:
         return self._works[0]._source_rank() if len(self._works) == 1 else -1
+
+    def _finish(self) -> list[Any]:
+        with self._finishing:
+            if self._finished is None:
+                self._finished = self._make_result()
+            return self._finished
 
     def _finish_after(self, done: Future[Any]) -> list[Any]:
         done.value()  # raises the error of an operation that has failed
@@ -382,20 +387,3 @@ def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
     nothing: Future[list[Future[Any]]] = Future()
     nothing.set_result([])
     return nothing
-
-
-class _Once:
-    """A function that runs once, however many threads ask for its result."""
-
-    def __init__(self, function: Finish) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._result: list[Any] = []
-        self.is_done = False
-
-    def __call__(self) -> list[Any]:
-        with self._lock:
-            if not self.is_done:
-                self._result = self._function()
-                self.is_done = True
-            return self._result

@@ -24,7 +24,7 @@ from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.process_group.dummy import ProcessGroupDummy
+from torchft_like.process_group.stand_ins import ProcessGroupDummy
 
 LIMIT_S = 30.0
 

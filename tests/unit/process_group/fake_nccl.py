@@ -14,8 +14,7 @@ from torch.distributed import AllreduceOptions
 from torch.futures import Future
 
 from tests.unit.process_group.conftest import wait_until
-from torchft_like.process_group.nccl import device_watch
-from torchft_like.process_group.nccl import group as nccl
+from torchft_like.process_group import nccl
 
 
 class FakeWork:
@@ -154,7 +153,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "_make_nccl", lambda store, members: FakeNccl(device, members.world_size))
     monkeypatch.setattr(nccl, "_shell_around", lambda inner, members, device: inner)
-    monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
+    monkeypatch.setattr(nccl, "PERIOD_S", 0.005)
     # Variables that the class sets must go when the test is over: `delenv` restores only those that were
     # there before.
     for name in ("TORCH_NCCL_NONBLOCKING_TIMEOUT", *nccl._CONSTRUCTOR_ENVIRONMENT):

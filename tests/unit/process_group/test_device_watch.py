@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.unit.process_group.conftest import LIMIT_S, wait_until
-from torchft_like.process_group.nccl import device_watch
-from torchft_like.process_group.nccl.device_watch import DeviceWatch, IsOver, Watched
+from torchft_like.process_group import nccl
+from torchft_like.process_group.nccl import DeviceWatch, IsOver, Watched
 
 
 class Operation:
@@ -65,7 +65,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(device_watch, "PERIOD_S", 0.005)
+    monkeypatch.setattr(nccl, "PERIOD_S", 0.005)
     device = Device()
     yield device
     device.watch.close()
@@ -245,5 +245,5 @@ def test_the_watch_rests_while_it_drops_many(monkeypatch: pytest.MonkeyPatch) ->
         watch.watch("allreduce", operation.is_over, operation.settle, LIMIT_S)
         operation.done = True
     monkeypatch.setattr(time, "sleep", lambda _: rests.append(sum(map(len, watch._under_way.values()))))
-    watch.look(device_watch.REST_S)
+    watch.look(nccl.REST_S)
     assert rests == [84, 68, 52, 36, 20, 4]

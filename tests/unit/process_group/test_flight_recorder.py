@@ -11,7 +11,7 @@ from torchft_like.process_group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
     trigger_nccl_fr_trace_through_pipe,
 )
-from torchft_like.process_group.nccl.group import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath
+from torchft_like.process_group.nccl import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
 )
-from torchft_like.process_group.nccl import group as nccl
-from torchft_like.process_group.nccl.group import ProcessGroupNCCL
+from torchft_like.process_group import nccl
+from torchft_like.process_group.nccl import ProcessGroupNCCL
 
 
 @pytest.fixture

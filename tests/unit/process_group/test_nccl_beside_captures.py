@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
 from tests.unit.process_group.fake_nccl import FakeDevice, FakeEvent, install
-from torchft_like.process_group.nccl import group as nccl
-from torchft_like.process_group.nccl.group import ProcessGroupNCCL
+from torchft_like.process_group import nccl
+from torchft_like.process_group.nccl import ProcessGroupNCCL
 
 
 @pytest.fixture

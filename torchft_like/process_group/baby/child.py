@@ -28,9 +28,10 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby.channel import Channel, ChannelClosedError
 from torchft_like.process_group.baby.messages import (
     UNASKED,
+    Channel,
+    ChannelClosedError,
     Outcome,
     ToChild,
     answer_for,

@@ -41,9 +41,15 @@ from pathlib import Path
 
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import SubprocessLostError
-from torchft_like.process_group.baby.channel import Channel, ChannelClosedError, DescriptorsLostError, Message
 from torchft_like.process_group.baby.child import serve
-from torchft_like.process_group.baby.messages import FORK, FromServer
+from torchft_like.process_group.baby.messages import (
+    FORK,
+    Channel,
+    ChannelClosedError,
+    DescriptorsLostError,
+    FromServer,
+    Message,
+)
 from torchft_like.process_group.configuration import AbortSignal
 
 SERVER_EXIT_S_MAX = 5.0
@@ -259,9 +265,14 @@ class _Server:
         self._first_message = first_message
         while self.spares and self.spares[0].has_ended():
             self.spares.popleft().close()
-        while len(self.spares) + self._expected < count and self._ask_for_fork():
-            self.asked += 1
-            self._expected += 1
+        while len(self.spares) + self._expected < count and not self.is_gone:
+            try:
+                self._control.send(FORK)
+            except ChannelClosedError:
+                self.is_gone = True
+            else:
+                self.asked += 1
+                self._expected += 1
 
     def deadline(self, since: float, timeout_s: float) -> float:
         """Return when a caller that has waited for a fork since `since` gives up."""
@@ -282,13 +293,6 @@ class _Server:
         if code is not None:
             return f"it exited with code {code}"
         return f"it has not loaded torch in {LOAD_S_MAX:g} s" if self._loaded_at is None else "it runs"
-
-    def _ask_for_fork(self) -> bool:
-        try:
-            self._control.send(FORK)
-        except ChannelClosedError:
-            self.is_gone = True
-        return not self.is_gone
 
     def _read(self) -> None:
         try:

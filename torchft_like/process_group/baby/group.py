@@ -29,18 +29,25 @@ from torchft_like.errors import (
     ProcessGroupError,
     SubprocessLostError,
 )
-from torchft_like.process_group.baby.channel import FOREVER, ChannelClosedError, Message
 from torchft_like.process_group.baby.cuda_sharing import TORCH_CUDA, Arena, CudaExporter
 from torchft_like.process_group.baby.fork_pool import Child, fork_pool
-from torchft_like.process_group.baby.messages import UNASKED, Outcome, ToChild, encode_call, error_from
+from torchft_like.process_group.baby.messages import (
+    UNASKED,
+    ChannelClosedError,
+    Message,
+    Outcome,
+    ToChild,
+    encode_call,
+    error_from,
+)
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_sharing import CallTensors, CpuExporter, Exporter, Staging
+from torchft_like.process_group.baby.tensor_sharing import CallTensors, CpuExporter, Exporter, Staging, drop
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.nccl.group import require_nccl
+from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
-from torchft_like.process_group.work import OperationWork
+from torchft_like.process_group.work import FOREVER, OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import growing_pauses
 
@@ -157,7 +164,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """
 
     divides = True
-    GROUP = "torchft_like.process_group.nccl.group:ProcessGroupNCCL"
+    GROUP = "torchft_like.process_group.nccl:ProcessGroupNCCL"
     IMPORTER = "torchft_like.process_group.baby.cuda_sharing:CudaImporter"
 
     def _set_up(self) -> None:
@@ -234,12 +241,13 @@ class RemoteBackend:
         self._exporter = exporter
         self._abort = abort
         self._requests = Requests(child.channel, self._end_silent, self._await_end)
-        self._sending = threading.Lock()  # a request follows the preambles that it needs
+        self._sending = threading.Lock()  # a request follows what the subprocess has to map for it
         self._timeout_s = 0.0
         self._why_ended: str | None = None
         self._offered: frozenset[str] = frozenset()
         self._ending = threading.Lock()
         self._cut_off: int | None = None
+        exporter.send = self._send
         abort.add(self._kill)
 
     def begin(self, group: str, importer: str, members: GroupMembers) -> None:
@@ -286,6 +294,7 @@ class RemoteBackend:
         self._await_end()
         self._requests.end()
         self._exporter.close()
+        self._exporter.send = drop  # it would keep this object
         self._child.close()
 
     @property
@@ -351,18 +360,11 @@ class RemoteBackend:
             call_tensors.settle(Request(UNASKED))
             raise
 
-    def _send(self, message: Message) -> None:
-        """Send a message, after the preambles that it needs.
-
-        A message that is sent in part makes the channel useless: the subprocess is ended, and the requests
-        with it.
-        """
+    def _send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message; if only a part of it can be sent, end the subprocess, and the requests with it."""
         deadline = time.monotonic() + self._timeout_s + SILENCE_S
-        channel = self._child.channel
         try:
-            for preamble in self._exporter.preambles():
-                channel.send(*preamble, deadline, self._requests.look)
-            channel.send(message, (), deadline, self._requests.look)
+            self._child.channel.send(message, descriptors, deadline, self._requests.look)
         except ChannelClosedError:
             pass  # the thread that reads the channel finds that out, too, and settles the request
         except TimeoutError:

@@ -28,15 +28,16 @@ import torch
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby.channel import (
-    FOREVER,
+from torchft_like.process_group.baby.messages import (
+    UNASKED,
     Channel,
     ChannelClosedError,
     ForeignMessageError,
     Message,
+    Outcome,
+    answer_for,
 )
-from torchft_like.process_group.baby.messages import UNASKED, Outcome, answer_for
-from torchft_like.process_group.work import ExplainedOperation
+from torchft_like.process_group.work import FOREVER, ExplainedOperation
 
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a
 # trainer that was stopped itself finds every limit passed.

@@ -24,7 +24,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.channel import Message
 from torchft_like.process_group.baby.messages import (
     UNASKED,
+    Message,
     Outcome,
     TensorSpec,
     ToChild,
@@ -55,8 +55,8 @@ SLAB_BYTES_MAX = 1024 * 1024
 SLAB_BLOCKS_MAX = 64
 TENSORS_KEPT_MAX = 1024  # per storage; a tensor is a view and takes about a kilobyte
 
-# A message, and the descriptors that are sent with it.
-Preamble = tuple[Message, tuple[int, ...]]
+# Sends a message, with descriptors of which the receiver gets duplicates.
+Send = Callable[[Message, tuple[int, ...]], None]
 # Pairs of a tensor and the one that is copied to it.
 Copies = list[tuple[Tensor, Tensor]]
 
@@ -204,15 +204,18 @@ def copy_all(copies: Copies) -> None:
 
 
 class Exporter(ABC, Generic[S]):
-    """The trainer's side of one subprocess's memory."""
+    """The trainer's side of one subprocess's memory.
+
+    Attributes:
+        send: sends the subprocess what it has to know before a request; the backend sets it.
+    """
 
     # The class of the operations behind the caller's works.
     OPERATION: ClassVar[type[RemoteOperation]] = RemoteOperation
 
     def __init__(self) -> None:
         self._mapped: set[int] = set()
-        # Each preamble comes with an object that it needs until it is sent.
-        self._preambles: deque[tuple[Preamble, object]] = deque()
+        self.send: Send = drop
 
     @abstractmethod
     def export(self, call: Call) -> CallTensors[S]:
@@ -229,13 +232,6 @@ class Exporter(ABC, Generic[S]):
     @abstractmethod
     def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
         """Make room for a tensor, and tell the subprocess of its memory."""
-
-    def preambles(self) -> Iterator[Preamble]:
-        """Yield the messages that the subprocess must get before the next request."""
-        with contextlib.suppress(IndexError):  # `close` may drop them at any time
-            while True:
-                preamble, _needed = self._preambles.popleft()
-                yield preamble
 
     def greeting(self) -> Any:
         """Return what the subprocess's side is made of, as plain data."""
@@ -262,13 +258,15 @@ class Exporter(ABC, Generic[S]):
     def close(self) -> None:
         """Take everything back: the subprocess is dead and reaped."""
 
-    def _map(
-        self, number: int, *details: Any, descriptors: tuple[int, ...] = (), needs: object = None
-    ) -> None:
-        """Let the subprocess map a segment before the next request, unless it has."""
+    def _map(self, number: int, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
+        """Let the subprocess map a segment, unless it has."""
         if number not in self._mapped:
             self._mapped.add(number)
-            self._preambles.append((((ToChild.MAP.value, UNASKED, number, *details), descriptors), needs))
+            self.send((ToChild.MAP.value, UNASKED, number, *details), descriptors)
+
+
+def drop(message: Message, descriptors: tuple[int, ...]) -> None:
+    """Send nothing: there is no subprocess yet, or no longer."""
 
 
 class Importer:
@@ -345,42 +343,37 @@ class CpuExporter(Exporter[Segment]):
         self._is_abandoned = False
 
     def export(self, call: Call) -> _CpuCallTensors:
+        for number in self._exports.take_dead():
+            self._mapped.discard(number)
+            self.send((ToChild.UNMAP.value, UNASKED, number), ())
         return _CpuCallTensors(call, self)
 
     def find(self, tensor: Tensor) -> TensorSpec | None:
         require_dense(tensor)
         if (found := self._exports.find(tensor)) is None:
             return None
-        self._map_segment(found[0], tensor)
+        self._map_segment(found[0])
         return found[1]
 
     def stage(self, tensor: Tensor) -> tuple[Block[Segment], TensorSpec]:
         block, spec = self._staging.stage(tensor)
-        self._map_segment(block.segment, block)
+        self._map_segment(block.segment)
         return block, spec
-
-    def preambles(self) -> Iterator[Preamble]:
-        for number in self._exports.take_dead():
-            self._mapped.discard(number)
-            self._preambles.append((((ToChild.UNMAP.value, UNASKED, number), ()), None))
-        return super().preambles()
 
     def abandon(self) -> None:
         self._is_abandoned = True
 
     def close(self) -> None:
-        """Drop the exports and the preambles; the subprocess's view of the memory went with the process."""
+        """Drop the exports; the subprocess's view of the memory went with the process."""
         self._exports.close()
-        self._preambles.clear()
 
     def give_back(self, blocks: Iterable[Block[Segment]]) -> None:
         """Take back the blocks of a request that is settled."""
         if not self._is_abandoned:
             self._staging.give_back(blocks)
 
-    def _map_segment(self, segment: Segment, keeper: object) -> None:
-        """Let the subprocess map a segment; `keeper` keeps its descriptor open until it is sent."""
-        self._map(segment.number, segment.nbytes, descriptors=(segment.descriptor,), needs=keeper)
+    def _map_segment(self, segment: Segment) -> None:
+        self._map(segment.number, segment.nbytes, descriptors=(segment.descriptor,))
 
 
 class _CpuCallTensors(CallTensors[Segment]):

@@ -72,14 +72,10 @@ class GlooGaps:
 
     def methods(self) -> dict[str, Callable[..., Work]]:
         """Return Gloo's collectives, by the names of their rows, without the gaps."""
-        wrapped: dict[str, Callable[..., Work]] = {
-            "_allgather_base": self._gather,
-            "allgather_into_tensor_coalesced": self._gather_all,
-        }
+        gathers = "_allgather_base", "allgather_into_tensor_coalesced"
         methods = {}
         for name, run in self._gloo.items():
-            gather = wrapped.get(name)
-            joined = run if gather is None else functools.partial(gather, run)
+            joined = functools.partial(self._gather, run) if name in gathers else run
             is_simple = not BY_NAME[name].tensor_places
             methods[name] = run if is_simple else functools.partial(_run_contiguous, BY_NAME[name], joined)
         own = (
@@ -112,13 +108,10 @@ class GlooGaps:
 
         return joint_work([_run_contiguous(row, reduce, list(call.outputs), options)], take)
 
-    def _gather(self, gather: Callable[..., Work], output: Tensor, source: Tensor, *options: Any) -> Work:
-        """Gather into one tensor of either shape: the concatenation or the stack."""
-        return gather(*self._joined(output, source), *options)
-
-    def _gather_all(
-        self, gather: Callable[..., Work], outputs: list[Tensor], sources: list[Tensor], *options: Any
-    ) -> Work:
+    def _gather(self, gather: Callable[..., Work], outputs: Any, sources: Any, *options: Any) -> Work:
+        """Gather into tensors of either shape: the concatenation or the stack."""
+        if isinstance(outputs, Tensor):
+            return gather(*self._joined(outputs, sources), *options)
         if len(outputs) != len(sources):
             raise ProcessGroupError(f"{len(outputs)} outputs for {len(sources)} inputs")
         pairs = list(map(self._joined, outputs, sources))

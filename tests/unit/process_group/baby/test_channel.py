@@ -12,7 +12,7 @@ import pytest
 
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import PlainDataError
-from torchft_like.process_group.baby.channel import (
+from torchft_like.process_group.baby.messages import (
     MESSAGE_BYTES_MAX,
     Channel,
     ChannelClosedError,

@@ -17,7 +17,6 @@ import torch
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like.errors import NotSupportedError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
-from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_sharing import (
     Arena,
@@ -26,10 +25,10 @@ from torchft_like.process_group.baby.cuda_sharing import (
     RemoteCudaOperation,
 )
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
-from torchft_like.process_group.baby.messages import Outcome, ToChild, encode_call
+from torchft_like.process_group.baby.messages import Channel, Outcome, ToChild, encode_call
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.nccl.group import ProcessGroupNCCL
+from torchft_like.process_group.nccl import ProcessGroupNCCL
 from torchft_like.process_group.work import OperationWork
 
 
@@ -78,20 +77,20 @@ class Pair:
         self.importer = CudaImporter(self.exporter.greeting(), self.machine)
         self.exporter.greeted(self.importer.greeting())
         self.streams: list[Stream] = []
-        self.preambles: list[tuple[Any, ...]] = []
+        self.mapped: list[tuple[Any, ...]] = []
+        self.exporter.send = self.deliver
 
-    def deliver_preambles(self) -> None:
-        for (kind, _, number, *details), descriptors in self.exporter.preambles():
-            assert kind == ToChild.MAP
-            self.preambles.append((kind, number, *details))
-            self.importer.map(number, tuple(details), list(descriptors))
+    def deliver(self, message: tuple[Any, ...], descriptors: tuple[int, ...]) -> None:
+        kind, _, number, *details = message
+        assert kind == ToChild.MAP
+        self.mapped.append((number, *details))
+        self.importer.map(number, tuple(details), list(descriptors))
 
     def run(self, tensor: torch.Tensor) -> tuple[Any, Request]:
         """One allreduce, as far as the answer."""
         call_tensors = self.exporter.export(BY_NAME["allreduce"].bind(([tensor],), {}))
         spec = call_tensors.locate(tensor)
         context = call_tensors.context()
-        self.deliver_preambles()
         request = Request(1)
         with self.importer.entered(context):
             self.importer.tensor(spec).mul_(2)
@@ -123,7 +122,7 @@ def test_memory_is_mapped_once_for_all_its_tensors(pair: Pair) -> None:
     tensor = torch.zeros(8)
     pair.run(tensor)
     pair.run(tensor[2:])
-    assert [preamble[0] for preamble in pair.preambles] == [ToChild.MAP]
+    assert len(pair.mapped) == 1
 
 
 def test_the_operation_comes_after_the_callers_stream_and_the_caller_after_it(pair: Pair) -> None:
@@ -172,7 +171,6 @@ def test_an_input_is_copied_and_not_written_to(pair: Pair) -> None:
     call_tensors = pair.exporter.export(call)
     spec, written = call_tensors.locate(source), call_tensors.locate(output)
     call_tensors.context()
-    pair.deliver_preambles()
     assert pair.importer.tensor(spec).tolist() == [1.0, 1.0]
     assert spec != written
     assert [pair.exporter.stage(t)[1] for t in (source, output)] != [spec, written]  # in use
@@ -192,7 +190,7 @@ def test_tensors_of_the_caller_cost_no_export(pair: Pair) -> None:
         call_tensors.order_current_stream()
         pair.finish()
         pair.machine.current.run()
-    assert len(pair.machine.counters) == len(pair.preambles) == 1
+    assert len(pair.machine.counters) == len(pair.mapped) == 1
 
 
 def test_a_block_is_used_again_when_the_results_are_copied_and_not_before(pair: Pair) -> None:
@@ -214,11 +212,12 @@ def test_the_next_subprocess_maps_the_same_memory(pair: Pair) -> None:
     pair.machine.current.run()
     pair.exporter.close()
     pair.exporter = CudaExporter(torch.device("cpu"), pair.arena, pair.machine)
+    pair.exporter.send = pair.deliver
     pair.importer = CudaImporter(pair.exporter.greeting(), pair.machine)
     pair.exporter.greeted(pair.importer.greeting())
     pair.run(torch.ones(8))
-    assert len(pair.preambles) == 2
-    assert pair.preambles[0] == pair.preambles[1]
+    assert len(pair.mapped) == 2
+    assert pair.mapped[0] == pair.mapped[1]
     assert len(pair.machine.counters) == 1
 
 

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchft_like.process_group.baby.channel import Channel
 from torchft_like.process_group.baby.fork_pool import _ForkServer
-from torchft_like.process_group.baby.messages import FromServer
+from torchft_like.process_group.baby.messages import Channel, FromServer
 
 LIMIT_S = 60.0
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchft_like.process_group.baby import requests
-from torchft_like.process_group.baby.channel import FOREVER, Channel
-from torchft_like.process_group.baby.messages import Outcome
+from torchft_like.process_group.baby.messages import Channel, Outcome
 from torchft_like.process_group.baby.requests import Request, Requests
+from torchft_like.process_group.work import FOREVER
 
 LIMIT_S = 60.0
 
