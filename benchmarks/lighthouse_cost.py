@@ -107,13 +107,13 @@ async def _round_costs(system: System, replicas: int, plan: Plan) -> list[float]
     """Return the milliseconds of the lighthouse's CPU for each round, one value for each block."""
     with Fleet() as fleet:
         lighthouse = start_lighthouse(fleet, system, replicas, extra=("--heartbeat_timeout_ms=600000",))
-        async with _channels(lighthouse, replicas) as channels:
+        async with channels_to(lighthouse.address, replicas) as channels:
             await _rounds(channels, plan.rounds)
             samples = []
             for _ in range(plan.blocks):
-                before = _cpu_seconds(lighthouse)
+                before = cpu_seconds(lighthouse)
                 await _rounds(channels, plan.rounds)
-                samples.append((_cpu_seconds(lighthouse) - before) * 1000 / plan.rounds)
+                samples.append((cpu_seconds(lighthouse) - before) * 1000 / plan.rounds)
             return samples
 
 
@@ -126,7 +126,7 @@ async def _rounds(channels: Sequence[grpc.aio.Channel], rounds: int) -> None:
         )
         for channel in channels
     ]
-    requests = [pb.LighthouseQuorumRequest(requester=_member(index)) for index in range(len(channels))]
+    requests = [pb.LighthouseQuorumRequest(requester=member_of(index)) for index in range(len(channels))]
     for _ in range(rounds):
         answers = await asyncio.gather(
             *(call(request, timeout=ROUND_SECONDS_MAX) for call, request in zip(calls, requests, strict=True))
@@ -136,7 +136,8 @@ async def _rounds(channels: Sequence[grpc.aio.Channel], rounds: int) -> None:
             raise RuntimeError(f"a quorum of {len(quorum.participants)} instead of {len(channels)}")
 
 
-def _member(index: int) -> pb.QuorumMember:
+def member_of(index: int) -> pb.QuorumMember:
+    """Return what a replica says of itself as it asks for a quorum."""
     return pb.QuorumMember(
         replica_id=f"{index:04}:0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9",
         address=f"http://10.0.{index // 250}.{index % 250}:29511",
@@ -151,28 +152,29 @@ async def _idle_costs(plan: Plan) -> tuple[list[float], list[float]]:
     percents, megabytes = [], []
     with Fleet() as fleet:
         lighthouse = start_lighthouse(fleet, OURS, 1)
-        async with _channels(lighthouse, BAR_REPLICAS) as channels:
-            sessions = [await _open_session(channel, i) for i, channel in enumerate(channels)]
+        async with channels_to(lighthouse.address, BAR_REPLICAS) as channels:
+            sessions = [await open_session(channel, i) for i, channel in enumerate(channels)]
             for _ in range(plan.idle_blocks):
-                before = _cpu_seconds(lighthouse)
+                before = cpu_seconds(lighthouse)
                 await asyncio.sleep(plan.idle_seconds)
-                percents.append((_cpu_seconds(lighthouse) - before) * 100 / plan.idle_seconds)
+                percents.append((cpu_seconds(lighthouse) - before) * 100 / plan.idle_seconds)
                 megabytes.append(psutil.Process(lighthouse.process.pid).memory_info().rss / 1e6)
             if any(session.done() for session in sessions):
                 raise RuntimeError("a session ended while it was idle")
     return percents, megabytes
 
 
-async def _open_session(
+async def open_session(
     channel: grpc.aio.Channel, index: int
 ) -> grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]:
+    """Open a session, and register in it."""
     method = channel.stream_stream(
         wire.SESSION,
         request_serializer=pb.SessionRequest.SerializeToString,
         response_deserializer=pb.SessionResponse.FromString,
     )
     call = method()  # type: ignore[call-arg]  # the stubs lack the form with write()
-    await call.write(pb.SessionRequest(register=pb.Register(replica_id=_member(index).replica_id)))
+    await call.write(pb.SessionRequest(register=pb.Register(replica_id=member_of(index).replica_id)))
     registered = await call.read()
     if not isinstance(registered, pb.SessionResponse) or not registered.HasField("registered"):
         raise RuntimeError(f"not registered: {registered}")
@@ -180,9 +182,9 @@ async def _open_session(
 
 
 @contextlib.asynccontextmanager
-async def _channels(lighthouse: Lighthouse, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
-    address = parse_address(lighthouse.address)
-    channels = [make_aio_channel(address, _NO_PINGS) for _ in range(count)]
+async def channels_to(address: str, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+    """Open connections of their own to a lighthouse."""
+    channels = [make_aio_channel(parse_address(address), _NO_PINGS) for _ in range(count)]
     try:
         for channel in channels:
             await channel.channel_ready()
@@ -191,6 +193,7 @@ async def _channels(lighthouse: Lighthouse, count: int) -> AsyncIterator[list[gr
         await asyncio.gather(*(channel.close(None) for channel in channels))
 
 
-def _cpu_seconds(lighthouse: Lighthouse) -> float:
+def cpu_seconds(lighthouse: Lighthouse) -> float:
+    """Return the CPU time that the lighthouse's process has used."""
     times = psutil.Process(lighthouse.process.pid).cpu_times()
     return times.user + times.system
