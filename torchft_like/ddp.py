@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
     Work,
     _compute_bucket_assignment_by_size,
 )
+from torch.futures import Future
 from torch.nn import parallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -185,6 +186,8 @@ class _OfReducer(ProcessGroupDummy):
         self._asked_in: int | None = None  # the quorum
         self._answer: tuple[torch.Tensor, Work] | None = None  # the sums of `_ask`, under way
         self._some_search = False
+        # The buckets of this backward pass, whose futures are not completed yet.
+        self._begun: list[tuple[Work, Future[torch.Tensor], torch.Tensor]] = []
 
     @contextlib.contextmanager
     def dictating(self, buckets: Sequence[Sequence[int]]) -> Iterator[None]:
@@ -198,14 +201,28 @@ class _OfReducer(ProcessGroupDummy):
         finally:
             self._dictated = []
 
-    def allreduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket, and with the first and the last one what the replicas tell each other."""
-        future: torch.futures.Future[torch.Tensor] = self._manager.allreduce(bucket.buffer()).get_future()
+    def allreduce_bucket(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Reduce a bucket, and with the first and the last one what the replicas tell each other.
+
+        With the last bucket nothing is left to compute. This thread then waits for all of them, as the
+        reducer would do next, and no Python runs on the backend's thread, which takes longer than a small
+        allreduce.
+        """
+        tensor = bucket.buffer()
+        if bucket.index() == 0:
+            self._begun = []
+        future: Future[torch.Tensor] = Future(devices=None if tensor.is_cpu else [tensor.device])
+        self._begun.append((self._manager.allreduce(tensor), future, tensor))
         if self._asked_in != self._manager.quorum_id:
-            self._ask(bucket.buffer().device)
-        if bucket.is_last() and self._is_search_on() and not self.searches:
-            ones = torch.ones(self.n_parameters, dtype=torch.int32, device=bucket.buffer().device)
-            self._sum_over_all(ones)
+            self._ask(tensor.device)
+        if bucket.is_last():
+            if self._is_search_on() and not self.searches:
+                ones = torch.ones(self.n_parameters, dtype=torch.int32, device=tensor.device)
+                self._sum_over_all(ones)
+            for work, done, reduced in self._begun:
+                work.wait()
+                done.set_result(reduced)
+            self._begun = []
         return future
 
     def _ask(self, device: torch.device) -> None:
