@@ -304,11 +304,7 @@ def _is_open(entry: weakref.ref[GroupOperation]) -> bool:
 
 
 def _is_over(work: Work, deadline: float) -> bool:
-    """Wait for a slice; return whether the work is over, with or without an error.
-
-    Raises:
-        RuntimeError: the work is not over, and the deadline has passed.
-    """
+    """Wait for a slice; return whether the work is over, with or without an error."""
     left_s = deadline - time.monotonic()
     try:
         return work.wait(timedelta(seconds=min(SLICE_S, max(left_s, 1e-3))))

@@ -528,11 +528,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
 
 
 def _gathered(call: Call, size: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Return each tensor to be gathered with the tensors that take it, in the order of ranks.
-
-    Raises:
-        ValueError: there are fewer or more outputs than ranks.
-    """
+    """Return each tensor to be gathered with the tensors that take it, in the order of ranks."""
     if call.collective.name == "_allgather_base":
         source = call.inputs
         if call.outputs.numel() != size * source.numel():

@@ -84,12 +84,6 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
     """Yield the address to configure with, the same for all members; it is valid during the block.
 
     Each member counts its own rounds, as one store may serve one group after the other.
-
-    Args:
-        seat: the caller's rank, and the number of members.
-
-    Raises:
-        ProcessGroupNotConfiguredError: rank 0 has not published the address in time.
     """
     rank, world_size = seat
     server = server_of(store)

@@ -468,11 +468,6 @@ class ExchangeStore(Store):
 
 
 def _values_in(said: bytes) -> dict[str, bytes]:
-    """Read what a member has published.
-
-    Raises:
-        ProcessGroupError: the bytes are no values under names.
-    """
     problem = "a member wrote something else into the store: do all run the same version?"
     try:
         (values,) = decode(said)

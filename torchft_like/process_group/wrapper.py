@@ -165,11 +165,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Do what groups of a class need besides; runs at the end of the constructor.
-
-        Raises:
-            NotSupportedError: this torch, or this machine, cannot run them.
-        """
+        """Do what groups of a class need besides; runs at the end of the constructor."""
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> Backend:
         """Make the backend. This may block, and ends early when `abort` is set.
@@ -283,11 +279,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
 
 def _known(part: T | None) -> T:
-    """Return a part of a group that its first `configure` makes.
-
-    Raises:
-        ProcessGroupNotConfiguredError: there was none.
-    """
+    """Return what the first `configure` of a group has made."""
     if part is None:
         raise ProcessGroupNotConfiguredError("the group was never configured: call configure() first")
     return part

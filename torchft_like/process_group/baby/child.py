@@ -86,11 +86,7 @@ class _Server:
         self._abort.add(self._end)
 
     def run(self) -> None:
-        """Serve requests until the trainer's end is closed.
-
-        Raises:
-            ChannelClosedError: the trainer's end is closed.
-        """
+        """Serve requests until the trainer's end is closed, which raises ChannelClosedError."""
         handlers: dict[int, Callable[..., None]] = {
             ToChild.RUN.value: self._run,
             ToChild.MAP.value: self._map,
@@ -107,8 +103,7 @@ class _Server:
     def _begin(
         self, request: int, environment: dict[str, str], group: str, importer: str, *more: Any
     ) -> None:
-        os.environ.clear()
-        os.environ.update(environment)
+        _adopt(environment)
         greeting, *place = more
         try:
             self._importer = _load(importer)(greeting)
@@ -120,8 +115,7 @@ class _Server:
         self._answer(request, Outcome.DONE, list(self._methods), self._importer.greeting())
 
     def _warm_up(self, _: int, environment: dict[str, str], device: int) -> None:
-        os.environ.clear()
-        os.environ.update(environment)
+        _adopt(environment)
         torch.cuda.set_device(device)
         torch.ones(1, device="cuda")
 
@@ -217,6 +211,11 @@ class _Server:
     def _answer(self, request: int, outcome: Outcome, *parts: Any) -> None:
         with contextlib.suppress(ChannelClosedError):  # the thread that reads the channel finds that out, too
             self._channel.send((request, outcome.value, *parts))
+
+
+def _adopt(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _load(name: str) -> Any:

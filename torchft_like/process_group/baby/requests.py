@@ -215,13 +215,10 @@ class Requests:
     def _read_one(self, deadline: float) -> None:
         try:
             number, outcome, answer = _read_answer(*self._channel.receive(deadline))
-        except ChannelClosedError:
-            self._on_closed()
-            self._end()
-            return
-        except ForeignMessageError as error:
-            self.last_words = f"it sent {error}"
-            self._on_silence()  # no message of the subprocess can be relied upon any more
+        except (ChannelClosedError, ForeignMessageError) as error:
+            if isinstance(error, ForeignMessageError):
+                self.last_words = f"it sent {error}"
+                self._on_silence()  # no message of the subprocess can be relied upon any more
             self._on_closed()
             self._end()
             return
@@ -351,11 +348,7 @@ class RemoteOperation(ExplainedOperation):
 
 
 def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome, tuple[Any, ...]]:
-    """Decode an answer: the number of the request, how it ended, and the parts that belong to that outcome.
-
-    Raises:
-        ForeignMessageError: the message is no answer.
-    """
+    """Return the number of the request, how it ended, and the parts that belong to that outcome."""
     for descriptor in descriptors:  # no answer has descriptors
         os.close(descriptor)
     number, code, *parts = message

@@ -222,11 +222,7 @@ class Exporter(ABC, Generic[S]):
         """Return an object for the tensors of one call."""
 
     def find(self, tensor: Tensor) -> TensorSpec | None:
-        """Return where the subprocess sees the tensor itself; None if it has to be staged.
-
-        Raises:
-            NotSupportedError: the subprocess cannot be given the tensor; the text says why.
-        """
+        """Return where the subprocess sees the tensor itself; None if it has to be staged."""
         return None
 
     @abstractmethod

@@ -91,7 +91,7 @@ class GlooDevice:
         self._lock = threading.Lock()
         self._epoll: _Epoll | None = None
         self._address: tuple[object, ...] | None = None
-        self._family = socket.AF_INET
+        self._family: int = socket.AF_INET
         self.torch_device: object | None = self._create(host)
         _devices.add(self)
 
@@ -154,21 +154,15 @@ class GlooDevice:
     def _create(self, host: str) -> object:
         with _creation:
             for _ in range(ATTEMPTS_MAX):
-                before = set(_open_sockets())
+                before = {entry.st_ino for _, entry in _open_descriptors() if stat.S_ISSOCK(entry.st_mode)}
                 device = _make_device(host)
                 found = list(_epolls_that_listen_since(before))
                 if len(found) == 1:
-                    self._remember(*found[0])
+                    epoll, self._family, self._address = found[0]
+                    self._epoll = _Epoll(epoll)
                     return device
         _logger.warning("cannot tell Gloo's sockets apart here: an abort waits for the operation's timeout")
         return device
-
-    def _remember(self, epoll: int, listener: _Registered) -> None:
-        with _own_socket(listener.fd, listener.inode) as listening:
-            if listening is not None:
-                self._family = listening.family
-                self._address = listening.getsockname()
-                self._epoll = _Epoll(epoll)
 
 
 class _Epoll:
@@ -233,20 +227,18 @@ def _make_device(host: str) -> object:
     return TorchGloo.create_device(hostname=host, lazy_init=False)
 
 
-def _open_sockets() -> Iterator[int]:
-    """Yield the inodes of the sockets that are open."""
-    for _, status in _open_descriptors():
-        if stat.S_ISSOCK(status.st_mode):
-            yield status.st_ino
-
-
-def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, _Registered]]:
-    """Yield each epoll descriptor that watches a listening socket not in `before`, and that socket."""
+def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, int, tuple[object, ...]]]:
+    """Yield each epoll descriptor that watches a listening socket not in `before`, and the family and address
+    of that socket.
+    """
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
-            if not stat.S_IFMT(status.st_mode) and "eventpoll" in os.readlink(f"{_descriptors}/{fd}"):
-                new = [watched for watched in _registered(fd) if watched.inode not in before]
-                yield from ((fd, watched) for watched in new if _is_listening(watched))
+            if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"{_descriptors}/{fd}"):
+                continue
+            for watched in [each for each in _registered(fd) if each.inode not in before]:
+                with _own_socket(watched.fd, watched.inode) as own:
+                    if own is not None and _listens(own):
+                        yield fd, own.family, own.getsockname()
 
 
 def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
@@ -269,11 +261,6 @@ def _entry(line: str) -> _Registered:
     words = line.replace(":", " ").split()
     inode, events, data = (int(words[words.index(name) + 1], 16) for name in ("ino", "events", "data"))
     return _Registered(int(words[1]), inode, events, data)
-
-
-def _is_listening(entry: _Registered) -> bool:
-    with _own_socket(entry.fd, entry.inode) as own:
-        return own is not None and _listens(own)
 
 
 def _shut_down(own: socket.socket | None) -> bool:
