@@ -25,6 +25,7 @@ from torchft_like import (
     ShutdownError,
 )
 from torchft_like.checkpointing import HTTPTransport
+from torchft_like.core.replica_group import RankJoin
 from torchft_like.manager import connection
 
 pytestmark = pytest.mark.integration
@@ -156,6 +157,31 @@ def test_a_replica_that_gives_a_step_up_joins_again_when_the_first_join_was_answ
 
     assert on_both(train) == [2, 2]
     assert at_joins[:2] == [False, True]
+
+
+def test_a_replica_that_wants_nobody_let_in_goes_on_in_a_quorum_that_stands(
+    lighthouse: LighthouseServer,
+) -> None:
+    """It would have to ask at a step that the other one may have begun."""
+
+    def train(name: str) -> tuple[list[bool], int]:
+        asked: list[int] = []
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            join = manager._link.join
+
+            def count(asks: RankJoin) -> None:
+                asked.append(asks.step)
+                join(asks)
+
+            manager._link.join = count  # type: ignore[method-assign, assignment]
+            committed = []
+            for step in range(30):
+                manager.start_quorum(shrink_only=name == "a" and step % 3 == 0)
+                manager.allreduce(torch.ones(1)).wait()
+                committed.append(manager.should_commit())
+            return committed, len([step for step in asked if step > 3])
+
+    assert on_both(train) == [([True] * 30, 0)] * 2
 
 
 def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:

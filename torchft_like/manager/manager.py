@@ -222,7 +222,7 @@ class Manager:
 
         Args:
             allow_heal: whether this replica may fetch a peer's state in this step; the same on all.
-            shrink_only: whether to let no new replicas in.
+            shrink_only: whether to let no new replicas in; a quorum that stands lets none in anyway.
             timeout: the limit of the wait for this quorum, instead of `quorum_timeout`.
 
         Raises:
@@ -241,7 +241,7 @@ class Manager:
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
         attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
-        own = self._driver.begin(attempt, may_go_on=not shrink_only)
+        own = self._driver.begin(attempt)
         attempt.fingerprint = self._driver.divergence.take(own.step)
         attempt.ask = partial(self._ask, attempt, own, shrink_only)
         if not attempt.is_standing:

@@ -71,11 +71,9 @@ class QuorumDriver:
         # The members to which links are broken, if this quorum leaves this group out for them.
         self._left_out_by: tuple[str, ...] = ()
 
-    def begin(self, attempt: Attempt, *, may_go_on: bool = False) -> Join:
-        """Make `attempt` the current one, and return what its join says of this rank.
-
-        Args:
-            may_go_on: whether it may be made in the present quorum, if that stands, without a join.
+    def begin(self, attempt: Attempt) -> Join:
+        """Make `attempt` the current one, in the present quorum if that stands; return what its join says of
+        this rank.
         """
         with self._group.lock:
             last, self.attempt = self.attempt, attempt
@@ -84,7 +82,7 @@ class QuorumDriver:
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
-            goes_on = may_go_on and self._protocol.goes_on and self.divergence.may_go_on
+            goes_on = self._protocol.goes_on and self.divergence.may_go_on
             own = self._protocol.begin()
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
