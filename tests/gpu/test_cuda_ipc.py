@@ -125,14 +125,6 @@ def test_memory_survives_the_subprocess_and_is_told_to_the_next() -> None:
     assert allocated() <= before
 
 
-def test_device_memory_of_a_killed_subprocess_is_given_back() -> None:
-    Child.start().kill()
-    free_before = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
-        Child.start().kill()
-    assert torch.cuda.mem_get_info()[0] >= free_before - 64 * MEBIBYTE
-
-
 def test_trainers_stream_goes_on_when_the_subprocess_is_killed(processes: Processes) -> None:
     """Its stream waits for an event of a process that will never get there.
 

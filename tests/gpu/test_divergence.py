@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.gpu.device import busy
-from torchft_like import LighthouseServer, Manager, Optimizer, ProcessGroupNCCL, PureDistributedDataParallel
 from torchft_like.divergence import StateFingerprint
 from torchft_like.divergence.words import _ROWS_ELSEWHERE, ROW
 
@@ -64,19 +63,3 @@ def test_taking_it_does_not_wait_for_the_device() -> None:
     assert pending.is_ready
     assert after != before, "it was computed after what the stream had to do before"
     assert after == StateFingerprint([parameter.cpu()], slices=1).take(0).result()
-
-
-def test_a_model_is_trained_and_watched_on_a_gpu() -> None:
-    lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=100)
-    model = nn.Linear(8, 8).cuda()
-    adam = torch.optim.Adam(model.parameters())
-    pg = ProcessGroupNCCL(LIMIT_S)
-    settings = {"min_replica_size": 1, "replica_id": "alone", "lighthouse_addr": lighthouse.address()}
-    with Manager(pg, model.load_state_dict, model.state_dict, **settings) as manager:  # type: ignore[arg-type]
-        manager.watch_divergence(StateFingerprint(model.parameters(), [adam], slices=2))
-        parallel, optimizer = PureDistributedDataParallel(manager, model), Optimizer(manager, adam)
-        while manager.current_step() < 5:
-            optimizer.zero_grad()
-            parallel(torch.ones(2, 8, device="cuda")).sum().backward()
-            optimizer.step()
-    lighthouse.shutdown()

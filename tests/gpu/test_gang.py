@@ -11,7 +11,6 @@ import torch
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.gang import (
     FakeGang,
-    GangError,
     ProcessGroupGang,
     ReduceOperation,
     all_sum,
@@ -50,12 +49,6 @@ def test_every_function_on_the_device(gang: ProcessGroupGang, dtype: torch.dtype
     assert all(torch.equal(found, before) for found in (tensor, stacked[0], listed[0]))
 
 
-def test_means_are_the_backends(gang: ProcessGroupGang) -> None:
-    tensor = torch.tensor([3.0], device=CUDA)
-    gang.all_reduce(tensor, ReduceOperation.MEAN)
-    assert tensor.item() == 3.0
-
-
 def test_objects_and_scalars_go_over_the_device(gang: ProcessGroupGang) -> None:
     objects: list[Any] = [{"cpu": torch.arange(3), "cuda": torch.arange(3, device=CUDA)}, "text"]
     gang.broadcast_objects(objects)
@@ -78,15 +71,6 @@ def test_a_part_is_over_nccl_on_the_same_device(gang: ProcessGroupGang) -> None:
     assert all_sum(part, 1).item() == 1
     part.close()
     assert create_parallel_gangs(gang).root is gang
-
-
-def test_an_aborted_group_is_a_gang_error(gang: ProcessGroupGang) -> None:
-    group: Any = gang.as_process_group()
-    group.abort("the test says so")
-    with pytest.raises(GangError):
-        gang.all_reduce(torch.ones(1, device=CUDA), ReduceOperation.SUM)
-    with pytest.raises(GangError):
-        gang.barrier()
 
 
 def test_a_fake_gang_works_on_the_device() -> None:

@@ -11,10 +11,8 @@ from torch import nn
 from torchft_like import (
     LighthouseServer,
     Manager,
-    Optimizer,
     ProcessGroupBabyNCCL,
     ProcessGroupNCCL,
-    PureDistributedDataParallel,
 )
 
 LIMIT_S = 60.0
@@ -41,17 +39,6 @@ def manager(request: pytest.FixtureRequest, model: nn.Module) -> Iterator[Manage
     yield manager
     manager.shutdown()
     lighthouse.shutdown()
-
-
-def test_one_replica_trains(manager: Manager, model: nn.Module) -> None:
-    parallel = PureDistributedDataParallel(manager, model)
-    optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = model.state_dict()["weight"].clone()
-    while manager.current_step() < 5:
-        optimizer.zero_grad()
-        parallel(torch.ones(2, 8, device="cuda")).sum().backward()
-        optimizer.step()
-    assert not torch.equal(before, model.state_dict()["weight"])
 
 
 def test_step_whose_allreduce_was_cut_off_is_not_committed_and_a_later_one_is(manager: Manager) -> None:

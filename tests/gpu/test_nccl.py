@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.gpu.device import busy, wait_for
 from tests.unit.process_group.conftest import LIMIT_S, Party
@@ -50,24 +48,6 @@ def test_coalesced_collectives(group: ProcessGroupNCCL) -> None:
             dist.all_reduce(tensor, group=group)
     manager.wait()
     assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0]
-
-
-def test_future_carries_the_tensors(group: ProcessGroupNCCL) -> None:
-    tensor = torch.ones(4, device="cuda")
-    future = group.allreduce([tensor]).get_future().then(lambda done: done.value()[0] * 2)
-    assert future.wait().tolist() == [2.0] * 4
-
-
-def test_ddp_trains_over_the_group(group: ProcessGroupNCCL) -> None:
-    model = DistributedDataParallel(nn.Linear(8, 8).cuda(), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.module.weight.detach().clone()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 8, device="cuda")).sum().backward()
-        optimizer.step()
-    assert not torch.equal(before, model.module.weight)
-    assert group.errored() is None
 
 
 def test_wait_blocks_the_stream_and_not_the_thread(group: ProcessGroupNCCL) -> None:
@@ -111,18 +91,6 @@ def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
     assert "allreduce" in str(error)
     group.set_timeout(timedelta(seconds=LIMIT_S))
     assert_usable_again(group, party)
-
-
-def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL) -> None:
-    tensor = torch.ones(4, device="cuda")
-    work = group.allreduce([tensor])
-    work.wait()
-    torch.cuda.synchronize()
-    assert group.errored() is None
-    group.abort("a member was lost")
-    assert isinstance(group.errored(), ProcessGroupAbortedError)
-    assert work.is_completed()
-    assert tensor.tolist() == [1.0] * 4
 
 
 def test_swallowed_error_leaves_a_future_with_tensors_of_the_device(group: ProcessGroupNCCL) -> None:
@@ -169,13 +137,6 @@ def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL) -> None:
         capture()
 
 
-def test_peer_that_never_comes_is_named(party: Party) -> None:
-    group = ProcessGroupNCCL(1)
-    party.own(group)
-    with pytest.raises(ProcessGroupError, match="rank 1 of 2 did not come within 1 s"):
-        group.configure(party.prefix(), 0, 2)
-
-
 def test_abort_reaches_a_configure_whose_peer_is_lost_while_nccl_connects(party: Party) -> None:
     group = ProcessGroupNCCL(LIMIT_S)
     party.own(group)
@@ -211,32 +172,6 @@ def test_what_nccl_refuses_is_an_error_and_not_the_end(party: Party) -> None:
     assert_usable_again(group, party)
 
 
-def test_works_in_a_child_process(party: Party) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=_reduce_alone, args=(party.prefix(),))
-    child.start()
-    child.join(LIMIT_S)
-    try:
-        assert child.exitcode == 0
-    finally:
-        child.kill()
-        child.join()
-
-
-def test_reconfigurations_leave_no_memory_and_no_thread(group: ProcessGroupNCCL, party: Party) -> None:
-    def step() -> tuple[int, int]:
-        assert_usable_again(group, party)
-        gc.collect()
-        return torch.cuda.mem_get_info()[0], len(list(Path("/proc/self/task").iterdir()))
-
-    for _ in range(5):
-        step()
-    free_before, threads_before = step()
-    for _ in range(30):
-        step()
-    wait_for(lambda: step()[1] <= threads_before + 4)
-    assert step()[0] >= free_before - (64 << 20)
-
-
 def assert_usable_again(group: ProcessGroupNCCL, party: Party) -> None:
     group.configure(party.prefix(), 0, 1)
     tensor = torch.full((4,), 3.0, device="cuda")
@@ -252,13 +187,3 @@ def _fail_to_configure(prefix: str) -> None:
     except ProcessGroupError:
         os._exit(0)
     os._exit(1)
-
-
-def _reduce_alone(prefix: str) -> None:
-    group = ProcessGroupNCCL(LIMIT_S)
-    group.configure(prefix, 0, 1)
-    tensor = torch.ones(4, device="cuda")
-    group.allreduce([tensor]).wait()
-    succeeded = tensor.tolist() == [1.0] * 4 and group.errored() is None
-    group.shutdown()
-    os._exit(0 if succeeded else 1)

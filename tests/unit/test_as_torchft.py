@@ -109,10 +109,25 @@ def test_children_of_a_script_can_import_it_and_know_its_classes(tmp_path: Path,
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_with_a_main_module_is_run_as_python_does(tmp_path: Path) -> None:
-    (tmp_path / "__main__.py").write_text(f"{SAME}; import sys; print(__name__, sys.argv)")
-    done = run("-m", "torchft_like.as_torchft", str(tmp_path), "-x")
-    assert done.stdout == f"__main__ [{str(tmp_path)!r}, '-x']\n", done.stderr
+SHOWING = f"{SAME}; import sys; print(__name__, sys.argv)"
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (["FOLDER", "-x"], "__main__ ['FOLDER', '-x']"),
+        (["-c", SHOWING, "--lr", "1"], "__main__ ['-c', '--lr', '1']"),
+        (["-m", "package.train", "--lr"], "__main__ ['FOLDER/package/train.py', '--lr']"),
+    ],
+    ids=["a folder with a main module", "a text", "a module"],
+)
+def test_it_is_run_as_python_does(tmp_path: Path, call: list[str], shown: str) -> None:
+    for name in ("__main__.py", "package/train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SHOWING)
+    words = [word.replace("FOLDER", str(tmp_path)) for word in call]
+    done = run("-m", "torchft_like.as_torchft", *words, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.stdout == shown.replace("FOLDER", str(tmp_path)) + "\n", done.stderr
 
 
 def test_a_module_that_does_not_exist_cannot_be_run() -> None:
@@ -130,12 +145,6 @@ def test_a_script_stays_the_main_module_until_its_last_thread_has_ended(tmp_path
     (tmp_path / "script.py").write_text(AFTERWARDS)
     done = run("-m", "torchft_like.as_torchft", str(tmp_path / "script.py"))
     assert done.stdout.endswith("ended with 0\n"), done.stderr
-
-
-def test_a_text_is_run_as_python_does() -> None:
-    program = f"{SAME}; import sys; print(__name__, sys.argv)"
-    done = run("-m", "torchft_like.as_torchft", "-c", program, "--lr", "1")
-    assert done.stdout == "__main__ ['-c', '--lr', '1']\n", done.stderr
 
 
 def test_a_module_that_is_not_here_is_named_with_the_page_that_says_why() -> None:
@@ -159,15 +168,6 @@ def test_another_torchft_is_not_loaded_in_a_script_or_its_children(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     theirs = run("-c", "import torchft", folder=tmp_path, PYTHONPATH=path)
     assert theirs.stderr == "the other one\n", "which is imported where nothing of ours was called"
-
-
-def test_a_module_is_run_as_python_does(tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "train.py").write_text(f"{SAME}\nimport sys\nprint(__name__, __spec__.name, sys.argv[1:])\n")
-    path = f"{ROOT}{os.pathsep}{tmp_path}"
-    done = run("-m", "torchft_like.as_torchft", "-m", "package.train", "--lr", "1", PYTHONPATH=path)
-    assert done.stdout == "__main__ package.train ['--lr', '1']\n", done.stderr
 
 
 def test_a_torchft_that_was_imported_before_is_an_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torchft_like import devices, futures, utils
 from torchft_like.devices import THREAD_LOCAL, beside_captures
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.preparation import QuorumWorker
+from torchft_like.utils import get_stream_context, synchronize
 
 GLOBAL = 0
 
@@ -163,3 +164,12 @@ def test_the_timer_asks_its_event_beside_captures(gpu: Gpu) -> None:
     futures.stream_timeout(lambda: pytest.fail("it is over"), timedelta(milliseconds=1))
     wait_until(gpu.asked)
     assert gpu.asked_in == [("torchft-timer", 3, THREAD_LOCAL)]
+
+
+# torchft's helpers for streams.
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_without_an_accelerator_there_is_nothing_to_wait_for() -> None:
+    with get_stream_context(None):
+        synchronize()

@@ -48,11 +48,6 @@ def test_the_page_says_what_the_committed_results_say() -> None:
     assert results.BEGIN + part == results.generated(results.load(results.COMMITTED))
 
 
-def test_without_a_result_the_page_says_so() -> None:
-    assert results.NONE_YET in results.generated({})
-    assert results.NONE_YET not in results.generated({PROBES[0].name: found()})
-
-
 def test_a_missed_bar_and_a_failure_stand_out() -> None:
     page = results.generated({PROBES[0].name: found(), PROBES[1].name: found("killed at its limit")})
     assert "a step 1.5 s (bar 1: **missed**)" in page
@@ -70,18 +65,6 @@ def test_a_probe_that_is_killed_keeps_what_it_had_found(tmp_path: Path) -> None:
     assert result["status"] == "killed at its limit"
     assert [(figure["name"], figure["value"]) for figure in result["figures"]] == [("found", 1.5)]
     assert "found" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("pass", "passed"),
-        ("raise SystemExit(1)", "failed"),
-        ("import os; os.abort()", "ended by signal 6"),
-    ],
-)
-def test_how_a_probe_ended_is_its_result(tmp_path: Path, code: str, status: str) -> None:
-    assert run(probe("some", code), 60.0, tmp_path / "log", dry=True)["status"] == status
 
 
 def test_tests_that_were_all_skipped_have_not_passed(tmp_path: Path) -> None:

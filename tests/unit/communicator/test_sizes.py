@@ -16,17 +16,9 @@ from torchft_like.communicator.sizes import (
     checked_dim,
     checked_rank,
     checked_sizes,
-    elements_of_row,
     even_sizes,
     overlaps,
-    with_rows,
 )
-
-
-@pytest.mark.parametrize(("dim", "dimensions", "expected"), [(0, 1, 0), (-1, 3, 2), (2, 3, 2), (-3, 3, 0)])
-def test_a_dim_counts_from_either_end(dim: int, dimensions: int, expected: int) -> None:
-    assert checked_dim(dim, dimensions) == expected
-
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: checked_dim(3, 3), "dim 3 is not one of the 3"),
@@ -59,20 +51,10 @@ def test_even_sizes_differ_by_one_at_the_most_and_shrink(rows: int, parts: int) 
     assert sizes == tuple(len(part) for part in torch.empty(rows).tensor_split(parts))
 
 
-def test_shapes_are_seen_along_a_dim() -> None:
-    assert elements_of_row((3, 4, 5), 1) == 15
-    assert elements_of_row((0,), 0) == 1
-    assert with_rows((3, 4, 5), 1, 9) == (3, 9, 5)
-
-
 def test_large_tensors_travel_alone_and_small_ones_together() -> None:
     large, small = SMALL_BYTES_MAX + 1, 100
     sizes = [small, large, 0, small, small, large]
     assert buckets(sizes, ["cpu"] * 6) == [(1,), (5,), (0, 3, 4)]
-
-
-def test_a_bucket_is_of_one_device() -> None:
-    assert buckets([1, 2, 3, 4], ["cpu", "cuda", "cpu", "cuda"]) == [(0, 2), (1, 3)]
 
 
 @given(st.lists(st.integers(0, 3 * SMALL_BYTES_MAX), max_size=300))
@@ -92,9 +74,3 @@ def test_what_a_rank_hands_over_is_what_the_other_gets(parts: list[int]) -> None
         assert gives == [plans[other][1][rank] for other in ranks]
         assert sum(gets) == parts[rank]
         assert sum(gives) <= chunk
-
-
-def test_a_chunk_is_cut_where_a_part_ends() -> None:
-    assert overlaps([6, 2, 4, 0], 3, 0) == ([3, 0, 0, 0], [3, 3, 0, 0])
-    assert overlaps([6, 2, 4, 0], 3, 2) == ([0, 2, 1, 0], [0, 0, 1, 3])
-    assert overlaps([1, 0], 1, 1) == ([0, 0], [0, 0])

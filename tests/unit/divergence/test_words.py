@@ -47,17 +47,6 @@ def test_a_changed_bit_anywhere_is_found(length: int, data: st.DataObject) -> No
     assert sum_of(changed) != sum_of_random_bytes(length)
 
 
-def test_every_single_bit_of_a_small_tensor_is_found() -> None:
-    original = random_bytes(64)
-    sums = {sum_of(original)}
-    for place in range(64):
-        for bit in range(8):
-            changed = original.clone()
-            changed[place] ^= 1 << bit
-            sums.add(sum_of(changed))
-    assert len(sums) == 1 + 64 * 8
-
-
 @pytest.mark.parametrize("bit", [0, 7], ids=["lowest", "sign"])
 def test_two_equal_changes_do_not_cancel_each_other(bit: int) -> None:
     """A memory that loses the same bit line of many words is what real faults look like."""

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from tests.unit.gang.conftest import MakeCrew
-from torchft_like.communicator.communicator import Communicator
-from torchft_like.errors import PlainDataError
 from torchft_like.gang import GangError, ProcessGroupGang, all_sum, broadcast_flag
-from torchft_like.process_group import ProcessGroupGloo
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -56,37 +53,6 @@ def test_something_else_than_a_list_is_an_error_on_every_member(crew: MakeCrew) 
     assert "rank 1: broadcast_objects src 0 length of no list" in str(found[0])
     assert str(found[1]) == "objects are given in a list, not in a tuple"
     assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
-
-
-def test_sources_that_differ_are_an_error_on_every_member(crew: MakeCrew) -> None:
-    found = crew(2).outcomes(lambda gang: gang.broadcast_objects([0], source_rank=gang.rank))
-    assert all(isinstance(error, ValueError) for error in found)
-
-
-def test_an_object_that_cannot_be_sent_is_an_error_on_every_member(crew: MakeCrew) -> None:
-    gangs = crew(2)
-    found = gangs.outcomes(lambda gang: gang.broadcast_objects([lambda: None]))
-    assert [type(error) for error in found] == [PlainDataError, GangError]
-    assert gangs.together(lambda gang: all_sum(gang, 1).item()) == [2, 2]
-
-
-def test_a_member_without_memory_for_what_comes_ends_the_group_for_all(
-    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    empty = Communicator.empty
-
-    def empty_unless_first(communicator: Communicator, *args: Any) -> torch.Tensor:
-        if communicator.rank == 1:
-            raise MemoryError("no memory for what comes")
-        return empty(communicator, *args)
-
-    monkeypatch.setattr(Communicator, "empty", empty_unless_first)
-    gangs = crew(3, lambda: ProcessGroupGloo(3600))
-    found = gangs.outcomes(lambda gang: gang.broadcast_objects([torch.ones(1 << 22), torch.ones(1 << 22)]))
-    assert isinstance(found[1], GangError)
-    assert isinstance(found[1].__cause__, MemoryError)
-    assert all(isinstance(error, GangError) for error in found)
-    assert all(isinstance(each, GangError) for each in gangs.outcomes(lambda gang: gang.barrier()))
 
 
 def test_an_object_that_does_not_fit_into_memory_is_an_error_on_every_member(crew: MakeCrew) -> None:

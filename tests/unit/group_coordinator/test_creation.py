@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import GroupCoordinatorError
+from torchft_like.core.agreement.statements import Statement
+from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.group_coordinator.creation import Agreement
 
 
 @pytest.fixture
@@ -44,3 +48,65 @@ def test_a_device_group_that_cannot_be_made_leaves_no_group_behind(
         GroupCoordinator([[0]], 0, "torchft-dummy", True)
     assert len(made) == 1
     assert set(c10d._world.pg_map) == known
+
+
+# Ranks that agree in a store before they make groups together: all of them go on, or none does.
+
+
+PATIENT = timedelta(seconds=60)
+SHORT = timedelta(seconds=0.05)
+
+
+class Interrupted:
+    """A store in which something happens when the time of who waits is up."""
+
+    def __init__(self, store: Store, happens: Callable[[], object]) -> None:
+        self._store = store
+        self._happens = happens
+
+    def wait(self, *_: Any) -> None:
+        self._happens()
+        raise RuntimeError("the time is up")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> None:
+    Agreement(store, rank, of, timeout).reach(Statement("making", terms=(("name", "é" * 5000),)))
+
+
+def test_ranks_that_ask_for_the_same_go_on() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        for future in [threads.submit(reach, store, rank, of=3) for rank in range(3)]:
+            future.result(60)
+
+
+def test_who_comes_after_the_first_has_given_up_does_not_go_on_either() -> None:
+    store = HashStore()
+    for rank, timeout in ((0, SHORT), (2, PATIENT), (1, PATIENT)):
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            reach(store, rank, timeout=timeout, of=3)
+        assert raised.value.missing == (1, 2)
+
+
+def test_whose_time_is_up_when_the_last_has_come_goes_on_with_it() -> None:
+    store = HashStore()
+    last = Interrupted(store, lambda: None)  # whose own time is up at once
+    reach(Interrupted(store, lambda: reach(last, 1)), 0)
+
+
+def test_a_rank_that_refuses_has_come() -> None:
+    store = HashStore()
+    Agreement(store, 1, 2, PATIENT).say(Statement("making").refused(ValueError("no such device")))
+    with pytest.raises(CollectiveMismatchError, match="no such device"):
+        reach(store, 0)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    del store
+    with pytest.raises(GroupCoordinatorError, match="the default group's store failed"):
+        reach(client, 0)

@@ -82,20 +82,6 @@ def test_a_tensor_goes_to_the_next_rank_before_anything_else_was_called(
     assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]  # type: ignore[arg-type]
 
 
-def test_tokens_of_an_earlier_quorum_are_not_combined(party: Party, groups: list[ProcessGroup]) -> None:
-    coordinators, tokens = over(groups), torch.ones(2, 3)
-    party.configure(groups)
-    party.together(coordinators, lambda _, c: c.dispatch(tokens, tokens))  # type: ignore[arg-type]
-    party.configure(groups)  # the same members, whose other calls of that quorum may have failed
-
-    def combine(_: int, coordinator: ManagedCoordinator) -> str:
-        with pytest.raises(StaleEpochError) as raised:
-            coordinator.combine(torch.ones(6, 3))
-        return str(raised.value)
-
-    assert all("dispatch" in said for said in party.together(coordinators, combine))  # type: ignore[arg-type]
-
-
 def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for_all(
     party: Party, groups: list[ProcessGroup]
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -445,3 +446,121 @@ def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it
     writer.enqueue(b"b" * 100_000, LIMIT_S)
     assert reader.dequeue(LIMIT_S) == b"b" * 100_000
     assert not left_open_since(before)
+
+
+# Where what is read arrives.
+
+
+@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+def test_tensors_arrive_on_the_cpu_whatever_the_default_device_is(
+    queues: Queues, remote: tuple[int, ...]
+) -> None:
+    writer, (reader,) = queues.make(remote=remote)
+    sent = [torch.arange(3), torch.empty(0, 3), b"c" * 5000]
+    with torch.device("meta"):
+        writer.enqueue(sent, LIMIT_S)
+        found = reader.dequeue(LIMIT_S)
+    assert same(found, sent)
+    assert [tensor.device.type for tensor in found[:2]] == ["cpu", "cpu"]  # type: ignore[index]
+
+
+# Who sleeps is woken.
+
+
+def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
+    nobody looks again by himself."""
+    for module in ("writer", "local"):
+        monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
+    writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
+    for end in (writer, *readers):
+        monkeypatch.setattr(end._end._spin, "watch", lambda *_: False)
+    count = 2000
+
+    def read(reader: MessageQueue) -> list[object]:
+        return [reader.dequeue(LIMIT_S) for _ in range(count)]
+
+    found = [queues.run(read, reader) for reader in readers]
+    for number in range(count):
+        writer.enqueue(number, LIMIT_S)
+    assert [one.result(LIMIT_S) for one in found] == [list(range(count))] * 2
+
+
+# Readers that have no time to wait, and look again and again.
+
+
+NEAR_AND_FAR = pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+
+
+def is_answered(call: Callable[..., object]) -> Callable[[], bool]:
+    """Whether it has no need to wait."""
+
+    def look() -> bool:
+        try:
+            call(timeout=0)
+        except QueueTimeoutError:
+            return False
+        return True
+
+    return look
+
+
+@NEAR_AND_FAR
+def test_a_reader_that_only_looks_joins_and_reads(queues: Queues, remote: Sequence[int]) -> None:
+    writer = queues.keep(MessageQueue(1, 1 - len(remote), connect_ip=LOOPBACK))
+    reader = queues.join(writer, 0)
+    joining = queues.run(writer.wait_until_ready, LIMIT_S)
+    wait_for(is_answered(reader.wait_until_ready))
+    joining.result(LIMIT_S)
+    writer.enqueue("a", LIMIT_S)
+    wait_for(is_answered(reader.dequeue))
+
+
+@NEAR_AND_FAR
+def test_a_reader_that_only_looks_hears_that_the_writer_is_lost(
+    queues: Queues, remote: Sequence[int]
+) -> None:
+    writer, (reader,) = queues.make(1, remote=remote)
+    writer.enqueue("read before that", LIMIT_S)
+    writer._end._is_broken = True  # type: ignore[attr-defined]
+    if writer._end._remote is not None:  # type: ignore[attr-defined]
+        writer._end._remote._readers.clear()  # type: ignore[attr-defined]
+    writer.shutdown()  # without a word, as one that is killed
+    wait_for(is_answered(reader.dequeue))
+    with pytest.raises(QueueWriterLostError):
+        wait_for(is_answered(reader.dequeue))
+
+
+# Numbers that make no sense.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (-1, 0),
+        (1, 2),
+        (5000, 1),
+        (1, 1, None, 100),
+        (1, 1, None, 2**41),
+        (1, 1, None, 4096, 0),
+        (1, 1, None, 256, 2**20 + 1),
+        (1, 1, None, 1e4),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense_are_value_errors(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"local|max_chunk"):
+        MessageQueue(*arguments)
+
+
+def test_ranks_and_timeouts_that_make_no_sense_are_value_errors(queues: Queues) -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        MessageQueue(2, 2, local_reader_ranks=[1, 1])
+    writer, (reader,) = queues.make()
+    for timeout in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            reader.dequeue(timeout)
+        with pytest.raises(ValueError, match="timeout"):
+            writer.enqueue(1, timeout)
+    with pytest.raises(ValueError, match="no local reader"):
+        MessageQueue.create_from_handle(writer.export_handle(), 5)

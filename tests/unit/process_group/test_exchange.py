@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, parse_store_address
 
@@ -27,20 +27,6 @@ def stores(party: Party) -> Iterator[list[AbortableStore]]:
     yield stores
     for store in stores:
         store.close()
-
-
-def test_everybody_hears_what_everybody_said(party: Party, stores: list[AbortableStore]) -> None:
-    def speak_and_listen(rank: int, store: AbortableStore) -> list[bytes]:
-        exchange = ExchangeStore(store, rank, WORLD)
-        exchange.set(f"address/{rank}", bytes([rank]) * 100_000)
-        exchange.set(f"empty/{rank}", b"")
-        exchange.wait([f"address/{peer}" for peer in range(WORLD)])
-        assert exchange.check([f"empty/{peer}" for peer in range(WORLD)])
-        return [exchange.get(f"address/{peer}") for peer in range(WORLD)]
-
-    members = [party.aside(speak_and_listen, rank, store) for rank, store in enumerate(stores)]
-    said = [bytes([rank]) * 100_000 for rank in range(WORLD)]
-    assert [member.result(LIMIT_S) for member in members] == [said] * WORLD
 
 
 def test_a_member_asks_the_store_as_often_in_a_large_group(
@@ -69,14 +55,6 @@ def test_what_is_said_after_the_first_question_is_heard_too(
 
     members = [party.aside(speak_late, rank, store) for rank, store in enumerate(stores)]
     assert [member.result(LIMIT_S) for member in members] == [b"by 1", b"by 2", b"by 0"]
-
-
-def test_an_abort_ends_the_wait_for_a_member_that_never_speaks(
-    party: Party, stores: list[AbortableStore]
-) -> None:
-    waiting = party.aside(ExchangeStore(stores[0], 0, WORLD).wait, ["address/1"])
-    stores[0].abort()
-    assert isinstance(waiting.exception(LIMIT_S), ProcessGroupAbortedError)
 
 
 @pytest.mark.parametrize(

@@ -262,25 +262,6 @@ def test_a_world_of_one_can_be_made_of_every_backend(backend: str, template: str
     assert alive() is None, "nothing refers to it, not even a cycle"
 
 
-@pytest.mark.parametrize("kind", ["tcp", "hash"])
-def test_members_meet_through_any_store_under_any_prefix_again_and_again(
-    party: Party, store: TCPStore, kind: str
-) -> None:
-    clients: list[Store] = [HashStore()] * 2
-    if kind == "tcp":  # of which a client answers one question at a time: each member has its own
-        clients = [TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(2)]
-
-    def meet(rank: int) -> Any:
-        given = PrefixStore("a", PrefixStore("b/", clients[rank]))
-        return party.own(create("torchft-gloo", options(given, rank, 2)))
-
-    for _ in range(3):
-        first, second = [future.result(LIMIT_S) for future in [party.aside(meet, rank) for rank in range(2)]]
-        assert party.together([first, second], lambda rank, group: group.size()) == [2, 2]
-        summed = party.together([first, second], reduced)
-        assert summed == [2.0, 2.0]
-
-
 def reduced(rank: int, group: Any) -> float:
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)

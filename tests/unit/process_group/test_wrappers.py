@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.errors import (
     CollectiveRefusedError,
@@ -20,13 +19,11 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
 )
 from torchft_like.process_group import (
-    ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     FaultInjectingProcessGroup,
     ManagedProcessGroup,
     ProcessGroup,
     ProcessGroupDummy,
-    ProcessGroupGloo,
     ProcessGroupWrapper,
 )
 from torchft_like.process_group.collectives import COLLECTIVES
@@ -60,14 +57,6 @@ def test_a_dummy_counts_and_gives_what_a_group_of_one_gives() -> None:
     assert dict(group.calls) == {"allgather": 1, "allreduce": 1}
     assert (group.configure_count, group.wait_count, group.get_future_count) == (1, 1, 1)
     assert (group.rank(), group.size(), group.errored()) == (0, 1, None)
-
-
-def test_a_dummy_serves_ddp() -> None:
-    group = ProcessGroupDummy(0, 1)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
-    model(ones()).sum().backward()
-    assert next(model.parameters()).grad is not None
-    assert group.calls["allreduce"] > 0
 
 
 # Forwarding
@@ -132,13 +121,6 @@ def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
     assert "rank 2 heals in this step" in str(manager.error)
 
 
-def test_the_size_of_a_managed_group_is_the_number_of_participants() -> None:
-    group = ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1), participants=5))
-    assert group.size() == 5
-    assert group.getSize() == 5
-    assert group.rank() == 0
-
-
 @pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
 def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name: str) -> None:
     inner = ProcessGroupDummy(0, 1)
@@ -161,16 +143,6 @@ def test_what_needs_every_member_is_skipped_while_one_gets_its_first_state(name:
 def test_a_managed_group_is_configured_by_its_manager_only() -> None:
     with pytest.raises(ProcessGroupError, match="Manager"):
         ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
-
-
-def test_ddp_over_a_managed_group_gets_the_managers_gradients() -> None:
-    manager = manager_of(ProcessGroupDummy(0, 1))
-    group = ManagedProcessGroup(manager)
-    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
-    model(ones()).sum().backward()
-    gradient = next(model.parameters()).grad
-    assert gradient is not None
-    assert gradient.flatten().tolist() == [10.0, 10.0]
 
 
 # Fault injection
@@ -257,40 +229,3 @@ def test_planting_a_fault_for_what_does_not_exist_is_a_value_error() -> None:
         group.fail("all_reduce", OopsError())
     with pytest.raises(ValueError, match="count from 1"):
         group.hang("allreduce", call=0)
-
-
-def test_injected_faults_are_swallowed_like_real_ones(party: Party) -> None:
-    faulty = FaultInjectingProcessGroup(party.own(ProcessGroupGloo(30)))
-    group = ErrorSwallowingProcessGroupWrapper(faulty)
-    group.configure(party.prefix(), 0, 1)
-    faulty.fail("allreduce", OopsError(), call=2)
-    assert group.allreduce([ones()]).wait()
-    assert group.error() is None
-    assert group.allreduce([ones()]).wait()
-    assert isinstance(group.error(), OopsError)
-    group.configure(party.prefix(), 0, 1)
-    assert group.error() is None
-    assert group.allreduce([ones()]).wait()
-
-
-@pytest.mark.usefixtures("no_operator")
-def test_a_group_makes_another_of_its_kind() -> None:
-    made = ProcessGroupGloo(17, check_collectives=False).make_alike()
-    assert isinstance(made, ProcessGroupGloo)
-    assert made.timeout == timedelta(seconds=17)
-    assert not made._is_checking
-    assert made.configuration.number == 0
-
-
-def test_the_end_of_a_configuration_is_set_by_an_abort_and_by_the_next_one(party: Party) -> None:
-    (group,) = party.meet(1)
-    assert isinstance(group, ProcessGroupGloo)
-    first = group.configuration
-    assert first.reason is None
-    party.configure([group])
-    assert first.reason == "the group is being configured anew"
-    second = group.configuration
-    assert second is not first
-    assert second.number == first.number + 1
-    group.abort("the test says so")
-    assert second.reason == "the test says so"

@@ -7,20 +7,23 @@ import gc
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.messages import TensorSpec, tensor_at
+from torchft_like.process_group.baby.messages import TensorSpec, ToChild, tensor_at
 from torchft_like.process_group.baby.tensor_sharing import (
+    CpuExporter,
     Exports,
     Segment,
     Staging,
     open_segment,
     require_dense,
 )
+from torchft_like.process_group.collectives import BY_NAME
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,3 +195,40 @@ def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.Mon
 def test_what_has_no_plain_storage_is_refused_by_name(tensor: torch.Tensor, kind: str) -> None:
     with pytest.raises(NotSupportedError, match=kind):
         require_dense(tensor)
+
+
+# What is said to the subprocess before a request.
+
+
+class Recorder:
+    """What an exporter sends, with the inodes of the descriptors, which have to be open then."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.inodes: list[int] = []
+
+    def __call__(self, message: tuple[Any, ...], descriptors: tuple[int, ...]) -> None:
+        self.sent.append((message[0], message[2]))
+        self.inodes += [os.fstat(descriptor).st_ino for descriptor in descriptors]
+
+
+def test_a_segment_is_mapped_once_and_while_its_descriptor_is_open() -> None:
+    staging = Staging()
+    exporter = CpuExporter(staging)
+    exporter.send = recorder = Recorder()
+    blocks = [exporter.stage(torch.zeros(size))[0] for size in (10, 1_000_000, 10)]
+    assert recorder.sent == [(ToChild.MAP, block.segment.number) for block in blocks[:2]]
+    assert len(set(recorder.inodes)) == 2
+    staging.close()
+
+
+def test_memory_that_is_gone_is_unmapped_before_the_next_call() -> None:
+    exporter = CpuExporter(Staging())
+    exporter.send = recorder = Recorder()
+    tensor = torch.zeros(10).share_memory_()  # type: ignore[no-untyped-call]
+    exporter.find(tensor)
+    ((_, number),) = recorder.sent
+    del tensor
+    gc.collect()
+    exporter.export(BY_NAME["barrier"].bind((), {}))
+    assert recorder.sent[1:] == [(ToChild.UNMAP, number)]
