@@ -1,7 +1,7 @@
 """Process groups whose members can change, and which can be aborted at any moment.
 
 Every class is made from one table of collectives (`collectives`) and belongs to one configuration at a time
-(`configuration`); `gloo`, `nccl` and `baby` are backends, `wrapper`, `swallowing` and `managed` go around
+(`configuration`); `gloo`, `nccl` and `baby` are backends, `wrapper` and `swallowing` go around
 them. Nothing here knows a quorum or a lighthouse.
 """
 

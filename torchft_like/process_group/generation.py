@@ -79,7 +79,7 @@ class Operations:
         self._futures: set[Future[Any]] = set()
         self._issued: list[weakref.ref[GroupOperation]] = []
         self._issued_max = ISSUED_MIN
-        self._given_up: Exception | None = None
+        self.given_up: Exception | None = None  # the error of the operations that were given up
         self._spin = AdaptiveSpin()  # waiting threads share it: a lost update does no harm
 
     def begin(self, explain: Explain) -> GroupOperation:
@@ -106,7 +106,7 @@ class Operations:
         own = empty_future()
         with self._lock:
             self._futures.add(own)
-            error = self._given_up
+            error = self.given_up
         work.get_future().add_done_callback(lambda done: self._complete(own, work, done, explain))
         if error is not None and self._take(own):
             own.set_exception(error)
@@ -133,8 +133,8 @@ class Operations:
         """
         try:
             while not _is_over(work, deadline):
-                if self._given_up is not None:
-                    raise self._given_up
+                if self.given_up is not None:
+                    raise self.given_up
             return work.wait()
         finally:
             del work  # an error that the caller keeps would keep this frame, and the connections open
@@ -155,16 +155,11 @@ class Operations:
             if not is_safe:
                 time.sleep(LOOK_PAUSE_S)
         with self._lock:
-            self._given_up = error
+            self.given_up = error
             futures, self._futures = self._futures, set()
         for future in futures:
             future.set_exception(error)
         return is_safe
-
-    @property
-    def given_up(self) -> Exception | None:
-        """The error of the operations that were given up; None if there are none."""
-        return self._given_up
 
     def _forget_those_done(self) -> None:
         with self._lock:
@@ -260,11 +255,8 @@ class MessageOperation(GroupOperation):
 
 
 class AbandonableOperation(BackendOperation):
-    """An operation whose wait nothing can end, so that a thread of its own waits.
-
-    Args:
-        work: the work of the backend.
-        abort: the signal that ends the wait.
+    """An operation of a backend whose wait nothing can end, so that a thread of its own waits: `abort` ends
+    the caller's wait.
     """
 
     def __init__(self, work: Work, abort: AbortSignal) -> None:

@@ -208,7 +208,10 @@ class SwallowedOperation(FollowingOperation):
 
     def wait(self, deadline: float = FOREVER) -> None:
         """Block until the operation is over; a passed deadline is an error like any other."""
-        self._settle(self.inner.wait, deadline)
+        try:
+            self.inner.wait(deadline)
+        except Exception as error:  # noqa: BLE001 - any error goes to the group
+            self._fail(error)
 
     def is_over(self) -> bool:
         """Return whether the operation is over; then the outputs are filled in."""
@@ -237,16 +240,19 @@ class SwallowedOperation(FollowingOperation):
         """Return the sender's rank; after an error, that of another member."""
         return _peer_in(self._group.parent) if self._has_failed else self.inner.source_rank()
 
-    def _settle(self, outcome: Callable[..., object], *args: Any) -> None:
-        """Report an error, and fill in the outputs that the call does not read from, once."""
+    def _settle(self, outcome: Callable[[], object]) -> None:
         try:
-            outcome(*args)
+            outcome()
         except Exception as error:  # noqa: BLE001 - any error goes to the group
-            self._group._report_of(self._configuration, error)
-            with self._filling_in:
-                has_failed, self._has_failed = self._has_failed, True
-                if not has_failed and self.inner.is_over():
-                    _fill_in(self._call, self._group.parent)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Report the error, and fill in the outputs that the call does not read from, once."""
+        self._group._report_of(self._configuration, error)
+        with self._filling_in:
+            has_failed, self._has_failed = self._has_failed, True
+            if not has_failed and self.inner.is_over():
+                _fill_in(self._call, self._group.parent)
 
 
 class StepManager(Protocol):

@@ -179,11 +179,7 @@ class ExplainedOperation(Operation):
 
 
 class FinishedOperation(Operation):
-    """An operation that is over, with `result` or with `failure`.
-
-    Args:
-        source: the value of `source_rank`.
-    """
+    """An operation that is over, with `result` or with `failure`."""
 
     def __init__(self, result: list[Any], failure: Exception | None = None, source: int = -1) -> None:
         self._result = result

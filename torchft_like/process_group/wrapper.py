@@ -61,7 +61,7 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         Raises:
             ProcessGroupNotConfiguredError: there is no inner group yet.
         """
-        return _known(self._pg)
+        return self._pg or _known(self._pg)
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Configure the inner group."""

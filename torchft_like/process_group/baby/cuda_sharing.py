@@ -303,11 +303,7 @@ def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
 
 
 class Arena(Blocks[Export]):
-    """A pool of blocks on one device.
-
-    Args:
-        device: the device of the group.
-    """
+    """A pool of blocks on one device."""
 
     BLOCK_BYTES_MIN = 512  # the alignment of torch's own allocator
 
@@ -430,12 +426,7 @@ class RemoteCudaOperation(RemoteOperation):
 
 
 class CudaExporter(Exporter[Export]):
-    """The trainer's side.
-
-    Args:
-        device: the device of the group.
-        arena: the memory of the group.
-    """
+    """The trainer's side, with the device and the memory of the group."""
 
     OPERATION = RemoteCudaOperation
 
@@ -694,11 +685,7 @@ _GONE: list[Block[Export]] = []
 
 
 class CudaImporter(Importer):
-    """The subprocess's side. What it maps it maps as long as it lives.
-
-    Args:
-        greeting: the greeting of the exporter.
-    """
+    """The subprocess's side. What it maps it maps as long as it lives."""
 
     def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
         super().__init__()

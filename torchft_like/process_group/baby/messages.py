@@ -183,15 +183,13 @@ class Channel:
             except BlockingIOError:
                 if while_full is not None:
                     while_full()
-                self._await(select.POLLOUT | (select.POLLIN if while_full else 0), deadline)
+                events = select.POLLOUT | (select.POLLIN if while_full else 0)
+                if not self._poll(events, _milliseconds(deadline)) and self._socket.fileno() >= 0:
+                    raise TimeoutError("the other end takes no messages") from None
             except OSError as error:
                 if self._socket.fileno() >= 0 and error.errno not in _GONE:
                     raise
                 raise ChannelClosedError("the other end is gone") from error
-
-    def _await(self, events: int, deadline: float) -> None:
-        if not self._poll(events, _milliseconds(deadline)) and self._socket.fileno() >= 0:
-            raise TimeoutError("the other end takes no messages")
 
     def _poll(self, events: int, timeout_ms: float | None) -> list[tuple[int, int]]:
         """Poll without the poller in which `receive` may wait; return nothing once this end is closed."""

@@ -138,11 +138,9 @@ class Blocks(ABC, Generic[S]):
 
 
 class CallTensors(ABC, Generic[S]):
-    """The tensors of one call, while the subprocess may use them. One thread at a time makes and fills them.
+    """The tensors of one call, which are kept alive while the subprocess may use them.
 
-    Args:
-        call: the call, whose tensors are kept alive.
-        exporter: the exporter that this object belongs to.
+    One thread at a time makes and fills them.
     """
 
     def __init__(self, call: Call, exporter: Exporter[S]) -> None:
@@ -326,11 +324,7 @@ class Segment:
 
 
 class CpuExporter(Exporter[Segment]):
-    """The trainer's side.
-
-    Args:
-        staging: blocks for tensors that do not live in shared memory.
-    """
+    """The trainer's side; tensors that do not live in shared memory are staged in blocks of `staging`."""
 
     def __init__(self, staging: Staging) -> None:
         super().__init__()
