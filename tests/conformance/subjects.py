@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.managers import manager_alone
 from torchft_like import process_group as ours
 from torchft_like.manager import Manager
 from torchft_like.process_group import (
@@ -108,18 +109,8 @@ class ManagedSeat(Seat):
     def _join(self, address: str, rank: int) -> Manager:
         # Some cases compile code, which starves this machine for longer than the usual half of a second.
         os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENT_MS)
-        return Manager(
-            pg=ProcessGroupGloo(TIMEOUT_S, check_collectives=False),
-            load_state_dict=lambda state: None,
-            state_dict=dict,
-            min_replica_size=1,
-            timeout=TIMEOUT_S,
-            lighthouse_addr=address,
-            replica_id=f"replica-{rank}",
-            rank=0,
-            world_size=1,
-            init_sync=False,
-        )
+        group = ProcessGroupGloo(TIMEOUT_S, check_collectives=False)
+        return manager_alone(f"replica-{rank}", address, pg=group, timeout=TIMEOUT_S)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
+
+from torchft_like import LighthouseServer
 
 OURS = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)")
 
@@ -15,3 +18,11 @@ def _without_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove every variable that the project reads from the inherited environment."""
     for variable in filter(OURS.fullmatch, list(os.environ)):
         monkeypatch.delenv(variable)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    """Yield a lighthouse in this process, for a job of two replicas or more."""
+    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    yield server
+    server.shutdown()

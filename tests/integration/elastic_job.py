@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from torchft_like import Manager, ProcessGroupGloo
+from tests.managers import PATIENCE_S, manager_alone, outcome
+from torchft_like import ProcessGroupGloo
 from torchft_like.group_coordinator import (
     Change,
     CoordinatorOptions,
@@ -24,7 +25,6 @@ from torchft_like.group_coordinator.elastic.membership import EpochGroups, Membe
 
 Here = SimpleNamespace
 PAUSE_S = 0.005
-PATIENCE_S = 300.0  # far above any limit of the tests, so that a test fails that ends by it
 
 
 def make(here: Here, rank: int, name: str, lighthouse: str) -> None:
@@ -103,11 +103,7 @@ def wait_voted(here: Here, rank: int) -> bool:
 
 def complete(here: Here, rank: int) -> str:
     """Complete the change; return the class of the error, "" if there is none."""
-    try:
-        here.change.complete()
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__
-    return ""
+    return outcome(here.change.complete) or ""
 
 
 def complete_aside(here: Here, rank: int) -> None:
@@ -125,10 +121,8 @@ def completed(here: Here, rank: int) -> str:
 
 def total(here: Here, rank: int) -> float | str:
     """Return the sum of ones over the members, or the class of the error."""
-    try:
-        return float(here.coordinator.all_reduce(torch.ones(1)).item())
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__
+    found: float | str = outcome(lambda: here.coordinator.all_reduce(torch.ones(1)).item())
+    return found
 
 
 def begin_total(here: Here, rank: int) -> None:
@@ -153,20 +147,8 @@ def place(here: Here, rank: int) -> tuple[int, int, int]:
 
 def join(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
-    here.manager = Manager(
-        pg=ProcessGroupGloo(PATIENCE_S),
-        load_state_dict=lambda state: None,
-        state_dict=dict,
-        min_replica_size=1,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        lighthouse_addr=lighthouse,
-        replica_id=name,
-        hostname="127.0.0.1",
-        timeout=PATIENCE_S,
-        init_sync=False,
-    )
+    pg = ProcessGroupGloo(PATIENCE_S)
+    here.manager = manager_alone(name, lighthouse, use_async_quorum=False, pg=pg)
     here.coordinator = ManagedCoordinator(here.manager)
     here.old = None
 
@@ -183,7 +165,7 @@ def step(here: Here, rank: int) -> dict[str, Any]:
         gathered, _ = here.coordinator.dispatch(tokens, tokens)
         found["combined"] = sorted(set(here.coordinator.combine(gathered).flatten().tolist()))
         found["place"] = here.coordinator.rank_in_group, here.coordinator.world_size
-        found["old"] = _outcome(here.old)
+        found["old"] = "none" if here.old is None else outcome(lambda: str(here.old[1].wait(50)["x"].item()))
         if here.old is None or here.old[0] != epoch:
             sent = {"x": torch.ones(1)} if here.coordinator.is_first_rank else None
             here.old = epoch, here.coordinator.ibroadcast_tensor_dict(sent)
@@ -200,12 +182,3 @@ def open_step(here: Here, rank: int) -> int:
 
 def close_step(here: Here, rank: int) -> bool:
     return bool(here.manager.should_commit())
-
-
-def _outcome(old: Any) -> str:
-    if old is None:
-        return "none"
-    try:
-        return str(old[1].wait(50)["x"].item())
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.managers import outcome as outcome_of
 from torchft_like import ProcessGroupGloo
 from torchft_like.gang import (
     Gang,
@@ -52,11 +53,7 @@ def start_default_gang(here: Here, rank: int, port: int, world_size: int, backen
 
 
 def start_again(here: Here, rank: int) -> str:
-    try:
-        ProcessGroupGang.create_default_process_group(CPU)
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__
-    return "started"
+    return str(outcome_of(lambda: ProcessGroupGang.create_default_process_group(CPU)))
 
 
 def use_everything(here: Here, rank: int) -> dict[str, Any]:

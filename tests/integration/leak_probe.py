@@ -10,12 +10,11 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
-from torchft_like import Manager
+from tests.managers import manager_alone
 from torchft_like.coordination import LighthouseServer
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group import (
@@ -125,28 +124,14 @@ class ManagedPair:
     """Two managed groups; their Managers configure them because every step fails."""
 
     def __init__(self, store: int) -> None:
-        self._store = store
         self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=RANKS, join_timeout_ms=100)
         self._threads = ThreadPoolExecutor(RANKS)
-        self._managers = [self._manager(rank) for rank in range(RANKS)]
+        here: dict[str, Any] = {"store_addr": "127.0.0.1", "store_port": store, "min_replica_size": RANKS}
+        self._managers = [
+            manager_alone(f"probe_{rank}", self._lighthouse.address(), pg=ProcessGroupGloo(), **here)
+            for rank in range(RANKS)
+        ]
         self._groups = [ManagedProcessGroup(manager) for manager in self._managers]
-
-    def _manager(self, rank: int) -> Manager:
-        return Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=lambda state: None,
-            state_dict=dict,
-            min_replica_size=RANKS,
-            timeout=timedelta(seconds=LIMIT_S),
-            rank=0,
-            world_size=1,
-            store_addr="127.0.0.1",
-            store_port=self._store,
-            lighthouse_addr=self._lighthouse.address(),
-            replica_id=f"probe_{rank}",
-            hostname="127.0.0.1",
-            init_sync=False,
-        )
 
     def round(self, index: int) -> None:
         for future in [self._threads.submit(self._fail_a_step, rank) for rank in range(RANKS)]:

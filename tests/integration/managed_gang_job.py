@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchft_like import Manager, ProcessGroupGloo
+from tests.managers import PATIENCE_S, manager_alone, outcome
+from torchft_like import ProcessGroupGloo
 from torchft_like.gang import ElasticGangs, ManagedGang, ReduceOperation, all_sum, create_parallel_gangs
 
 Here = SimpleNamespace
@@ -17,19 +18,13 @@ def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bo
     """Start a replica group of one rank, whose state is one number."""
     torch.set_num_threads(1)
     here.state = torch.zeros(1)
-    here.manager = Manager(
-        pg=ProcessGroupGloo(300),
+    here.manager = manager_alone(
+        name,
+        lighthouse,
         load_state_dict=lambda state: here.state.copy_(state["number"]),
         state_dict=lambda: {"number": here.state},
-        min_replica_size=1,
         use_async_quorum=use_async_quorum,
-        rank=0,
-        world_size=1,
-        lighthouse_addr=lighthouse,
-        replica_id=name,
-        hostname="127.0.0.1",
-        timeout=300.0,
-        init_sync=False,
+        pg=ProcessGroupGloo(PATIENCE_S),
     )
     here.gang = ManagedGang(here.manager)
     here.gangs = ElasticGangs(here.gang, lambda root: create_parallel_gangs(root, tp_size=2))
@@ -82,11 +77,7 @@ def open_part(here: Here, rank: int) -> int:
 
 def use_old_part(here: Here, rank: int) -> str:
     """Use the gang of an older quorum, and return the class of the error."""
-    try:
-        here.old.barrier()
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__
-    return "no error"
+    return outcome(here.old.barrier) or "no error"
 
 
 def close_step(here: Here, rank: int) -> bool:

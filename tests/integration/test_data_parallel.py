@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lighthouse.events import Event
+from tests.integration.test_manager_api import make_manager
 from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
     Manager,
     NotSupportedError,
     Optimizer,
-    ProcessGroupGloo,
     PureDistributedDataParallel,
 )
 from torchft_like.digest import state_digest
@@ -27,13 +27,6 @@ from torchft_like.digest import state_digest
 pytestmark = pytest.mark.integration
 
 T = TypeVar("T")
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
-    yield server
-    server.shutdown()
 
 
 class Replica:
@@ -52,15 +45,7 @@ def on_both(
     **settings: Any,
 ) -> list[T]:
     def run(name: str, model: nn.Module) -> T:
-        with Manager(
-            ProcessGroupGloo(timeout=60.0),
-            model.load_state_dict,
-            model.state_dict,
-            min_replica_size=2,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-            **{"init_sync": False} | settings,
-        ) as manager:
+        with make_manager(lighthouse, name, model, **{"init_sync": False} | settings) as manager:
             return act(Replica(name, manager, model))
 
     models = [make_model() for _ in range(2)]

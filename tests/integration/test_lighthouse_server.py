@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
 
+from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.events import Event, read_events
+from lighthouse.net import make_channel
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.conftest import ROOT
@@ -356,3 +359,71 @@ def test_an_embedded_lighthouse_serves_and_stops(embedded: Embedded) -> None:
         assert a.end()[0] == grpc.StatusCode.UNAVAILABLE
     assert [event.kind for event in embedded.events] == ["register", "shutdown"]
     embedded.stop()  # once more does no harm
+
+
+# Fields of a member that the lighthouse does not know: a newer peer's, for instance.
+
+
+# Fields 500 to 503 of nobody: a number, a text, a message with a text in it, and 8 bytes.
+UNKNOWN = (
+    b"\xa0\x1f\x96\x01\xaa\x1f\x05later\xb2\x1f\x07\x0a\x05inner\xb9\x1f\x01\x02\x03\x04\x05\x06\x07\x08"
+)
+GROUP = b"\xa3\x1f\xa4\x1f"  # field 500, empty
+
+
+def with_fields(fields: bytes, **known: Any) -> bytes:
+    return pb.QuorumMember(**known).SerializeToString() + fields
+
+
+def call(address: str, member: bytes) -> bytes:
+    """torchft's Quorum, in bytes."""
+    request = pb.LighthouseQuorumRequest(requester=pb.QuorumMember.FromString(member)).SerializeToString()
+    with make_channel(parse_address(address)) as channel:
+        answer: bytes = channel.unary_unary(wire.QUORUM, None, None)(request, timeout=LIMIT_S)
+    return answer
+
+
+def test_they_reach_the_other_members_as_they_came(fresh: str) -> None:
+    handles = ["h0", "", "h2"]
+    joined = with_fields(UNKNOWN, replica_id="newer", step=5, world_size=3, reconfigure_handles=handles)
+    with SessionClient(fresh, "a") as session:
+        session.registered()
+        session.join(step=5)
+        answered = pb.LighthouseQuorumResponse.FromString(call(fresh, joined)).quorum
+        told = session.quorum()
+    for quorum in (answered, told):
+        ours, newer = quorum.participants
+        assert (ours.replica_id, newer.replica_id) == ("a", "newer")
+        assert newer.SerializeToString() == joined
+
+
+def test_they_come_back_from_a_session_too(fresh: str) -> None:
+    with SessionClient(fresh, "a") as older, SessionClient(fresh, "b") as newer:
+        joined = with_fields(UNKNOWN, replica_id="b")
+        newer.send(join=pb.QuorumMember.FromString(joined))
+        older.join()
+        older.registered()
+        assert older.quorum().participants[1].SerializeToString() == joined
+
+
+def test_a_message_of_an_unknown_kind_disturbs_no_session(fresh: str) -> None:
+    with SessionClient(fresh, "a") as other, SessionClient(fresh, "b") as newer:
+        newer.registered()
+        newer.say(pb.SessionRequest.FromString(UNKNOWN))
+        newer.join()
+        other.join()
+        assert len(newer.quorum().participants) == 2
+
+
+def test_they_count_for_the_size_of_a_member(fresh: str) -> None:
+    text = 40_000 * b"x"
+    member = with_fields(b"\xaa\x1f\xc0\xb8\x02" + text, replica_id="large")
+    with pytest.raises(grpc.RpcError, match="is too large") as refused:
+        call(fresh, member)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_group_among_them_is_refused(fresh: str) -> None:
+    with pytest.raises(grpc.RpcError, match="protobuf group") as refused:
+        call(fresh, with_fields(GROUP, replica_id="nested"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.managers import manager_alone
 from tests.unit.process_group.test_collectives import ALONE
 from torchft_like import LighthouseServer, ManagedProcessGroup, Manager
 from torchft_like.errors import QuorumTimeoutError
-from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.collectives import COLLECTIVES
 from torchft_like.testing.ranks import LIMIT_S
 
@@ -55,16 +55,7 @@ class Job:
         self.threads = ThreadPoolExecutor(4)
 
     def manager(self, name: str, **settings: Any) -> Manager:
-        return Manager(
-            pg=ProcessGroupGloo(300, check_collectives=False),
-            load_state_dict=lambda state: None,
-            state_dict=dict,
-            min_replica_size=1,
-            lighthouse_addr=self.lighthouse.address(),
-            replica_id=name,
-            init_sync=False,
-            **settings,
-        )
+        return manager_alone(name, self.lighthouse.address(), **settings)
 
     def end(self) -> None:
         self.lighthouse.shutdown()

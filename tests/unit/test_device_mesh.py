@@ -21,52 +21,26 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.unit.process_group.conftest import Party, party, store  # noqa: F401 - fixtures
+from tests.unit.process_group.failing import FakeManager
 from torchft_like.device_mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.errors import NotSupportedError, ShutdownError
 from torchft_like.process_group import ManagedProcessGroup, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
 
 
-class Quorum:
+class Quorum(FakeManager):
     """As much of a Manager as a mesh needs, with a quorum that the test changes."""
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
-        self.process_group = process_group or ProcessGroupGloo()
-        self.participants = 0
-        self.rank: int | None = None
-        self.is_over = False
+        super().__init__(process_group or ProcessGroupGloo(), participants=0, rank=None)
 
     def be(self, rank: int | None, participants: int) -> None:
-        self.rank, self.participants = rank, participants
+        self._rank, self._participants = rank, participants
 
     def init_process_group(self) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
-    def num_participants(self) -> int:
-        self.wait_quorum()
-        return self.participants
-
-    def is_exchanging_state(self) -> bool:
-        return False
-
-    def healing_ranks(self) -> frozenset[int]:
-        return frozenset()
-
-    def participating_rank(self) -> int | None:
-        self.wait_quorum()
-        return self.rank
-
-    def wait_quorum(self) -> None:
-        if self.is_over:
-            raise ShutdownError("the Manager was shut down")
-
     def group_allreduce(self, tensors: list[torch.Tensor], options: Any, collective: Any) -> dist.Work:
-        return self.process_group.allreduce(tensors)
-
-    def errored(self) -> Exception | None:
-        return None
-
-    def report_error(self, e: Exception) -> None:
-        raise e
+        return self.process_group.allreduce(tensors)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -117,7 +91,7 @@ def test_a_mesh_has_a_shape_before_the_first_quorum_and_after_the_last(
 ) -> None:
     assert (mesh.shape, mesh.get_coordinate()) == ((1, 2, 2), (0, 0, 1))
     quorum.be(1, 2)
-    quorum.is_over = True
+    quorum.trouble = ShutdownError("the Manager was shut down")
     assert (mesh.shape, mesh.get_coordinate()) == ((1, 2, 2), (0, 0, 1))
 
 

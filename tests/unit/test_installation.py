@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import lighthouse
 import torchft_like
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -47,3 +50,26 @@ def test_two_projects_in_one_folder_are_refused(tmp_path: Path) -> None:
     refused = run(tmp_path, "-m", "lighthouse", "--version")
     assert refused.returncode == 1
     assert "pip uninstall lighthouse" in refused.stderr
+
+
+# The package page.
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGE = (ROOT / PROJECT["readme"]).read_text()
+
+
+def test_every_link_and_picture_is_absolute() -> None:
+    targets = re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"", PAGE)
+    assert [target for target in targets if not "".join(target).startswith("https://")] == []
+
+
+@pytest.mark.parametrize("extra", re.findall(r"torchft-like\[(\w+)\]", PAGE))
+def test_an_extra_that_is_named_exists(extra: str) -> None:
+    assert extra in PROJECT["optional-dependencies"]
+
+
+def test_the_versions_of_torch_are_those_that_are_required() -> None:
+    (bounds,) = (each for each in PROJECT["dependencies"] if each.startswith("torch>"))
+    first, beyond = re.findall(r"2\.(\d+)", bounds)
+    assert f"torch 2.{first} to 2.{int(beyond) - 1}" in PAGE

@@ -95,7 +95,7 @@ class FakeManager:
         factor: what the gradients are multiplied by, in place of an average.
     """
 
-    def __init__(self, pg: Any, participants: int = 3, rank: int = 1, factor: int = 1) -> None:
+    def __init__(self, pg: Any, participants: int = 3, rank: int | None = 1, factor: int = 1) -> None:
         self.process_group = pg
         self.error: Exception | None = None
         self.trouble: Exception | None = None

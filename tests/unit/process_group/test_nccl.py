@@ -5,11 +5,13 @@ Whether the real ones behave as these do is what tests/gpu is for.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions
 
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
-from tests.unit.process_group.fake_nccl import FakeDevice, install
+from tests.unit.process_group.fake_nccl import FakeDevice, FakeEvent, install
 from torchft_like.errors import (
     CollectiveMismatchError,
     NotSupportedError,
@@ -393,3 +395,41 @@ def test_shutdown_leaves_no_thread(group: ProcessGroupNCCL) -> None:
         if thread.name in names:
             thread.join(LIMIT_S)
             assert not thread.is_alive()
+
+
+# Beside a thread that captures a graph.
+
+
+def test_whoever_asks_the_device_aside_spoils_no_capture(
+    device: FakeDevice, party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture of the training thread ends with an error if another thread asks in the same mode."""
+    asked_beside: list[tuple[str, bool]] = []
+    local = threading.local()
+
+    @contextlib.contextmanager
+    def beside(device: object) -> Iterator[None]:
+        before, local.is_beside = getattr(local, "is_beside", False), True
+        yield
+        local.is_beside = before
+
+    def query(event: FakeEvent) -> bool:
+        asked_beside.append((threading.current_thread().name, getattr(local, "is_beside", False)))
+        return all(off_the_device.is_set() for off_the_device in event.behind)
+
+    monkeypatch.setattr(nccl, "beside_captures", beside)
+    monkeypatch.setattr(FakeEvent, "query", query)
+    group = ProcessGroupNCCL(LIMIT_S)
+    party.own(group)
+    group.configure(party.prefix(), 0, 1)
+    device.autofinish = False
+    group.allreduce([torch.zeros(1)]).wait()
+    while not any(name == "torchft-device-watch" for name, _ in asked_beside):
+        time.sleep(0.001)
+    group.abort("a member was lost")
+    wait_until(device.communicators[-1].aborted)
+    group.shutdown()
+    aside = {name: is_beside for name, is_beside in asked_beside if name.startswith("torchft")}
+    # The thread that closes the group asks only for operations that the watch has not dropped by then.
+    assert {"torchft-device-watch", "torchft-nccl-abort"} <= set(aside)
+    assert all(is_beside for name, is_beside in asked_beside if name.startswith("torchft"))
